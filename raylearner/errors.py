@@ -1,0 +1,69 @@
+"""Every error that raylearner raises on purpose; all of them pickle, since they cross Ray."""
+
+
+class RaylearnerError(Exception):
+    """Base of the family: the message alone tells what, where and what to do."""
+
+
+class ConfigError(RaylearnerError, ValueError):
+    """Bad input from the user: YAML, overrides, data rows, model directories. Exit code 2."""
+
+
+class TrajectoryError(RaylearnerError):
+    """An episode failed. Recorded on its trajectory and counted; never fatal alone."""
+
+    kind = "trajectory"
+
+
+class EngineError(TrajectoryError):
+    """The engine refused or lost a request."""
+
+    kind = "engine"
+
+
+class ToolError(TrajectoryError):
+    """A tool or the service behind it failed."""
+
+    kind = "tool"
+
+
+class EnvironmentFault(TrajectoryError):  # noqa: N818 - EnvironmentError is a builtin
+    """The environment raised."""
+
+    kind = "environment"
+
+
+class RewardError(TrajectoryError):
+    """A reward function raised or timed out."""
+
+    kind = "reward"
+
+
+class RenderError(TrajectoryError):
+    """Messages could not be turned into tokens, or do not fit."""
+
+    kind = "render"
+
+
+class ReplayError(RaylearnerError):
+    """A trajectory or a call breaks the replay contract; the rule is named."""
+
+
+class TooManyFailures(RaylearnerError):  # noqa: N818 - reads as what happened
+    """Too large a share of recent episodes failed for one cause, or too many groups were filtered."""
+
+
+class WeightTransferError(RaylearnerError):
+    """Weights did not arrive, or the proof says that they are not the learner's."""
+
+
+class CheckpointError(RaylearnerError):
+    """A checkpoint is missing, half-written or belongs to another run."""
+
+
+class StalledError(RaylearnerError):
+    """Nobody made progress for `watchdog_s`; the message names who waits for whom."""
+
+
+class LearnerError(RaylearnerError):
+    """A learner step failed in a way that no restart would mend."""

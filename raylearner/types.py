@@ -1,0 +1,297 @@
+"""The data types are the architecture: what travels between prompts, actors, replay, learner and weights.
+
+Shapes: `T` tokens of one trajectory, prompt included. A trajectory is flat arrays without padding.
+Only the standard library and numpy are imported here, so that every room can import this one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+PolicyVersion: TypeAlias = int
+"""0 is the initial policy; each committed learner step makes the next."""
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    ANSWER = "answer"
+    END = "end"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    ERROR = "error"
+    ABORTED = "aborted"
+
+
+class CompletionStop(StrEnum):
+    """Why the engine stopped sampling."""
+
+    END = "end"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message; images are encoded bytes (PNG, JPEG) in the order of their placeholders."""
+
+    role: Role
+    content: str
+    images: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a data source: what an episode starts from and what its rewards need."""
+
+    prompt_id: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    doc_id: str | None = None
+    source: str = "default"
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the engine samples; log-probabilities are those of the distribution that results."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one generate call sampled. The three arrays are of equal length `[n]`."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    policy_versions: NDArray[np.int32]
+    stop_reason: CompletionStop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The right to play one sample of a group, once. A retry carries a higher `attempt`."""
+
+    group_id: int
+    sample_index: int
+    attempt: int
+    prompt: Prompt
+    policy_version: PolicyVersion
+    seed: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return (self.group_id, self.sample_index, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One completion `token_ids[start:end]` plus the environment's reply up to `reply_end`."""
+
+    start: int
+    end: int
+    reply_end: int
+    text: str
+    reply: str
+    stop_reason: CompletionStop
+    min_policy_version: PolicyVersion
+    max_policy_version: PolicyVersion
+    tool: str | None = None
+    is_valid: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One segment of one episode, prompt and observations included. Checked by `check` at `put`."""
+
+    group_id: int
+    sample_index: int
+    attempt: int
+    segment: int = 0
+    prompt_id: str
+    source: str = "default"
+    doc_id: str | None = None
+    prompt_text: str = ""
+    answer: str | None = None
+    token_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T] True exactly on sampled tokens
+    train_mask: NDArray[np.bool_]  # [T] the subset that trains
+    behavior_logprobs: NDArray[np.float32]  # [T] finite exactly on the loss mask, NaN elsewhere
+    policy_versions: NDArray[np.int32]  # [T] -1 off the loss mask
+    claim_policy_version: PolicyVersion
+    turns: tuple[Turn, ...] = ()
+    images: tuple[bytes, ...] = ()
+    reward: float | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    stop_reason: StopReason = StopReason.END
+    error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    started_at_s: float = 0.0
+    finished_at_s: float = 0.0
+
+    @property
+    def episode_key(self) -> tuple[int, int, int]:
+        return (self.group_id, self.sample_index, self.attempt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(self.train_mask.sum())
+
+    @property
+    def min_policy_version(self) -> PolicyVersion:
+        """The oldest version that sampled a token; an episode that never sampled has its claim's."""
+        if not self.loss_mask.any():
+            return self.claim_policy_version
+        return int(self.policy_versions[self.loss_mask].min())
+
+    @property
+    def max_policy_version(self) -> PolicyVersion:
+        if not self.loss_mask.any():
+            return self.claim_policy_version
+        return int(self.policy_versions[self.loss_mask].max())
+
+    def with_train_mask(self, train_mask: NDArray[np.bool_]) -> "Trajectory":
+        return replace(self, train_mask=train_mask)
+
+    def broken_rule(self) -> str | None:
+        """The first contract rule this trajectory breaks, in words; None when it breaks none."""
+        size = len(self.token_ids)
+        arrays = {
+            "token_ids": self.token_ids,
+            "loss_mask": self.loss_mask,
+            "train_mask": self.train_mask,
+            "behavior_logprobs": self.behavior_logprobs,
+            "policy_versions": self.policy_versions,
+        }
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if size == 0:
+            return "token_ids is empty: a trajectory holds at least its prompt"
+        if len(set(lengths.values())) != 1:
+            return f"arrays must have equal length, got {lengths}"
+        for name in ("loss_mask", "train_mask"):
+            if arrays[name].dtype != np.bool_:
+                return f"{name} must be bool, got {arrays[name].dtype}"
+        if (self.token_ids < 0).any():
+            return "token_ids must not be negative"
+        if (self.train_mask & ~self.loss_mask).any():
+            return "train_mask must be a subset of loss_mask"
+        if not np.array_equal(np.isfinite(self.behavior_logprobs), self.loss_mask):
+            return "behavior_logprobs must be finite exactly where loss_mask is True"
+        if (self.behavior_logprobs[self.loss_mask] > 1e-4).any():
+            return "behavior_logprobs must not be positive"
+        if ((self.policy_versions >= 0) != self.loss_mask).any():
+            return "policy_versions must be >= 0 exactly where loss_mask is True, -1 elsewhere"
+        if self.reward is not None and not np.isfinite(self.reward):
+            return f"reward must be a finite number or None, got {self.reward!r}"
+        if self.stop_reason is StopReason.ERROR and self.error is None:
+            return "stop_reason 'error' needs a cause in error"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """The finished episodes of one prompt, ordered by sample index and segment."""
+
+    group_id: int
+    prompt_id: str
+    policy_version: PolicyVersion
+    trajectories: tuple[Trajectory, ...]
+    is_partial: bool = False
+
+    @property
+    def rewards(self) -> dict[int, float | None]:
+        """The reward of each episode by sample index: baselines weigh episodes, not segments."""
+        return {t.sample_index: t.reward for t in self.trajectories}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Fixed token sequences with the learner's log-probabilities: what proves that weights arrived.
+
+    `token_ids` are sequences of `n >= 2` tokens; `logprobs[i]` has `n - 1` entries, the
+    log-probability of each token but the first.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """One push: which version, how its tensors travel, and how the arrival is proven."""
+
+    policy_version: PolicyVersion
+    transport: str
+    payload: Mapping[str, Any]
+    probe: Probe
+    should_clear_caches: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReceipt:
+    """An engine's acknowledgement of one push."""
+
+    policy_version: PolicyVersion
+    proof_gap: float
+    pause_s: float
+    update_s: float
+    proof_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """One packed sequence of a micro-batch on its way to the learner."""
+
+    episode: int
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerBatch:
+    """One take, laid out for one learner rank.
+
+    The episode table (`rewards`, `groups`, both `[E]`) is whole on every rank, since baselines need
+    whole groups; `micro_batches` holds this rank's rows, each row's `episode` indexing the table.
+    Every rank has the same number of micro-batches; an empty one runs a dummy forward and backward.
+    """
+
+    policy_version: PolicyVersion
+    rewards: NDArray[np.float64]  # [E] NaN where no reward applies
+    groups: NDArray[np.int64]  # [E] group ids
+    micro_batches: tuple[tuple[TokenRow, ...], ...]
+    num_rows: int
+    """Rows over all ranks that have at least one trained token."""
+    num_trained_tokens: int
+    """Trained tokens over all ranks."""
+    num_tokens: int
+    """All tokens over all ranks."""
