@@ -1,0 +1,88 @@
+"""The packed layout: which row of a micro-batch each flat token belongs to, and sums over rows.
+
+Legend: `T` packed tokens, `R` rows (one row is one trajectory segment), nothing is padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Every log-ratio is clamped to plus or minus this before `exp` (e^20 is about 4.9e8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Says which row each of `T` packed tokens belongs to; promises tokens of a row are contiguous."""
+
+    index: Tensor  # [T] int64, non-decreasing, in 0..num_rows-1
+    num_rows: int
+    """Rows of this micro-batch; a row may have no token at all."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int] | Tensor) -> "Rows":
+        """Rows laid end to end; `lengths [R]` counts all tokens of each row."""
+        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        index = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return cls(index=index, num_rows=len(lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens, trained or not."""
+        return self.index.shape[0]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Give every token its row's value: `[R] -> [T]`."""
+        return values[self.index]
+
+    def sum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Per-row sum of the selected tokens, 0 for a row without any: `[T] -> [R]`."""
+        if mask is not None:
+            values = select(values, mask)
+        out = values.new_zeros(self.num_rows)
+        return out.index_add(0, self.index, values)
+
+    def count(self, mask: Tensor) -> Tensor:
+        """Selected tokens of each row: `[T] bool -> [R] int64`."""
+        return self.sum(mask.to(torch.int64))
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Per-row mean over the selected tokens, 0 for a row without any: `[T] -> [R]`."""
+        return self.sum(values, mask) / self.count(mask).clamp(min=1)
+
+    def max(self, values: Tensor, mask: Tensor, *, empty: float) -> Tensor:
+        """Per-row maximum over the selected tokens, `empty` for a row without any: `[T] -> [R]`."""
+        out = values.new_full((self.num_rows,), -torch.inf)
+        out = out.scatter_reduce(0, self.index, torch.where(mask, values, -torch.inf), "amax")
+        return torch.where(self.count(mask) > 0, out, empty)
+
+    def last(self, mask: Tensor) -> Tensor:
+        """Position in `[T]` of each row's last selected token, -1 for a row without any: `[R]`."""
+        positions = torch.arange(self.num_tokens, device=self.index.device)
+        out = positions.new_full((self.num_rows,), -1)
+        return out.scatter_reduce(0, self.index, torch.where(mask, positions, -1), "amax")
+
+
+def select(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where the mask is True, else 0; whatever is masked, NaN included, never leaks out."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Bound a log-ratio to plus or minus `LOG_RATIO_LIMIT`; the gradient is 0 beyond it."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def terminal_rewards(rewards: Tensor, mask: Tensor, rows: Rows) -> Tensor:
+    """Put each row's outcome `rewards [R]` on its last selected token, 0 elsewhere: `[T]`.
+
+    With the mask of sampled tokens this is where every token-level estimator here expects it.
+    A row without a selected token loses its reward.
+    """
+    last = rows.last(mask)  # [R]
+    out = rewards.new_zeros(rows.num_tokens)
+    has_token = last >= 0
+    out[last[has_token]] = rewards[has_token]
+    return out
