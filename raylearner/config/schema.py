@@ -375,9 +375,9 @@ class LearnerSection(Section):
     """How rewards become advantages."""
     loss: LossSection = DecoupledPpo(kind="decoupled_ppo")
     """The objective."""
-    aggregation: Literal[
-        "token_mean", "sequence_mean_of_sums", "sequence_mean_of_means"
-    ] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean_of_sums", "sequence_mean_of_means"] = (
+        "token_mean"
+    )
     """How token losses become one number, always by global counts."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Entropy bonus."""

@@ -1,0 +1,151 @@
+"""One episode: engine × environment × renderer, from a claim to a scored trajectory.
+
+Plain async functions, no Ray: the same code runs in rollout actors, in evaluation and in tests.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raylearner.actors.engine import Engine
+from raylearner.environments.protocol import Environment, Outcome
+from raylearner.errors import EnvironmentFault, TrajectoryError
+from raylearner.observability.spans import Tracer
+from raylearner.rewards.functions import EpisodeView
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.transcript import Transcript
+from raylearner.types import (
+    Claim,
+    Completion,
+    CompletionStop,
+    Message,
+    Sampling,
+    StopReason,
+    Trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeKit:
+    """What every episode of an actor shares. `make_environment` gives each episode its own."""
+
+    engine: Engine
+    renderer: Renderer
+    scorer: Scorer
+    make_environment: Callable[[], Environment]
+    tracer: Tracer
+
+
+async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Trajectory:
+    """Plays and scores `claim`. Failures are data: a trajectory with stop reason `error`.
+
+    Only cancellation propagates; nothing is then reported.
+    """
+    started_at_s = time.time()
+    transcript = Transcript(renderer=kit.renderer, claim=claim)
+    environment = kit.make_environment()
+    stop_reason, error = StopReason.ERROR, None
+    with kit.tracer.span("episode", group=claim.group_id, sample=claim.sample_index):
+        try:
+            try:
+                stop_reason = await _play(kit, environment, transcript, sampling)
+            except TrajectoryError as cause:
+                error = f"{cause.kind}: {cause}"
+            finally:
+                outcome = environment.outcome()
+                await environment.close()
+        except Exception as cause:  # an environment may raise whatever its author let through
+            logger.debug("environment raised", exc_info=True)
+            outcome = Outcome()
+            stop_reason, error = StopReason.ERROR, f"{EnvironmentFault.kind}: {cause!r}"
+        if not transcript.token_ids:
+            transcript.open_empty()
+        trajectory = transcript.close(
+            stop_reason=stop_reason,
+            error=error,
+            metrics=outcome.metrics,
+            started_at_s=started_at_s,
+            finished_at_s=time.time(),
+        )
+        if error is not None or stop_reason is StopReason.ABORTED:
+            return trajectory
+        return await _score(kit, claim, transcript, trajectory, outcome)
+
+
+async def _play(
+    kit: EpisodeKit, environment: Environment, transcript: Transcript, sampling: Sampling
+) -> StopReason:
+    transcript.open(await environment.reset(transcript.claim.prompt))
+    seed = sampling.seed
+    while transcript.remaining_tokens > 0:
+        budget = min(sampling.max_tokens, transcript.remaining_tokens)
+        turn_sampling = replace(sampling, stop=environment.stop, max_tokens=budget, seed=seed)
+        with kit.tracer.span("generate", group=transcript.claim.group_id):
+            completion = await kit.engine.generate(transcript.token_ids, turn_sampling)
+        completion = _until_end(completion, kit.renderer.end_token_ids)
+        text = transcript.add_completion(completion)
+        if completion.stop_reason is CompletionStop.ABORTED:
+            transcript.add_reply(())
+            return StopReason.ABORTED
+        with kit.tracer.span("environment", group=transcript.claim.group_id):
+            reply = await environment.step(Message(role="assistant", content=text))
+        fits = transcript.add_reply(reply.messages, tool=reply.tool, is_valid=reply.is_valid)
+        if reply.is_done:
+            ran_out = completion.stop_reason is CompletionStop.LENGTH
+            is_cut = ran_out and reply.stop_reason is not StopReason.ANSWER
+            return StopReason.MAX_TOKENS if is_cut else reply.stop_reason
+        if not fits:
+            return StopReason.MAX_TOKENS
+        seed = None if seed is None else seed + 1
+    return StopReason.MAX_TOKENS
+
+
+def _until_end(completion: Completion, end_token_ids: tuple[int, ...]) -> Completion:
+    """Drops what an engine sampled after the first end token; the end token itself stays."""
+    positions = np.flatnonzero(np.isin(completion.token_ids, end_token_ids))
+    if len(positions) == 0 or positions[0] + 1 == len(completion.token_ids):
+        return completion
+    keep = int(positions[0]) + 1
+    return Completion(
+        token_ids=completion.token_ids[:keep],
+        logprobs=completion.logprobs[:keep],
+        policy_versions=completion.policy_versions[:keep],
+        stop_reason=CompletionStop.END,
+    )
+
+
+async def _score(
+    kit: EpisodeKit,
+    claim: Claim,
+    transcript: Transcript,
+    trajectory: Trajectory,
+    outcome: Outcome,
+) -> Trajectory:
+    view = EpisodeView(
+        prompt=claim.prompt,
+        turns=trajectory.turns,
+        response=transcript.response_text,
+        completion_ids=tuple(trajectory.token_ids[trajectory.loss_mask].tolist()),
+        stop_reason=trajectory.stop_reason,
+        policy_version=trajectory.max_policy_version,
+    )
+    try:
+        with kit.tracer.span("reward", group=claim.group_id):
+            reward, rewards = await kit.scorer.score(view)
+    except TrajectoryError as cause:
+        return replace(
+            trajectory,
+            stop_reason=StopReason.ERROR,
+            error=f"{cause.kind}: {cause}",
+            train_mask=np.zeros_like(trajectory.train_mask),
+        )
+    if outcome.penalty and reward is not None:
+        rewards = {**rewards, "invalid_action_penalty": -outcome.penalty}
+        reward -= outcome.penalty
+    return replace(trajectory, reward=reward, rewards=rewards)

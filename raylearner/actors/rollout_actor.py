@@ -1,0 +1,168 @@
+"""The Ray shell around a rollout worker and its engine."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from raylearner.actors.engine import Engine
+from raylearner.actors.episode import EpisodeKit
+from raylearner.actors.outbox import Outbox
+from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
+from raylearner.config import schema
+from raylearner.environments.catalogue import make_environment
+from raylearner.observability.spans import Tracer
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import (
+    ClaimReply,
+    Prompt,
+    Sampling,
+    Trajectory,
+    WeightReceipt,
+    WeightUpdate,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSections:
+    """The parts of the configuration that a rollout actor needs."""
+
+    engine: schema.VllmEngine | schema.ScriptedEngine
+    environment: schema.SingleTurn | schema.ToolUse
+    renderer: schema.RendererSection
+    rewards: schema.RewardSection
+    sampling: schema.SamplingSection
+    max_concurrent_episodes: int
+    weight_transport: str
+    seed: int
+    should_trace: bool
+
+
+def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampling:
+    """Sampling as engines take it: the section's numbers and the tokenizer's end tokens."""
+    return Sampling(
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        max_tokens=section.max_turn_tokens,
+        stop_token_ids=renderer.end_token_ids,
+    )
+
+
+@ray.remote
+class RolloutActor:
+    """One engine and its episodes. `start`, then `run` until `stop`; weights land by `receive`."""
+
+    def __init__(
+        self,
+        actor_id: str,
+        sections: RolloutSections,
+        model_path: str,
+        replay: "ray.actor.ActorHandle | None",
+    ) -> None:
+        self._actor_id = actor_id
+        self._sections = sections
+        self._model_path = model_path
+        self._replay = replay
+        self._tracer = Tracer(track=actor_id, is_enabled=sections.should_trace)
+        self._engine: Engine | None = None
+        self._worker: RolloutWorker | None = None
+
+    async def start(self) -> int:
+        """Starts the engine; returns this process's id. Raises `EngineError` with the cause."""
+        sections = self._sections
+        renderer = Renderer.from_pretrained(self._model_path, sections.renderer)
+        self._renderer = renderer
+        self._engine = self._make_engine(renderer)
+        await self._engine.start()
+        kit = EpisodeKit(
+            engine=self._engine,
+            renderer=renderer,
+            scorer=Scorer(sections.rewards),
+            make_environment=lambda: make_environment(sections.environment),
+            tracer=self._tracer,
+        )
+        self._worker = RolloutWorker(
+            actor_id=self._actor_id,
+            kit=kit,
+            sampling=sampling_from(sections.sampling, renderer),
+            max_concurrent_episodes=sections.max_concurrent_episodes,
+            claim=self._claim,
+            outbox=Outbox(self._put),
+            is_seeded=isinstance(sections.engine, schema.ScriptedEngine),
+        )
+        return os.getpid()
+
+    async def run(self) -> None:
+        assert self._worker is not None, "start comes first"
+        await self._worker.run()
+
+    async def receive(self, update: WeightUpdate) -> WeightReceipt:
+        assert self._engine is not None and self._worker is not None, "start comes first"
+        try:
+            with self._tracer.span("receive", version=update.policy_version):
+                return await self._engine.receive(update)
+        except BaseException:
+            self._worker.halt()
+            raise
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], section: schema.SamplingSection
+    ) -> list[Trajectory]:
+        assert self._worker is not None, "start comes first"
+        with self._tracer.span("evaluate"):
+            return await self._worker.evaluate(prompts, sampling_from(section, self._renderer))
+
+    async def drain(self) -> tuple[RolloutActivity, list[dict[str, object]]]:
+        """Activity and spans since the last call."""
+        assert self._worker is not None, "start comes first"
+        return self._worker.drain_activity(), self._tracer.drain()
+
+    async def policy_version(self) -> int:
+        assert self._engine is not None, "start comes first"
+        return self._engine.policy_version
+
+    async def engine_kind(self) -> str:
+        return type(self._engine).__name__
+
+    async def abort(self) -> None:
+        """Ends running episodes; their claims are void, so nothing of them is reported."""
+        assert self._engine is not None, "start comes first"
+        await self._engine.abort()
+
+    async def stop(self) -> None:
+        """Ends `run` and the engine with its child processes."""
+        if self._worker is not None:
+            self._worker.halt()
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _make_engine(self, renderer: Renderer) -> Engine:
+        match self._sections.engine:
+            case schema.VllmEngine() as config:
+                from raylearner.actors.vllm_engine import VllmEngine
+
+                return VllmEngine(
+                    config,
+                    model_path=self._model_path,
+                    seed=self._sections.seed,
+                    weight_transport=self._sections.weight_transport,
+                )
+            case schema.ScriptedEngine() as config:
+                from raylearner.actors.scripted_engine import ScriptedEngine
+
+                return ScriptedEngine(config, end_token_ids=renderer.end_token_ids)
+
+    async def _claim(
+        self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float
+    ) -> ClaimReply:
+        assert self._replay is not None, "an actor without replay only evaluates"
+        return await self._replay.claim.remote(actor_id, engine_version, max_claims, timeout_s)
+
+    async def _put(self, episodes: list[list[Trajectory]]) -> list[str]:
+        assert self._replay is not None, "an actor without replay only evaluates"
+        return await self._replay.put.remote(episodes)

@@ -1,0 +1,166 @@
+"""Keeps an engine busy: claims samples, plays many episodes at once, sends what finishes.
+
+Consumes claims; produces trajectories. Waits for the replay to admit groups (unblocked by the
+learner's commit and by weights landing here) and for a free episode slot (unblocked by an episode).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.outbox import Outbox
+from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
+
+CLAIM_POLL_S = 2.0
+"""Longest one claim call waits in the replay actor before it is asked again."""
+
+ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutActivity:
+    """What an actor did since it was last asked. Times in seconds."""
+
+    num_episodes: int
+    num_sampled_tokens: int
+    num_aborted: int
+    idle_s: float
+    wall_s: float
+    num_running: int
+
+
+class RolloutWorker:
+    """Owns the episodes in flight of one engine. At most `max_concurrent_episodes` run at once."""
+
+    def __init__(
+        self,
+        *,
+        actor_id: str,
+        kit: EpisodeKit,
+        sampling: Sampling,
+        max_concurrent_episodes: int,
+        claim: ClaimCall,
+        outbox: Outbox,
+        is_seeded: bool = False,
+    ) -> None:
+        self.actor_id = actor_id
+        self._kit = kit
+        self._sampling = sampling
+        self._max_concurrent = max_concurrent_episodes
+        self._claim = claim
+        self._outbox = outbox
+        self._is_seeded = is_seeded
+        self._running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+        self._slot_freed = asyncio.Event()
+        self._is_halted = False
+        self._num_episodes = self._num_tokens = self._num_aborted = 0
+        self._busy = _BusyClock()
+
+    async def run(self) -> None:
+        """Plays until `halt`. Raises whatever is no episode's fault."""
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                while not self._is_halted:
+                    await self._fill(episodes)
+                for task in self._running.values():
+                    task.cancel()
+        except* Exception as group:
+            raise group.exceptions[0] from None
+
+    def halt(self) -> None:
+        """Ends `run`; running episodes are cancelled and not reported."""
+        self._is_halted = True
+        self._slot_freed.set()
+
+    async def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
+        """One episode per prompt, beside whatever else runs; nothing of it reaches the replay."""
+        slots = asyncio.Semaphore(self._max_concurrent)
+
+        async def play(index: int, prompt: Prompt) -> Trajectory:
+            version = self._kit.engine.policy_version
+            claim = Claim(
+                group_id=index,
+                sample_index=0,
+                attempt=0,
+                prompt=prompt,
+                policy_version=version,
+                seed=index,
+            )
+            async with slots:
+                return await play_episode(self._kit, claim, sampling)
+
+        return await asyncio.gather(*(play(i, p) for i, p in enumerate(prompts)))
+
+    def drain_activity(self) -> RolloutActivity:
+        """What happened since the last call."""
+        idle_s, wall_s = self._busy.drain()
+        activity = RolloutActivity(
+            num_episodes=self._num_episodes,
+            num_sampled_tokens=self._num_tokens,
+            num_aborted=self._num_aborted,
+            idle_s=idle_s,
+            wall_s=wall_s,
+            num_running=len(self._running),
+        )
+        self._num_episodes = self._num_tokens = self._num_aborted = 0
+        return activity
+
+    async def _fill(self, episodes: asyncio.TaskGroup) -> None:
+        free = self._max_concurrent - len(self._running)
+        if free == 0:
+            self._slot_freed.clear()
+            await self._slot_freed.wait()
+            return
+        version = self._kit.engine.policy_version
+        reply = await self._claim(self.actor_id, version, free, CLAIM_POLL_S)
+        for key in reply.cancelled:
+            if task := self._running.get(key):
+                task.cancel()
+        for claim in reply.claims:
+            if self._is_halted:
+                return
+            self._running[claim.key] = episodes.create_task(self._play(claim))
+            self._busy.set_busy(is_busy=True)
+
+    async def _play(self, claim: Claim) -> None:
+        sampling = replace(self._sampling, seed=claim.seed) if self._is_seeded else self._sampling
+        try:
+            trajectory = await play_episode(self._kit, claim, sampling)
+            if self._is_halted:
+                return
+            if trajectory.stop_reason is StopReason.ABORTED:
+                self._num_aborted += 1
+                return
+            self._num_episodes += 1
+            self._num_tokens += trajectory.num_sampled_tokens
+            await self._outbox.send([trajectory])
+        except asyncio.CancelledError:
+            self._num_aborted += 1
+        finally:
+            self._running.pop(claim.key, None)
+            self._slot_freed.set()
+            self._busy.set_busy(is_busy=bool(self._running))
+
+
+class _BusyClock:
+    """Seconds without any episode in flight, and in all, since the last drain."""
+
+    def __init__(self) -> None:
+        self._is_busy = False
+        self._drained_at = self._changed_at = time.monotonic()
+        self._idle_s = 0.0
+
+    def set_busy(self, *, is_busy: bool) -> None:
+        now = time.monotonic()
+        if not self._is_busy:
+            self._idle_s += now - self._changed_at
+        self._is_busy, self._changed_at = is_busy, now
+
+    def drain(self) -> tuple[float, float]:
+        self.set_busy(is_busy=self._is_busy)
+        now = time.monotonic()
+        idle_s, wall_s = self._idle_s, now - self._drained_at
+        self._idle_s, self._drained_at = 0.0, now
+        return idle_s, wall_s

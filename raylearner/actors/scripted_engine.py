@@ -1,0 +1,144 @@
+"""A deterministic engine for logic tests and fault injection; never a policy, never a default."""
+
+import asyncio
+import importlib
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from raylearner.config import schema
+from raylearner.errors import ConfigError, EngineError
+from raylearner.types import (
+    Completion,
+    CompletionStop,
+    PolicyVersion,
+    Sampling,
+    WeightReceipt,
+    WeightUpdate,
+)
+
+
+class Script(Protocol):
+    """What to say: token ids and their log-probabilities, from the tokens so far and the seed."""
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[list[int], list[float]]: ...
+
+
+class RandomTokens:
+    """Seeded random tokens of random number; log-probabilities are made up but finite."""
+
+    def __init__(
+        self, *, vocab_size: int, max_tokens: int = 24, min_tokens: int = 2, delay_s: float = 0.0
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+        self._delay_s = delay_s
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[list[int], list[float]]:
+        rng = random.Random(f"{sampling.seed}/{len(token_ids)}")
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s * (1 + 4 * rng.random()))
+        count = min(rng.randint(self._min_tokens, self._max_tokens), sampling.max_tokens)
+        sampled = [rng.randrange(self._vocab_size) for _ in range(count)]
+        return sampled, [-3.0 * rng.random() - 0.01 for _ in range(count)]
+
+
+class ScriptedEngine:
+    """Implements `Engine` with a `Script`; tokens carry the version that held when they came."""
+
+    def __init__(self, config: schema.ScriptedEngine, *, end_token_ids: Sequence[int]) -> None:
+        self._script = _load_script(config)
+        self._end_token_ids = set(end_token_ids)
+        self._version: PolicyVersion = 0
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._is_closed = False
+        self._running: set[asyncio.Task[Any]] = set()
+        self._aborted: set[asyncio.Task[Any]] = set()
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        return self._version
+
+    async def start(self) -> None:
+        return None
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
+    ) -> Completion:
+        if self._is_closed:
+            raise EngineError("the scripted engine is closed")
+        version_before = self._version
+        task = asyncio.ensure_future(self._script.complete(token_ids, sampling))
+        self._running.add(task)
+        try:
+            sampled, logprobs = await task
+        except asyncio.CancelledError:
+            if task not in self._aborted:
+                raise
+            return _completion([], [], [], CompletionStop.ABORTED)
+        finally:
+            self._running.discard(task)
+            self._aborted.discard(task)
+        await self._is_open.wait()
+        half = len(sampled) // 2
+        versions = [version_before] * half + [self._version] * (len(sampled) - half)
+        is_ended = bool(sampled) and sampled[-1] in self._end_token_ids
+        stop = CompletionStop.END if is_ended else CompletionStop.STOP_STRING
+        if len(sampled) >= sampling.max_tokens and not is_ended:
+            stop = CompletionStop.LENGTH
+        return _completion(sampled, logprobs, versions, stop)
+
+    async def receive(self, update: WeightUpdate) -> WeightReceipt:
+        self._version = update.policy_version
+        return WeightReceipt(
+            policy_version=update.policy_version,
+            proof_gap=0.0,
+            pause_s=0.0,
+            update_s=0.0,
+            proof_s=0.0,
+        )
+
+    async def pause(self) -> None:
+        self._is_open.clear()
+
+    async def resume(self) -> None:
+        self._is_open.set()
+
+    async def abort(self) -> None:
+        for task in list(self._running):
+            self._aborted.add(task)
+            task.cancel()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await self.abort()
+
+
+def _completion(
+    sampled: list[int], logprobs: list[float], versions: list[int], stop: CompletionStop
+) -> Completion:
+    return Completion(
+        token_ids=np.array(sampled, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        policy_versions=np.array(versions, dtype=np.int32),
+        stop_reason=stop,
+    )
+
+
+def _load_script(config: schema.ScriptedEngine) -> Script:
+    module_name, _, attribute = config.script.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)(**config.arguments)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"actors.engine.script: {config.script!r} cannot be made: {error};"
+            " expected module:Class and its arguments"
+        ) from error

@@ -1,0 +1,47 @@
+"""The environment protocol: message space, one instance per episode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from raylearner.types import Message, Prompt, StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The environment's answer to one turn of the policy; no messages and done ends the episode."""
+
+    messages: tuple[Message, ...] = ()
+    is_done: bool = False
+    stop_reason: StopReason = StopReason.END
+    tool: str | None = None
+    is_valid: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an environment reports at the end: counts for metrics, a penalty taken from the reward."""
+
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    penalty: float = 0.0
+
+
+class Environment(Protocol):
+    """One episode in message space: `reset`, then `step` until done, then `close`.
+
+    Whatever it raises is a failed trajectory: `ToolError` counts as a tool's failure, anything else
+    as the environment's.
+    """
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end the next turn; they stay in the sampled text."""
+        ...
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]: ...
+
+    async def step(self, message: Message) -> Reply: ...
+
+    def outcome(self) -> Outcome: ...
+
+    async def close(self) -> None: ...
