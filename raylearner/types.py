@@ -106,6 +106,17 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimReply:
+    """What a rollout actor may play, and what it plays in vain; both empty after a timeout."""
+
+    claims: list[Claim]
+    cancelled: list[tuple[int, int, int]]
+    """Keys of this actor's running claims whose group wants them no longer; each is told once."""
+    policy_version: PolicyVersion
+    """The learner's version as the replay knows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One completion `token_ids[start:end]` plus the environment's reply up to `reply_end`."""
 
