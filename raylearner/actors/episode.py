@@ -1,4 +1,4 @@
-"""One episode: engine × environment × renderer, from a claim to a scored trajectory.
+"""One episode: engine, environment and renderer, from a claim to a scored trajectory.
 
 Plain async functions, no Ray: the same code runs in rollout actors, in evaluation and in tests.
 """

@@ -35,6 +35,7 @@ class RolloutSections:
     rewards: schema.RewardSection
     sampling: schema.SamplingSection
     max_concurrent_episodes: int
+    run_name: str
     weight_transport: str
     seed: int
     should_trace: bool
@@ -102,7 +103,8 @@ class RolloutActor:
         await self._worker.run()
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
-        assert self._engine is not None and self._worker is not None, "start comes first"
+        assert self._engine is not None, "start comes first"
+        assert self._worker is not None, "start comes first"
         try:
             with self._tracer.span("receive", version=update.policy_version):
                 return await self._engine.receive(update)

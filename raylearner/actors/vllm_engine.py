@@ -1,0 +1,469 @@
+"""vLLM's AsyncLLM as an engine: generation, and weights that land under running requests.
+
+Consumes requests and weight updates; produces completions and receipts. Waits for vLLM's core, a
+child process that ends with this one; a request waits while weights land, and is unblocked by the
+end of the update or, when that fails, by an `EngineError`.
+"""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.errors import EngineError, WeightTransferError
+from raylearner.types import (
+    Completion,
+    CompletionStop,
+    PolicyVersion,
+    Probe,
+    Sampling,
+    WeightReceipt,
+    WeightUpdate,
+)
+from raylearner.weights import proof
+from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
+
+if TYPE_CHECKING:
+    import psutil
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+BAN_BIAS = -100.0
+"""vLLM's lowest logit bias: part of the distribution sampled from, as are the log-probabilities."""
+CLOSE_TIMEOUT_S = 10.0
+"""How long vLLM's processes may take to end before they are killed."""
+ABORT_POLL_S = 0.01
+"""Between two attempts to abort requests that vLLM had not registered yet."""
+EXTENSION = "raylearner.weights.receiver.WorkerExtension"
+EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*")
+
+
+class VllmEngine:
+    """Owns one AsyncLLM and its processes; implements `actors.engine.Engine`.
+
+    Every token's policy version is vLLM's own weight version at the step that sampled it.
+    """
+
+    def __init__(
+        self,
+        config: VllmEngineSection,
+        *,
+        model_path: str,
+        seed: int,
+        weight_transport: str,
+        policy_version: PolicyVersion = 0,
+    ) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._seed = seed
+        self._weight_transport = weight_transport
+        self._policy_version = policy_version
+        self._llm: AsyncLLM | None = None
+        self._failure: str | None = None
+        self._is_paused = False
+        self._receiving = asyncio.Lock()
+        self._request_ids = itertools.count()
+        self._running: set[str] = set()
+        self._end_token_ids: frozenset[int] = frozenset()
+        self._processes: list[psutil.Process] = []
+        self._log_folder: Path | None = None
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        return self._policy_version
+
+    async def start(self) -> None:
+        """Start vLLM; on failure nothing of it is left and the error names the cause."""
+        if self._llm is not None:
+            raise EngineError("this engine has started already")
+        import psutil
+
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._log_folder = Path(tempfile.mkdtemp(prefix="raylearner-vllm-"))
+        try:
+            self._set_environment()
+            llm = await asyncio.to_thread(self._create)
+            self._llm = llm
+            await self._initialize(llm)
+        except BaseException as error:
+            self._processes = _children_except(before)
+            cause = self._cause(error)
+            await self.close()
+            if not isinstance(error, Exception):
+                raise
+            raise EngineError(f"vLLM did not start with {self._model_path!r}: {cause}") from error
+        self._processes = _children_except(before)
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
+    ) -> Completion:
+        prompt: dict[str, Any] = {"prompt_token_ids": [int(token) for token in token_ids]}
+        if images:
+            prompt["multi_modal_data"] = {"image": [_decoded(image) for image in images]}
+        output = await self._request(prompt, self._parameters(sampling))
+        return self._completion(output, sampling)
+
+    async def receive(self, update: WeightUpdate) -> WeightReceipt:
+        async with self._receiving:
+            llm = self._alive()
+            try:
+                return await self._receive(llm, update)
+            except BaseException as error:
+                await self._condemn(
+                    f"policy version {update.policy_version} did not arrive: {self._cause(error)}"
+                )
+                if isinstance(error, WeightTransferError) or not isinstance(error, Exception):
+                    raise
+                raise WeightTransferError(
+                    f"policy version {update.policy_version} did not arrive: {self._cause(error)}"
+                ) from error
+
+    async def pause(self) -> None:
+        """Freeze running requests where they are; new ones wait. Nothing is cleared."""
+        async with self._receiving:
+            await self._alive().pause_generation(mode="keep", clear_cache=False)
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        async with self._receiving:
+            await self._alive().resume_generation()
+            self._is_paused = False
+
+    async def abort(self) -> None:
+        llm = self._alive()
+        targets = set(self._running)
+        while targets := targets & self._running:
+            await llm.abort(list(targets))
+            await asyncio.sleep(ABORT_POLL_S)
+
+    async def close(self) -> None:
+        """End vLLM's processes, the stubborn ones by force; safe to call twice."""
+        self._failure = self._failure or "this engine is closed"
+        llm, self._llm = self._llm, None
+        processes, self._processes = self._processes, []
+        if llm is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(llm.shutdown, timeout=CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(_end, processes)
+        if self._log_folder is not None:
+            shutil.rmtree(self._log_folder, ignore_errors=True)
+            self._log_folder = None
+
+    def _set_environment(self) -> None:
+        """What vLLM reads from the environment, set before its first import here and in children."""
+        import torch
+
+        environment = os.environ
+        environment[OWNER_VARIABLE] = owner_mark()
+        environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+        environment.setdefault("DO_NOT_TRACK", "1")
+        environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        if torch.cuda.is_available():
+            environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+            return
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(self._config.kv_cache_gib)
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # The learner and other engines share the cores; idle threads must not spin on them.
+        cores = len(os.sched_getaffinity(0))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    def _create(self) -> "AsyncLLM":
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        import raylearner.weights.receiver  # noqa: F401 - registers the backend here as well
+
+        config = self._config
+        arguments: dict[str, Any] = {
+            "model": self._model_path,
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_tokens,
+            "max_num_seqs": config.max_sequences,
+            "gpu_memory_utilization": config.memory_fraction,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "enforce_eager": config.is_eager,
+            "seed": self._seed,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "log_config_file": self._log_config(),
+            "weight_transfer_config": WeightTransferConfig(backend=self._weight_transport),
+            "worker_extension_cls": EXTENSION,
+        }
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | config.extra_arguments)))
+
+    async def _initialize(self, llm: "AsyncLLM") -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._end_token_ids = _end_token_ids(llm)
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await llm.update_weight_version(str(self._policy_version))
+
+    def _log_config(self) -> str:
+        """vLLM's own log as usual, and errors of all its processes in a file that we can read."""
+        assert self._log_folder is not None
+        level = os.environ["VLLM_LOGGING_LEVEL"].upper()
+        handlers = {
+            "console": {"class": "logging.StreamHandler", "formatter": "line", "level": level},
+            "errors": {
+                "class": "logging.FileHandler",
+                "filename": str(self._log_folder / "errors.log"),
+                "formatter": "plain",
+                "level": "ERROR",
+                "delay": True,
+            },
+        }
+        formatters = {
+            "line": {"format": "%(levelname)s %(name)s: %(message)s"},
+            "plain": {"format": "%(message)s"},
+        }
+        loggers = {"vllm": {"handlers": list(handlers), "level": level, "propagate": False}}
+        path = self._log_folder / "logging.json"
+        path.write_text(
+            json.dumps(
+                {
+                    "version": 1,
+                    "disable_existing_loggers": False,
+                    "formatters": formatters,
+                    "handlers": handlers,
+                    "loggers": loggers,
+                }
+            )
+        )
+        return str(path)
+
+    def _parameters(self, sampling: Sampling) -> "SamplingParams":
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            logit_bias={token: BAN_BIAS for token in sampling.banned_token_ids} or None,
+            logprobs=0,
+            flat_logprobs=True,
+            # Stop strings are looked for in the text, special tokens included.
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            include_stop_str_in_output=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _request(self, prompt: Any, parameters: "SamplingParams") -> "RequestOutput":
+        llm = self._alive()
+        request_id = str(next(self._request_ids))
+        output: RequestOutput | None = None
+        self._running.add(request_id)
+        try:
+            async for output in llm.generate(prompt, parameters, request_id):
+                pass
+        except Exception as error:
+            if llm.errored and self._failure is None:
+                self._failure = f"vLLM died: {self._cause(error)}"
+            raise EngineError(self._failure or f"vLLM refused: {self._cause(error)}") from error
+        finally:
+            self._running.discard(request_id)
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if output is None:
+            raise EngineError("vLLM ended a request without an output")
+        return output
+
+    def _completion(self, output: "RequestOutput", sampling: Sampling) -> Completion:
+        sampled = output.outputs[0]
+        size = len(sampled.token_ids)
+        token_ids = np.asarray(sampled.token_ids, dtype=np.int32)
+        logprobs = np.asarray(_own_logprobs(sampled.logprobs, size), dtype=np.float32)
+        policy_versions = np.full(size, -1, dtype=np.int32)
+        for span in sampled.weight_versions or ():
+            policy_versions[span.start : span.end] = int(span.version)
+        if (policy_versions < 0).any():
+            raise EngineError("vLLM reported tokens without a weight version")
+        ends = self._end_token_ids.union(sampling.stop_token_ids)
+        end = next((i + 1 for i, token in enumerate(sampled.token_ids) if token in ends), size)
+        completion = Completion(
+            token_ids=token_ids[:end],
+            logprobs=logprobs[:end],
+            policy_versions=policy_versions[:end],
+            stop_reason=_stop_reason(sampled.finish_reason, sampled.stop_reason),
+        )
+        if not np.isfinite(completion.logprobs).all():
+            raise EngineError("vLLM reported a log-probability that is not finite")
+        return completion
+
+    async def _receive(self, llm: "AsyncLLM", update: WeightUpdate) -> WeightReceipt:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if update.transport != self._weight_transport:
+            raise WeightTransferError(
+                f"weights came by {update.transport!r}, this engine takes {self._weight_transport!r}"
+            )
+        paused = time.monotonic()
+        # Clears prefix, multimodal and encoder caches; running requests start over from their
+        # tokens. Nothing is scheduled before the end of the pause, so nothing old is cached anew.
+        await llm.pause_generation(mode="keep", clear_cache=update.should_clear_caches)
+        started = time.monotonic()
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update.payload)))
+        await llm.finish_weight_update(str(update.policy_version))
+        finished = time.monotonic()
+        await llm.resume_generation()
+        resumed = time.monotonic()
+        proof_gap = proof.check(
+            await self._probe_logprobs(update.probe),
+            update.probe,
+            policy_version=update.policy_version,
+        )
+        proof_s = time.monotonic() - resumed
+        if self._is_paused:
+            await llm.pause_generation(mode="keep", clear_cache=False)
+        self._policy_version = update.policy_version
+        return WeightReceipt(
+            policy_version=update.policy_version,
+            proof_gap=proof_gap,
+            pause_s=resumed - paused,
+            update_s=finished - started,
+            proof_s=proof_s,
+        )
+
+    async def _probe_logprobs(self, probe: Probe) -> list[list[float]]:
+        """Log-probabilities of each probe token but the first, past the prefix cache."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=True,
+        )
+        outputs = await asyncio.gather(
+            *(
+                self._request({"prompt_token_ids": list(token_ids)}, parameters)
+                for token_ids in probe.token_ids
+            )
+        )
+        return [
+            _own_logprobs(output.prompt_logprobs, len(token_ids), first=1)
+            for output, token_ids in zip(outputs, probe.token_ids, strict=True)
+        ]
+
+    def _alive(self) -> "AsyncLLM":
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._llm is None:
+            raise EngineError("this engine has not started")
+        return self._llm
+
+    async def _condemn(self, reason: str) -> None:
+        """From here on every call fails at once, running requests included."""
+        self._failure = self._failure or reason
+        llm = self._llm
+        if llm is not None and self._running:
+            # Their outputs are produced on this side, even when the core answers no more.
+            with contextlib.suppress(Exception):
+                await llm.abort(list(self._running))
+
+    def _cause(self, error: BaseException) -> str:
+        """The first exception that vLLM's processes logged, or else the error itself."""
+        own = f"{type(error).__name__}: {error}".strip()
+        if isinstance(error, EngineError | WeightTransferError):
+            own = str(error)
+        if self._log_folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                text = (self._log_folder / "errors.log").read_text(errors="replace")
+                for line in text.splitlines():
+                    if EXCEPTION_LINE.match(line):
+                        return line
+        return own
+
+
+def _own_logprobs(flat: Any, size: int, *, first: int = 0) -> list[float]:
+    """Of each position from `first` on, the entry of the token that stands there."""
+    if size == first:
+        return []
+    starts = flat.start_indices[first:size]
+    if len(starts) != size - first:
+        raise EngineError(f"vLLM reported {len(starts)} log-probabilities for {size - first} tokens")
+    return [flat.logprobs[start] for start in starts]
+
+
+def _stop_reason(finish_reason: str | None, detail: int | str | None) -> CompletionStop:
+    match finish_reason:
+        case "stop":
+            return CompletionStop.STOP_STRING if isinstance(detail, str) else CompletionStop.END
+        case "length":
+            return CompletionStop.LENGTH
+        case "abort":
+            return CompletionStop.ABORTED
+        case _:
+            raise EngineError(f"vLLM ended a request with {finish_reason!r} ({detail!r})")
+
+
+def _end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
+    """The tokens at which vLLM itself stops."""
+    ends: set[int] = set()
+    tokenizer = llm.tokenizer
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    configured = llm.model_config.try_get_generation_config().get("eos_token_id")
+    if configured is not None:
+        ends.update([configured] if isinstance(configured, int) else configured)
+    return frozenset(ends)
+
+
+def _decoded(image: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(image)).convert("RGB")
+
+
+def _children_except(known: set[int]) -> "list[psutil.Process]":
+    import psutil
+
+    # The resource tracker serves the whole process and ends with it.
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in known and child.pid != tracker
+    ]
+
+
+def _end(processes: "list[psutil.Process]") -> None:
+    import psutil
+
+    left = [process for process in processes if process.is_running()]
+    _, left = psutil.wait_procs(left, timeout=CLOSE_TIMEOUT_S if left else 0)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=CLOSE_TIMEOUT_S)

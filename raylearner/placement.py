@@ -1,0 +1,194 @@
+"""Where a run's actors live: joins or starts Ray, checks supply, starts and replaces rollout actors."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
+from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig
+from raylearner.errors import ConfigError, EngineError, RaylearnerError
+from raylearner.types import WeightReceipt, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+CALLS_BESIDE_EPISODES = 64
+"""Concurrent calls an actor takes for weights, evaluation and reports."""
+STOP_TIMEOUT_S = 20.0
+"""Longest an actor may take to end its engine before it is killed."""
+
+
+def connect(config: ClusterSection) -> None:
+    """Joins the cluster of `RAY_ADDRESS` or `cluster.address`, or starts a local one.
+
+    Raises `ConfigError` when the cluster cannot be reached.
+    """
+    address = os.environ.get("RAY_ADDRESS") or config.address
+    common: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
+    if address:
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"cluster.address {address!r} cannot be joined: {error}; start it with"
+                " `ray start --head`, or leave the address out for a local cluster"
+            ) from error
+        return
+    ray.init(
+        num_cpus=config.num_cpus,
+        object_store_memory=config.object_store_bytes,
+        include_dashboard=config.dashboard,
+        dashboard_host="127.0.0.1",
+        _node_ip_address="127.0.0.1",
+        **common,
+    )
+
+
+def check_supply(config: RunConfig) -> None:
+    """Raises `ConfigError` with demand and supply when the cluster cannot hold the run."""
+    supply = ray.cluster_resources()
+    problems: list[str] = []
+    for resource, needed, keys in (
+        ("CPU", config.cpus_needed, "actors.cpus_per_actor, learner.cpus_per_rank"),
+        ("GPU", config.gpus_needed, "actors.gpus_per_actor, learner.gpus_per_rank"),
+    ):
+        has = supply.get(resource, 0.0)
+        if needed > has:
+            problems.append(
+                f"{needed:g} {resource}s are needed ({config.actors.num_actors} rollout actors and"
+                f" {config.learner.num_ranks} learner ranks), the cluster has {has:g};"
+                f" lower actors.num_actors, learner.num_ranks, {keys}, or add nodes"
+            )
+    if problems:
+        raise ConfigError("\n".join([*problems, "nothing was started."]))
+
+
+class RolloutFleet:
+    """Owns the rollout actors: starts them, watches their loops, replaces those that die.
+
+    `on_loss(actor_id)` runs before a replacement starts (claims return to pending, the publisher
+    forgets the member); `on_join(actor_id, receive)` brings the current weights to the new one
+    before its first claim.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ActorsSection,
+        sections: RolloutSections,
+        model_path: str,
+        replay: Any,
+        on_loss: Callable[[str], Awaitable[None]],
+        on_join: Callable[
+            [str, Callable[[WeightUpdate], Awaitable[WeightReceipt]]], Awaitable[None]
+        ],
+    ) -> None:
+        self._config = config
+        self._sections = sections
+        self._model_path = model_path
+        self._replay = replay
+        self._on_loss = on_loss
+        self._on_join = on_join
+        self._num_started = 0
+        self._num_restarts = 0
+        self._is_stopping = False
+        self.actors: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Starts all actors at once. Raises `EngineError` with the cause of the first failure."""
+        started = await asyncio.gather(
+            *(self._launch() for _ in range(self._config.num_actors)), return_exceptions=True
+        )
+        failures = [s for s in started if isinstance(s, BaseException)]
+        if failures:
+            raise failures[0]
+
+    def play(self, tasks: asyncio.TaskGroup) -> None:
+        """Lets every actor play, watched by `tasks`: what cannot be mended ends the task group."""
+        self._tasks = tasks
+        for actor_id in list(self.actors):
+            tasks.create_task(self._watch(actor_id))
+
+    def condemn(self, actor_id: str, error: BaseException) -> None:
+        """Kills an actor whose engine failed a push; its watcher replaces it."""
+        logger.warning("%s is condemned and will be replaced: %s", actor_id, error)
+        if actor := self.actors.get(actor_id):
+            ray.kill(actor)
+
+    def receiver(self, actor_id: str) -> Callable[[WeightUpdate], Awaitable[WeightReceipt]]:
+        actor = self.actors[actor_id]
+
+        async def receive(update: WeightUpdate) -> WeightReceipt:
+            return await actor.receive.remote(update)
+
+        return receive
+
+    async def stop(self) -> None:
+        """Ends every actor with its engine; what does not end in time is killed."""
+        self._is_stopping = True
+        await asyncio.gather(*(self._stop(actor) for actor in self.actors.values()))
+        self.actors.clear()
+
+    async def _stop(self, actor: Any) -> None:
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await actor.stop.remote()
+        except (RayActorError, RayTaskError, TimeoutError) as error:
+            logger.debug("an actor did not stop by itself: %s", error)
+        ray.kill(actor)
+
+    async def _launch(self) -> str:
+        actor_id = f"rollout-{self._num_started}"
+        self._num_started += 1
+        actor = RolloutActor.options(
+            name=f"{self._sections.run_name}/{actor_id}",
+            num_cpus=self._config.cpus_per_actor,
+            num_gpus=self._config.gpus_per_actor,
+            max_concurrency=2 * self._config.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
+            scheduling_strategy="SPREAD",
+        ).remote(actor_id, self._sections, self._model_path, self._replay)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await actor.start.remote()
+        except TimeoutError as error:
+            ray.kill(actor)
+            raise EngineError(
+                f"{actor_id}: the engine did not start within"
+                f" {self._config.start_timeout_s} s (actors.start_timeout_s)"
+            ) from error
+        except (RayTaskError, RayActorError) as error:
+            ray.kill(actor)
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise EngineError(f"{actor_id}: the engine did not start: {cause}") from error
+        self.actors[actor_id] = actor
+        return actor_id
+
+    async def _watch(self, actor_id: str) -> None:
+        try:
+            await self.actors[actor_id].run.remote()
+            if self._is_stopping:
+                return
+            cause: BaseException = RaylearnerError("its loop ended after a failed weight push")
+        except (RayActorError, RayTaskError) as error:
+            if self._is_stopping:
+                return
+            cause = error
+        await self._replace(actor_id, cause)
+
+    async def _replace(self, actor_id: str, cause: BaseException) -> None:
+        self._num_restarts += 1
+        ray.kill(self.actors.pop(actor_id))
+        await self._on_loss(actor_id)
+        if self._num_restarts > self._config.max_restarts:
+            raise RaylearnerError(
+                f"{actor_id} died and actors.max_restarts={self._config.max_restarts} is used up;"
+                f" last cause: {cause}"
+            )
+        logger.warning("%s died and is replaced: %s", actor_id, str(cause).splitlines()[0])
+        new_id = await self._launch()
+        await self._on_join(new_id, self.receiver(new_id))
+        self._tasks.create_task(self._watch(new_id))

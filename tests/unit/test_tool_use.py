@@ -1,0 +1,82 @@
+"""The tool-use environment: precedence, corrections, the last turn, counts."""
+
+import pytest
+
+from raylearner.config.schema import ToolUse
+from raylearner.environments.tool_use import ToolUseEnvironment
+from raylearner.tools.calculator import Calculator
+from raylearner.types import Message, Prompt, StopReason
+
+PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="12+34="),), answer="46")
+
+
+async def make_environment(**settings: object) -> ToolUseEnvironment:
+    config = ToolUse.model_validate({"kind": "tool_use", **settings})
+    environment = ToolUseEnvironment(config, [Calculator()])
+    await environment.reset(PROMPT)
+    return environment
+
+
+def says(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+async def test_a_call_is_answered_in_the_observation_tag() -> None:
+    environment = await make_environment()
+    reply = await environment.step(says("so <calc>12+34</calc>"))
+    assert [m.content for m in reply.messages] == ["<result>46</result>"]
+    assert (reply.is_done, reply.tool, reply.is_valid) == (False, "calculator", True)
+
+
+async def test_an_answer_ends_the_episode() -> None:
+    environment = await make_environment()
+    reply = await environment.step(says("<answer>46</answer>"))
+    assert (reply.is_done, reply.stop_reason, reply.messages) == (True, StopReason.ANSWER, ())
+    assert environment.outcome().metrics == {
+        "turns": 1.0,
+        "valid_actions": 1.0,
+        "tool_calls": 0.0,
+        "finished": 1.0,
+    }
+
+
+async def test_a_tool_call_wins_over_an_answer_in_the_same_turn() -> None:
+    environment = await make_environment()
+    reply = await environment.step(says("<answer>1</answer><calc>1+1</calc>"))
+    assert reply.tool == "calculator"
+
+
+@pytest.mark.parametrize(("match", "result"), [("first", "2"), ("last", "4")])
+async def test_which_pair_counts_is_part_of_the_dialect(match: str, result: str) -> None:
+    environment = await make_environment(tag_match=match)
+    reply = await environment.step(says("<calc>1+1</calc><calc>2+2</calc>"))
+    assert reply.messages[0].content == f"<result>{result}</result>"
+
+
+async def test_an_invalid_action_is_corrected_counted_and_its_penalty_not_shown() -> None:
+    environment = await make_environment(invalid_action_penalty=0.25)
+    reply = await environment.step(says("hm"))
+    assert reply.is_valid is False
+    assert "<calc>...</calc>" in reply.messages[0].content
+    assert "0.25" not in reply.messages[0].content
+    await environment.step(says("<answer>46</answer>"))
+    assert environment.outcome().penalty == 0.25
+
+
+async def test_after_max_turns_one_last_turn_runs_no_tool() -> None:
+    environment = await make_environment(max_turns=1)
+    assert (await environment.step(says("<calc>1+1</calc>"))).is_done is False
+    assert environment.is_last_turn
+    last = await environment.step(says("<calc>2+2</calc>"))
+    assert (last.is_done, last.stop_reason, last.messages) == (True, StopReason.MAX_TURNS, ())
+    assert environment.outcome().metrics["tool_calls"] == 1.0
+
+
+async def test_the_last_turn_may_answer() -> None:
+    environment = await make_environment(max_turns=1)
+    await environment.step(says("<calc>1+1</calc>"))
+    assert (await environment.step(says("<answer>2</answer>"))).stop_reason is StopReason.ANSWER
+
+
+async def test_stop_strings_are_the_closing_tags() -> None:
+    assert (await make_environment()).stop == ("</calc>", "</answer>")
