@@ -1,0 +1,134 @@
+"""The command line: `train` runs a configuration, `check` validates it and prints what follows.
+
+Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted. This module
+loads in well under a second: torch, Ray and vLLM are imported by the controller, once needed.
+"""
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from raylearner.config import report
+from raylearner.config.checks import notes
+from raylearner.config.loader import load
+from raylearner.config.schema import RunConfig
+from raylearner.errors import ConfigError, RaylearnerError
+from raylearner.observability import logs
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="raylearner",
+    help="Asynchronous reinforcement learning for LLM agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG [OVERLAY..] [KEY=VALUE..]",
+        help="YAML files, merged left to right, then overrides such as run.num_steps=20.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def train(
+    arguments: Arguments = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on from the last checkpoint of this run directory, with its own config.yaml.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a configuration to its end."""
+    with _exit_codes():
+        logs.set_up()
+        config = _with_run_dir(_load(arguments or [], resume), resume)
+        from raylearner import controller
+
+        controller.run(config, resume=resume)
+
+
+@app.command()
+def check(arguments: Arguments = None) -> None:
+    """Validate a configuration, print the numbers that follow from it, start nothing."""
+    with _exit_codes():
+        config = _load(arguments or [], None)
+        typer.echo(report.report(config))
+        for note in notes(config):
+            typer.echo(f"note: {note}")
+
+
+def main() -> None:
+    app()
+
+
+def _load(arguments: Sequence[str], resume: Path | None) -> RunConfig:
+    overrides = [a for a in arguments if "=" in a and not Path(a).exists()]
+    files = [a for a in arguments if a not in overrides]
+    if resume is not None:
+        saved = resume / "config.yaml"
+        if not saved.is_file():
+            raise ConfigError(f"--resume {resume}: not a run directory, it has no config.yaml")
+        files = [str(saved), *files]
+    return load(files, overrides)
+
+
+def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
+    """The run directory made explicit; one that exists is only for `--resume`."""
+    if resume is not None:
+        folder = resume
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path(config.run.dir or f"runs/{config.run.name}-{stamp}")
+        if folder.exists():
+            raise ConfigError(
+                f"run.dir: {str(folder)!r} exists already; name another, or go on with "
+                f"--resume {folder}"
+            )
+    run = config.run.model_copy(update={"dir": str(folder)})
+    return config.model_copy(update={"run": run})
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """The one boundary of the command line: errors become a message and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _leave("interrupted", INTERRUPTED)
+    except Exception as error:
+        causes = list(_causes(error))
+        if not all(isinstance(cause, RaylearnerError) for cause in causes):
+            traceback.print_exception(error)
+            _leave(f"failed: {type(error).__name__}: {error}", FAILED)
+        is_input = all(isinstance(cause, ConfigError) for cause in causes)
+        said = "\n".join(dict.fromkeys(str(cause) for cause in causes))
+        _leave(said if is_input else f"the run failed: {said}", BAD_INPUT if is_input else FAILED)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """What lies inside task groups and inside Ray's errors, which carry the original as `cause`."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _causes(inner)
+        return
+    cause = getattr(error, "cause", None)
+    yield cause if isinstance(cause, RaylearnerError) else error
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(code) from None

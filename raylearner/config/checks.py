@@ -1,0 +1,233 @@
+"""What single keys cannot tell: combinations that would deadlock, crash or bias a run.
+
+Nothing here touches the cluster or starts anything; only the paths that a run would open are
+looked at.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from raylearner.config.schema import (
+    JsonlData,
+    PretrainedModel,
+    RunConfig,
+    TinyModel,
+    VllmEngine,
+)
+
+GROUP_BASELINES = frozenset({"grpo", "rloo"})
+"""Kinds of advantage whose baseline is made of the group's other episodes."""
+
+IMPORTANCE_WEIGHTED = frozenset({"decoupled_ppo"})
+"""Kinds of loss that weigh a token by learner against engine probability."""
+
+MIN_VLLM_HEAD_WIDTH = 32
+"""Narrower attention heads are refused by vLLM's CPU kernels at run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A key that clashes with others, why, and the nearest choice that would do."""
+
+    key: str
+    text: str
+
+
+def check(config: RunConfig) -> list[Finding]:
+    """All clashes of a configuration whose single values are valid."""
+    return [
+        *_publishing(config),
+        *_groups(config),
+        *_lengths(config),
+        *_samplers(config),
+        *_layout(config),
+        *_model(config),
+        *_data(config),
+    ]
+
+
+def notes(config: RunConfig) -> list[str]:
+    """What is allowed and yet worth a word, one line each."""
+    found: list[str] = []
+    learner, replay, actors = config.learner, config.replay, config.actors
+    if learner.gpus_per_rank == 0 and learner.compute_dtype == "bfloat16":
+        found.append(
+            "learner.compute_dtype: bfloat16 on a CPU is slow and widens the gap to the engine; "
+            "float32 is the better choice there"
+        )
+    in_flight = actors.num_actors * actors.max_concurrent_episodes
+    claims = replay.group_size + replay.extra
+    if replay.extra and in_flight < claims:
+        found.append(
+            f"replay.extra: a group's {claims} episodes do not fit in flight at once "
+            f"({in_flight}), so the extra ones save no time"
+        )
+    if replay.on_stale == "train":
+        found.append(
+            "replay.on_stale: 'train' puts no bound on staleness; watch buffer/staleness/max"
+        )
+    return found
+
+
+def _publishing(config: RunConfig) -> Iterator[Finding]:
+    every, staleness = config.weights.every_steps, config.replay.max_staleness
+    if every > staleness + 1:
+        yield Finding(
+            "weights.every_steps",
+            f"must be <= replay.max_staleness + 1 = {staleness + 1}, got {every}: engines would "
+            f"fall more than {staleness} versions behind, and nothing would be admitted again; "
+            f"set it to {staleness + 1}, or replay.max_staleness to {every - 1}",
+        )
+
+
+def _groups(config: RunConfig) -> Iterator[Finding]:
+    replay, advantage = config.replay, config.learner.advantage
+    if replay.group_size < 2:
+        if advantage.kind in GROUP_BASELINES:
+            yield Finding(
+                "replay.group_size",
+                f"must be >= 2 with learner.advantage.kind {advantage.kind!r}, "
+                f"got {replay.group_size}: its baseline is the group's other episodes",
+            )
+        if replay.partial_groups == "train":
+            yield Finding(
+                "replay.partial_groups",
+                "'train' needs replay.group_size >= 2, since a partial group trains on two "
+                "episodes at least; use 'drop'",
+            )
+    episodes, parts = config.episodes_per_step, config.learner.num_mini_batches
+    if parts > episodes:
+        yield Finding(
+            "learner.num_mini_batches",
+            f"must be <= replay.groups_per_step * replay.group_size = {episodes}, got {parts}: "
+            "some updates would have no episode",
+        )
+
+
+def _lengths(config: RunConfig) -> Iterator[Finding]:
+    renderer, engine = config.renderer, config.actors.engine
+    longest = config.max_sequence_tokens
+    parts = (
+        f"renderer.max_prompt_tokens + renderer.max_response_tokens = "
+        f"{renderer.max_prompt_tokens} + {renderer.max_response_tokens} = {longest}"
+    )
+    limits = {"learner.max_tokens_per_micro_batch": config.learner.max_tokens_per_micro_batch}
+    if isinstance(engine, VllmEngine):
+        limits["actors.engine.max_model_tokens"] = engine.max_model_tokens
+    if isinstance(config.model, TinyModel):
+        limits["model.max_length"] = config.model.max_length
+    for key, limit in limits.items():
+        if longest > limit:
+            yield Finding(key, f"must be >= {parts}, got {limit}; raise it or shorten those")
+    if isinstance(engine, VllmEngine) and isinstance(config.model, TinyModel):
+        most, limit = engine.max_model_tokens, config.model.max_length
+        if most > limit:
+            yield Finding(
+                "actors.engine.max_model_tokens",
+                f"must be <= model.max_length = {limit}, got {most}; set it to {limit}",
+            )
+    if config.sampling.max_turn_tokens > renderer.max_response_tokens:
+        yield Finding(
+            "sampling.max_turn_tokens",
+            f"must be <= renderer.max_response_tokens = {renderer.max_response_tokens}, "
+            f"got {config.sampling.max_turn_tokens}: a turn is part of the response",
+        )
+
+
+def _samplers(config: RunConfig) -> Iterator[Finding]:
+    """Engine and learner must mean the same distribution where log-probabilities are compared."""
+    loss, sampling = config.learner.loss, config.sampling
+    if loss.kind not in IMPORTANCE_WEIGHTED:
+        return
+    reason = (
+        f"learner.loss.kind {loss.kind!r} weighs tokens by learner against engine probability, and "
+        "the learner applies the temperature only"
+    )
+    off = {
+        "top_p": (sampling.top_p, sampling.top_p == 1.0, 1.0),
+        "top_k": (sampling.top_k, sampling.top_k == 0, 0),
+        "min_p": (sampling.min_p, sampling.min_p == 0.0, 0.0),
+        "repetition_penalty": (
+            sampling.repetition_penalty,
+            sampling.repetition_penalty == 1.0,
+            1.0,
+        ),
+    }
+    for name, (value, is_off, neutral) in off.items():
+        if not is_off:
+            yield Finding(
+                f"sampling.{name}",
+                f"must be {neutral} (off) in training, got {value!r}: {reason}; "
+                "sharpen with sampling.temperature, or truncate in evaluation.sampling alone",
+            )
+    if sampling.temperature == 0.0:
+        yield Finding(
+            "sampling.temperature",
+            "must be > 0 in training, got 0.0: greedy tokens carry no probability to learn from; "
+            "1.0 is the usual choice",
+        )
+
+
+def _layout(config: RunConfig) -> Iterator[Finding]:
+    learner, actors = config.learner, config.actors
+    if learner.num_ranks > 1 and learner.gpus_per_rank not in (0, 1):
+        yield Finding(
+            "learner.gpus_per_rank",
+            f"must be 0 or 1 with {learner.num_ranks} ranks, got {learner.gpus_per_rank:g}: "
+            "a rank drives one device and shares it with no other rank",
+        )
+    engine = actors.engine
+    if isinstance(engine, VllmEngine) and 0 < actors.gpus_per_actor < engine.tensor_parallel_size:
+        yield Finding(
+            "actors.gpus_per_actor",
+            f"must be >= actors.engine.tensor_parallel_size = {engine.tensor_parallel_size}, "
+            f"got {actors.gpus_per_actor:g}",
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Finding]:
+    model = config.model
+    if isinstance(model, PretrainedModel):
+        if _is_local(model.path) and not Path(model.path).expanduser().is_dir():
+            yield Finding(
+                "model.path",
+                f"no such directory {model.path!r}; name a checkpoint directory or a hub id",
+            )
+        return
+    width, rest = divmod(model.hidden_size, model.num_heads)
+    if rest:
+        yield Finding(
+            "model.hidden_size",
+            f"must be a multiple of model.num_heads = {model.num_heads}, got {model.hidden_size}; "
+            f"set it to {(width + 1) * model.num_heads}",
+        )
+    elif width < MIN_VLLM_HEAD_WIDTH and isinstance(config.actors.engine, VllmEngine):
+        num_heads = max(1, model.hidden_size // MIN_VLLM_HEAD_WIDTH)
+        yield Finding(
+            "model.num_heads",
+            f"gives heads {width} wide ({model.hidden_size} / {model.num_heads}), and vLLM wants "
+            f">= {MIN_VLLM_HEAD_WIDTH}; set it to {num_heads}, or model.hidden_size to "
+            f"{MIN_VLLM_HEAD_WIDTH * model.num_heads}",
+        )
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path can only mean a directory: hub ids are `name` or `owner/name`."""
+    owner, separator, _ = path.partition("/")
+    is_below_folder = bool(separator) and Path(owner).is_dir()
+    return path.startswith((".", "~", os.sep)) or path.count("/") > 1 or is_below_folder
+
+
+def _data(config: RunConfig) -> Iterator[Finding]:
+    data = config.data
+    if config.evaluation.every_steps > 0 and data.evaluation is None:
+        yield Finding(
+            "evaluation.every_steps",
+            f"{config.evaluation.every_steps} needs held-out prompts in data.evaluation; "
+            "add that section, or set this to 0",
+        )
+    for key, source in (("data.train", data.train), ("data.evaluation", data.evaluation)):
+        if isinstance(source, JsonlData) and not Path(source.path).expanduser().is_file():
+            yield Finding(f"{key}.path", f"no such file {source.path!r}")

@@ -1,0 +1,162 @@
+"""YAML text to a tree with line numbers, by YAML 1.2's rules for plain scalars.
+
+What differs from PyYAML's own reading: `1e-6` is a number, `yes`, `on` and dates are text, `010`
+is ten. Underscores between digits are allowed (`1_000`). Keys that occur twice, merge keys (`<<`)
+and tags beyond YAML's own are problems, not values.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import yaml
+
+from raylearner.config.problems import Problem, Where, shown
+from raylearner.config.tree import Node, Scalar
+
+_INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.(?:[0-9]+(?:_[0-9]+)*)?)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_TAG = "tag:yaml.org,2002:"
+_PLAIN: dict[str, str] = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": _INT.pattern,
+    "float": _FLOAT.pattern,
+    "merge": r"<<",
+}
+
+
+class Loader(yaml.SafeLoader):
+    """Composes nodes; values are constructed here, never by PyYAML."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes what `Loader` would not read back as text."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+for _kind, _pattern in _PLAIN.items():
+    for _class in (Loader, Dumper):
+        _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), None)  # pyright: ignore[reportUnknownMemberType]
+
+
+def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
+    """The tree of one document, None where it is empty or broken, and what is wrong with it."""
+    try:
+        root = cast(yaml.Node | None, yaml.compose(text, Loader=Loader))  # pyright: ignore[reportUnknownMemberType]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else 1
+        said = error.problem or error.context or "cannot be read"
+        return None, [Problem(_at(where, line), "", f"is not valid YAML: {said}")]
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        return None, [Problem(where, "", f"is not valid YAML: {said}")]
+    if root is None:
+        return None, []
+    reader = _Reader(where)
+    return reader.node(root, (), root.start_mark.line + 1), reader.problems
+
+
+def _at(where: Where, line: int) -> Where:
+    if where.override:
+        return where
+    return Where(where.rank, line, where.label)
+
+
+class _Reader:
+    """Turns composed YAML nodes into a tree and collects what it refuses."""
+
+    def __init__(self, where: Where) -> None:
+        self.where = where
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()
+
+    def node(self, node: yaml.Node, path: tuple[str, ...], line: int) -> Node:
+        where = _at(self.where, line)
+        if id(node) in self._open:
+            self._refuse(line, path, "refers to itself; write the value out")
+            return Node(None, where)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Node(self._mapping(node, path), where)
+            if isinstance(node, yaml.SequenceNode):
+                items = enumerate(node.value)
+                return Node(
+                    [self.node(x, (*path, str(i)), x.start_mark.line + 1) for i, x in items], where
+                )
+            assert isinstance(node, yaml.ScalarNode)
+            return Node(self._scalar(node, path), where)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == _TAG + "merge":
+                self._refuse(line, path, "merge keys (<<) are not read; use an overlay file")
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse(line, path, "a key must be text, not a list or a mapping")
+                continue
+            key = str(key_node.value)
+            if key_node.tag != _TAG + "str":
+                self._refuse(line, path, f"a key must be text, got {key}; put it in quotes")
+                continue
+            if key in entries:
+                first = entries[key].where
+                seen = f"first on line {first.line}" if first.line else "twice in one mapping"
+                self._refuse(line, (*path, key), f"key occurs twice, {seen}; keep one of them")
+                continue
+            entries[key] = self.node(value_node, (*path, key), line)
+        return entries
+
+    def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
+        text = str(node.value)
+        construct = _CONSTRUCT.get(node.tag.removeprefix(_TAG))
+        line = node.start_mark.line + 1
+        if construct is None:
+            self._refuse(line, path, f"tag {node.tag!r} is not read; write a plain value")
+            return None
+        try:
+            return construct(text)
+        except ValueError:
+            self._refuse(line, path, f"{shown(text)} does not fit its tag {node.tag!r}")
+            return None
+
+    def _refuse(self, line: int, path: tuple[str, ...], text: str) -> None:
+        self.problems.append(Problem(_at(self.where, line), ".".join(path), text))
+
+
+def _integer(text: str) -> int:
+    for prefix, base in (("0o", 8), ("0x", 16)):
+        if text.startswith(prefix):
+            return int(text[2:], base)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+_CONSTRUCT: dict[str, Callable[[str], Scalar]] = {
+    "null": lambda text: None,
+    "bool": _boolean,
+    "int": _integer,
+    "float": _number,
+    "str": str,
+}

@@ -1,0 +1,259 @@
+"""From YAML files and `key=value` overrides to a `RunConfig`, with all problems at once."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from raylearner.config import shape
+from raylearner.config.checks import check
+from raylearner.config.document import parse
+from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean, shown
+from raylearner.config.schema import RunConfig
+from raylearner.config.tree import DEFAULTS, Node, merge
+
+REMOVED_KEYS: dict[str, str] = {}
+"""Dotted keys that are gone, each with one line of advice."""
+
+
+def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
+    """Merge files left to right, overrides over them, and validate; raises `ConfigProblems`."""
+    problems: list[Problem] = []
+    files = _collect(
+        (_read_file(Path(path), Where(i, 0, path)) for i, path in enumerate(paths)), problems
+    )
+    if not paths:
+        problems.append(Problem(Where(0, 0, "command line"), "", "names no configuration file"))
+    overlays = _collect((_read_override(text, len(paths) + i) for i, text in enumerate(overrides)), problems)
+    if not files or len(files) < len(paths):
+        raise ConfigProblems(problems)
+    tree = reduce(merge, files)
+    if overlays:  # merged among themselves first: the order of a section's kind and keys is free
+        tree = merge(tree, reduce(merge, overlays))
+    tree = _over_defaults(tree, RunConfig)
+    removed = _removed(tree)
+    config, found = _validate(tree)
+    problems += removed + [problem for problem in found if problem.key not in REMOVED_KEYS]
+    if config is not None and not problems:
+        for finding in check(config):
+            path = tuple(int(part) if part.isdecimal() else part for part in finding.key.split("."))
+            problems.append(Problem(tree.place(path), finding.key, finding.text))
+    if config is None or problems:
+        raise ConfigProblems(problems)
+    return config
+
+
+_Read: TypeAlias = tuple[Node | None, list[Problem]]
+
+
+def _collect(reads: Iterable[_Read], problems: list[Problem]) -> list[Node]:
+    """The trees that could be read; what is wrong goes to `problems`."""
+    trees: list[Node] = []
+    for tree, found in reads:
+        problems += found
+        trees += [tree] if tree is not None else []
+    return trees
+
+
+def _read_file(path: Path, where: Where) -> _Read:
+    def refuse(text: str, line: int = 0) -> tuple[None, list[Problem]]:
+        return None, [Problem(Where(where.rank, line, where.label), "", text)]
+
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = did_you_mean(path.name, [sibling.name for sibling in siblings])
+        return refuse(f"no such file{near}")
+    except IsADirectoryError:
+        return refuse("is a directory; name a YAML file")
+    except OSError as error:
+        return refuse(f"cannot be read: {error.strerror or error}")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        return refuse(
+            f"is not UTF-8 text: byte 0x{content[error.start]:02x}; save it as UTF-8", line
+        )
+    tree, problems = parse(text, where)
+    if problems and tree is None:
+        return None, problems
+    if tree is None or tree.value is None:
+        return refuse("is empty; a configuration is a mapping of sections such as `run:`")
+    if not isinstance(tree.value, dict):
+        found = "a list" if isinstance(tree.value, list) else shown(tree.value)
+        return refuse(f"must be a mapping of sections, got {found}", tree.where.line)
+    return tree, problems
+
+
+def _read_override(text: str, rank: int) -> _Read:
+    where = Where(rank, 0, "override", override=text)
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        return None, [Problem(where, "", "must read section.key=value")]
+    tree, problems = parse(value, where)
+    if problems and tree is None:
+        return None, problems
+    node = tree if tree is not None else Node(None, where)
+    for part in reversed(parts):
+        node = Node({part: node}, where)
+    return node, [Problem(where, key.strip(), problem.text) for problem in problems]
+
+
+def _over_defaults(node: Node, annotation: Any) -> Node:
+    """Lay each written section over what its field's default sets on purpose.
+
+    So `learner.loss.clip_low=0.1` needs no kind, and a partial `evaluation.sampling` stays greedy.
+    """
+    if isinstance(node.value, list):
+        inner = shape.item(annotation)
+        return Node([_over_defaults(child, inner) for child in node.value], node.where)
+    if not isinstance(node.value, dict):
+        return node
+    model = shape.section_for(annotation, node.plain())
+    if model is None:
+        return node
+    entries = dict(node.value)
+    for name, field in model.model_fields.items():
+        child = entries.get(name)
+        if child is None:
+            continue
+        if isinstance(field.default, BaseModel) and isinstance(child.value, dict):
+            default = field.default.model_dump(mode="json", exclude_unset=True)
+            child = merge(Node.of(default, DEFAULTS), child)
+        entries[name] = _over_defaults(child, field.annotation)
+    return Node(entries, node.where)
+
+
+def _removed(tree: Node) -> list[Problem]:
+    problems: list[Problem] = []
+    for key, advice in REMOVED_KEYS.items():
+        node: Node | None = tree
+        for part in key.split("."):
+            node = node.child(part) if node is not None else None
+        if node is not None:
+            problems.append(Problem(node.where, key, f"was removed; {advice}"))
+    return problems
+
+
+def _validate(tree: Node) -> tuple[RunConfig | None, list[Problem]]:
+    try:
+        return _strict(tree), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    # Strict integers refuse 4e8, which is how a person writes four hundred million.
+    is_rounded = False
+    for detail in details:
+        value = detail["input"]
+        if detail["type"] == "int_type" and isinstance(value, float) and value.is_integer():
+            path, _ = shape.user_path(RunConfig, detail["loc"])
+            tree, is_rounded = tree.with_value(path, int(value)), True
+    if is_rounded:
+        return _validate(tree)
+    by_key: dict[str, Problem] = {}
+    for detail in details:
+        problem = _problem(detail, tree)
+        by_key.setdefault(problem.key, problem)
+    return None, list(by_key.values())
+
+
+def _strict(tree: Node) -> RunConfig:
+    return RunConfig.model_validate_json(json.dumps(tree.plain()), strict=True)
+
+
+def _problem(detail: ErrorDetails, tree: Node) -> Problem:
+    path, annotation = shape.user_path(RunConfig, detail["loc"])
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path = (*path, "kind")
+    key = ".".join(map(str, path))
+    return Problem(tree.place(path), key, _say(detail, path, annotation, tree))
+
+
+def _say(detail: ErrorDetails, path: shape.Path, annotation: Any, tree: Node) -> str:
+    value: Any = detail["input"]
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "extra_forbidden":
+            return _unknown_key(path, tree)
+        case "missing":
+            return _missing(path, annotation)
+        case "union_tag_invalid":
+            found, choices = context["tag"], list(shape.kinds(annotation))
+            return f"unknown kind {found!r}; must be one of {_listed(choices)}{did_you_mean(found, choices)}"
+        case "union_tag_not_found":
+            return f"required, but missing; must be one of {_listed(shape.kinds(annotation))}"
+        case "literal_error":
+            expected = str(context["expected"])
+            choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
+            one_of = "must be" if len(choices) == 1 else "must be one of"
+            return f"{one_of} {expected}, got {shown(value)}{did_you_mean(value, choices)}"
+        case "greater_than_equal":
+            return f"must be >= {context['ge']:g}, got {shown(value)}"
+        case "greater_than":
+            return f"must be > {context['gt']:g}, got {shown(value)}"
+        case "less_than_equal":
+            return f"must be <= {context['le']:g}, got {shown(value)}"
+        case "less_than":
+            return f"must be < {context['lt']:g}, got {shown(value)}"
+        case "value_error":
+            return f"{context['error']}, got {shown(value)}"
+        case kind if kind in _EXPECTED:
+            quote = "; put it in quotes" if kind == "string_type" and _is_plain(value) else ""
+            return f"must be {_EXPECTED[kind]}, got {shown(value)}{quote}"
+        case _:
+            said = detail["msg"].removeprefix("Input should be ")
+            return f"must be {said}, got {shown(value)}"
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "finite_number": "a finite number",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section with keys of its own",
+}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _listed(choices: Any) -> str:
+    return ", ".join(repr(choice) for choice in choices)
+
+
+def _missing(path: shape.Path, annotation: Any) -> str:
+    if isinstance(path[-1], int):
+        return "required, but the list ends before it"
+    options = list(shape.kinds(annotation))
+    return "required, but missing" + (f"; a section of kind {_listed(options)}" if options else "")
+
+
+def _unknown_key(path: shape.Path, tree: Node) -> str:
+    """Names the nearest key of the section, or else the section that has this key."""
+    node, annotation = tree, RunConfig
+    for part in path[:-1]:
+        model = shape.section_for(annotation, node.plain())
+        annotation = model.model_fields[str(part)].annotation if model else shape.item(annotation)
+        child = node.child(part)
+        assert child is not None
+        node = child
+    model = shape.section_for(annotation, node.plain())
+    assert model is not None, path
+    name, valid = str(path[-1]), list(model.model_fields)
+    if near := did_you_mean(name, valid):
+        return f"unknown key{near}"
+    elsewhere = [key for key in shape.dotted_keys(RunConfig) if key.rsplit(".", 1)[-1] == name]
+    if elsewhere:
+        return f"unknown key; did you mean {min(elsewhere, key=lambda key: key.count('.'))!r}?"
+    return f"unknown key; valid here: {', '.join(valid)}"

@@ -1,0 +1,75 @@
+"""Problems in a configuration: where each is, what was found, what was expected, what to do."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from raylearner.errors import ConfigError
+
+CLOSING = "nothing was started."
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Where:
+    """A place in the user's input: a file and line, or one override."""
+
+    rank: int
+    """Position of the file on the command line; overrides come last."""
+    line: int
+    """1-based; 0 stands for the whole file."""
+    label: str
+    """The file as the user named it, or `override`."""
+    override: str = ""
+    """The override as typed."""
+
+    def __str__(self) -> str:
+        return f"{self.label}:{self.line}" if self.line else self.label
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One line of the report."""
+
+    where: Where
+    key: str
+    """Dotted key; empty where the problem is a whole file's."""
+    text: str
+
+    @property
+    def message(self) -> str:
+        """The line without its place; an override stands there as it was typed."""
+        override = self.where.override
+        if override and override.split("=", 1)[0].strip() != self.key and self.key:
+            return f"{override}: {self.key}: {self.text}"
+        subject = override or self.key
+        return f"{subject}: {self.text}" if subject else self.text
+
+
+class ConfigProblems(ConfigError):
+    """All problems of one configuration at once; `str` gives the report."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__(tuple(problems))
+        self.problems = tuple(sorted(problems, key=lambda problem: problem.where))
+
+    def __str__(self) -> str:
+        places = [str(problem.where) for problem in self.problems]
+        width = max(map(len, places), default=0)
+        lines = [
+            f"{place:<{width}}  {problem.message}"
+            for place, problem in zip(places, self.problems, strict=True)
+        ]
+        count = len(self.problems)
+        return "\n".join([*lines, f"{count} problem{'s' * (count != 1)}; {CLOSING}"])
+
+
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest choice, or nothing."""
+    near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object, *, limit: int = 80) -> str:
+    """`repr`, cut in the middle where it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 20]}...{text[-17:]}"

@@ -1,0 +1,51 @@
+"""Logging, set up in one place: the console, a run's log.txt, and quiet libraries."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TextIO
+
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+CONSOLE_FORMAT = "%(asctime)s %(message)s"
+TIME_FORMAT = "%H:%M:%S"
+
+NOISY = ("ray", "vllm", "transformers", "torch", "filelock", "urllib3", "httpx", "asyncio")
+"""Libraries whose chatter below a warning is dropped."""
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever `sys.stderr` is at the time: a live display puts itself in between."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter(CONSOLE_FORMAT, TIME_FORMAT))
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
+
+
+def set_up(level: int = logging.INFO) -> None:
+    """The console for our own package, warnings only for the rest; twice does no harm.
+
+    Called by the command line and by every actor process.
+    """
+    root = logging.getLogger()
+    if not any(isinstance(handler, ConsoleHandler) for handler in root.handlers):
+        root.addHandler(ConsoleHandler())
+    logging.getLogger("raylearner").setLevel(level)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def add_file(path: Path) -> logging.Handler:
+    """Also write to `path`, appending; give the handler to `remove` at the end."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logging.getLogger().addHandler(handler)
+    return handler
+
+
+def remove(handler: logging.Handler) -> None:
+    logging.getLogger().removeHandler(handler)
+    handler.close()
