@@ -67,3 +67,11 @@ class StalledError(RaylearnerError):
 
 class LearnerError(RaylearnerError):
     """A learner step failed in a way that no restart would mend."""
+
+
+class LearnerDied(RaylearnerError):  # noqa: N818 - reads as what happened
+    """A learner rank's process is gone; the run may roll back to its last checkpoint."""
+
+
+class RunStopped(RaylearnerError):  # noqa: N818 - reads as what happened
+    """The run ended on request, after a checkpoint."""
