@@ -150,3 +150,158 @@ def rloo(
         mean, std = _mean_std(advantages, counted)
         advantages = torch.where(counted, (advantages - mean) / (std + epsilon), 0.0)
     return _finish(advantages, grouped, rewards)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor,  # [E]
+    groups: Tensor,  # [E] int64
+    *,
+    num_tokens: Tensor,  # [E]
+    group_of_one: GroupOfOne = "zero",
+    epsilon: float = 1e-8,
+) -> Tensor:
+    """r - mean_g, then whitened over the trained tokens of the batch (2501.03262, section 3).
+
+    `num_tokens` counts each episode's trained tokens: long episodes weigh more in the statistics. A
+    group of equal rewards is therefore not exactly 0 afterwards.
+    """
+    grouped = _group(rewards, groups)
+    centered = grpo(rewards.double(), groups, scale="none", group_of_one=group_of_one)
+    return _finish(_whiten(centered, grouped.scorable, num_tokens, epsilon), grouped, rewards)
+
+
+def _whiten(values: Tensor, mask: Tensor, num_tokens: Tensor, epsilon: float) -> Tensor:
+    mean, std = _mean_std(values, mask, num_tokens)
+    return (values - mean) * (std**2 + epsilon).rsqrt()
+
+
+def opo(
+    rewards: Tensor,  # [E]
+    groups: Tensor,  # [E] int64
+    *,
+    num_tokens: Tensor,  # [E]
+    group_of_one: GroupOfOne = "zero",
+) -> Tensor:
+    """r - sum_g(n r) / sum_g(n), the length-weighted optimal baseline (2505.23585, eq. 7).
+
+    A group without any token falls back to its plain mean.
+    """
+    grouped = _group(rewards, groups)
+    lengths = num_tokens.double()
+    total = grouped.sum(lengths)
+    baseline = grouped.sum(lengths * grouped.rewards) / total.clamp(min=1)
+    baseline = torch.where(total > 0, baseline, grouped.mean)
+    advantages = grouped.rewards - baseline
+    alone = grouped.rewards if group_of_one == "raw" else torch.zeros_like(advantages)
+    return _finish(torch.where(grouped.size == 1, alone, advantages), grouped, rewards)
+
+
+def gpg(
+    rewards: Tensor,  # [E]
+    groups: Tensor,  # [E] int64
+    *,
+    divisor: float = 1.0,
+    group_of_one: GroupOfOne = "zero",
+) -> Tensor:
+    """alpha (r - mean_g) / divisor, alpha = episodes / episodes with a nonzero reward (2504.02546)."""
+    grouped = _group(rewards, groups)
+    num_nonzero = (grouped.rewards != 0).sum().clamp(min=1)
+    alpha = grouped.scorable.sum() / num_nonzero
+    centered = grpo(rewards.double(), groups, scale="none", group_of_one=group_of_one)
+    return _finish(alpha * centered / divisor, grouped, rewards)
+
+
+def gdpo(
+    rewards: Tensor,  # [E, K]
+    groups: Tensor,  # [E] int64
+    *,
+    weights: Tensor | None = None,  # [K]
+    num_tokens: Tensor | None = None,  # [E]
+    scale: Literal["group", "none"] = "group",
+    epsilon: float = 1e-6,
+    batch_epsilon: float | None = None,
+    group_of_one: GroupOfOne = "zero",
+) -> Tensor:
+    """Each reward normalized by its own group, summed by `weights`, then by the batch (2601.05242).
+
+    With `num_tokens` the batch statistics count every trained token, as in verl:
+    (x - mean) / sqrt(var + 1e-8). Without they count episodes, as in TRL: (x - mean) / (std + 1e-4).
+    `batch_epsilon` replaces either constant. A NaN reward is left out of its own column only.
+    """
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards: want [E, K], got {tuple(rewards.shape)}")
+    if weights is None:
+        weights = rewards.new_ones(rewards.shape[1])
+    scorable = ~rewards.isnan().all(dim=1)
+    total = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    for column, weight in zip(rewards.double().unbind(1), weights.double(), strict=True):
+        total = total + weight * grpo(
+            column, groups, scale=scale, epsilon=epsilon, group_of_one=group_of_one
+        )
+    if num_tokens is not None:
+        total = _whiten(
+            total, scorable, num_tokens, 1e-8 if batch_epsilon is None else batch_epsilon
+        )
+    else:
+        mean, std = _mean_std(total, scorable)
+        total = (total - mean) / (std + (1e-4 if batch_epsilon is None else batch_epsilon))
+    return torch.where(scorable, total, 0.0).to(rewards.dtype)
+
+
+def pass_at_k(
+    rewards: Tensor,  # [E]
+    groups: Tensor,  # [E] int64
+    *,
+    scale: Literal["group", "none"] = "group",
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """The best episode of a group gets (best - second) / (std_g + epsilon), all others 0.
+
+    2503.19595, section 3. Ties and groups of one give 0.
+    """
+    grouped = _group(rewards, groups)
+    best = grouped.extreme("amax")
+    is_best = grouped.scorable & (grouped.rewards == best)
+    is_alone = grouped.sum(is_best.double()) == 1
+    others = torch.where(is_best, torch.nan, rewards.double())
+    runner_up = _group(others, groups).extreme("amax")
+    gap = torch.where(is_best & is_alone & (grouped.size > 1), best - runner_up, 0.0)
+    divisor = grouped.std() + epsilon if scale == "group" else torch.ones_like(gap)
+    return _finish(gap / divisor, grouped, rewards)
+
+
+def pf_ppo_weights(
+    rewards: Tensor,  # [E]
+    *,
+    kind: Literal["power", "max_min", "max_random"] = "power",
+    power: float = 2.0,
+) -> Tensor:
+    """Unnormalized sampling weights of policy filtration (2409.06957): `[E]`.
+
+    power: |r|^power. max_min: 1 for the best and the worst rewards of the batch, else 0. max_random:
+    0.4 for the best, 0.1 for others. 1e-8 is added; a NaN reward is never drawn (weight 0). Drawing
+    breaks groups up, so it belongs with GAE rather than with group baselines.
+    """
+    scorable = ~rewards.isnan()
+    known = torch.where(scorable, rewards, 0.0)
+    best = torch.where(scorable, rewards, -torch.inf).amax()
+    worst = torch.where(scorable, rewards, torch.inf).amin()
+    if kind == "power":
+        weights = known.abs() ** power
+    elif kind == "max_min":
+        weights = ((rewards == best) | (rewards == worst)).to(rewards.dtype)
+    elif kind == "max_random":
+        weights = torch.where(rewards == best, 0.4, 0.1).to(rewards.dtype)
+    else:
+        raise ValueError(f"kind: want power, max_min or max_random, got {kind!r}")
+    return torch.where(scorable, (weights + 1e-8).clamp(min=1e-8), 0.0)
+
+
+def pf_ppo_resample(
+    weights: Tensor,  # [E]
+    num_episodes: int,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Indices of `num_episodes` draws with replacement by `weights`: `[num_episodes] int64`."""
+    return torch.multinomial(weights, num_episodes, replacement=True, generator=generator)

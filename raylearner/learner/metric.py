@@ -2,12 +2,12 @@
 
 Rule: sums add, extremes take the extreme, over micro-batches and over ranks alike, and only then
 is `value()` asked. `flatten` turns a dict of metrics into two vectors, one to all-reduce by sum and
-one by max; `unflatten` puts the reduced vectors back.
+one by max; `unflatten` puts the reduced vectors back. Every part is float64 and detached.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -40,104 +40,163 @@ Metrics = dict[str, Metric]
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean as numerator and count."""
+class _Sums:
+    """A metric whose parts all add up."""
 
-    total: Tensor  # [] float64
-    count: Tensor  # [] float64
-
-    @classmethod
-    def of(cls, values: Tensor, mask: Tensor | None = None) -> Self:
-        """Mean of `values` where `mask` is True; a bool tensor gives a fraction."""
-        values = values.detach().double()
-        if mask is None:
-            return cls(values.sum(), values.new_tensor(float(values.numel())))
-        return cls(torch.where(mask, values, 0.0).sum(), mask.sum().double())
+    parts: Tensor  # [k] float64
 
     def combine(self, other: Self) -> Self:
-        return type(self)(self.total + other.total, self.count + other.count)
-
-    def value(self) -> float:
-        count = float(self.count)
-        return float(self.total) / count if count else math.nan
+        return replace(self, parts=self.parts + other.parts)
 
     def sums(self) -> Tensor:
-        return torch.stack([self.total, self.count])
+        return self.parts
 
     def maxima(self) -> Tensor:
-        return self.total.new_empty(0)
+        return self.parts.new_empty(0)
 
     def rebuild(self, sums: Tensor, maxima: Tensor) -> Self:
-        return type(self)(sums[0], sums[1])
+        return replace(self, parts=sums)
+
+
+def _power_sums(values: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
+    """Count, sum and sum of squares of the selected values, float64 `[3]`."""
+    values = values.detach().double()
+    weights = torch.ones_like(values) if weights is None else weights.detach().double()
+    if mask is not None:
+        values = torch.where(mask, values, 0.0)
+        weights = torch.where(mask, weights, 0.0)
+    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values**2).sum()])
+
+
+def _variance(count: float, total: float, squares: float, *, ddof: int) -> float:
+    if count <= ddof:
+        return math.nan
+    return max((squares - total**2 / count) / (count - ddof), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Std:
-    """A standard deviation (`ddof` degrees of freedom removed) as count, sum and sum of squares."""
+class Mean(_Sums):
+    """A mean as count and numerator, plus a constant `offset` added at the end."""
 
-    total: Tensor  # [] float64
-    squares: Tensor  # [] float64
-    count: Tensor  # [] float64
+    offset: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor | None = None, *, offset: float = 0.0) -> Self:
+        """Mean of `values` where `mask` is True; a bool tensor gives a fraction."""
+        return cls(_power_sums(values, mask)[:2], offset)
+
+    @property
+    def count(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def total(self) -> Tensor:
+        return self.parts[1]
+
+    def value(self) -> float:
+        count, total = self.parts.tolist()
+        return total / count + self.offset if count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Std(_Sums):
+    """A standard deviation with `ddof` degrees of freedom removed."""
+
     ddof: int = 0
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None, *, ddof: int = 0) -> Self:
-        mean = Mean.of(values, mask)
-        return cls(mean.total, Mean.of(values.detach().double() ** 2, mask).total, mean.count, ddof)
-
-    def combine(self, other: Self) -> Self:
-        return self.rebuild(self.sums() + other.sums(), self.maxima())
+        return cls(_power_sums(values, mask), ddof)
 
     def value(self) -> float:
-        count = float(self.count)
-        if count <= self.ddof:
-            return math.nan
-        variance = (float(self.squares) - float(self.total) ** 2 / count) / (count - self.ddof)
-        return math.sqrt(max(variance, 0.0))
-
-    def sums(self) -> Tensor:
-        return torch.stack([self.total, self.squares, self.count])
-
-    def maxima(self) -> Tensor:
-        return self.total.new_empty(0)
-
-    def rebuild(self, sums: Tensor, maxima: Tensor) -> Self:
-        return type(self)(sums[0], sums[1], sums[2], self.ddof)
+        return math.sqrt(_variance(*self.parts.tolist(), ddof=self.ddof))
 
 
 @dataclass(frozen=True, slots=True)
-class EffectiveFraction:
+class EffectiveFraction(_Sums):
     """Kish's effective sample size over the count: (sum w)^2 / (n sum w^2), 1 for equal weights."""
-
-    total: Tensor  # [] float64
-    squares: Tensor  # [] float64
-    count: Tensor  # [] float64
 
     @classmethod
     def of(cls, weights: Tensor, mask: Tensor | None = None) -> Self:
-        mean = Mean.of(weights, mask)
-        return cls(mean.total, Mean.of(weights.detach().double() ** 2, mask).total, mean.count)
-
-    def combine(self, other: Self) -> Self:
-        return self.rebuild(self.sums() + other.sums(), self.maxima())
+        return cls(_power_sums(weights, mask))
 
     def value(self) -> float:
-        power = float(self.squares) * float(self.count)
-        return float(self.total) ** 2 / power if power else math.nan
+        count, total, squares = self.parts.tolist()
+        return total**2 / (count * squares) if count * squares else math.nan
 
-    def sums(self) -> Tensor:
-        return torch.stack([self.total, self.squares, self.count])
 
-    def maxima(self) -> Tensor:
-        return self.total.new_empty(0)
+@dataclass(frozen=True, slots=True)
+class Correlation(_Sums):
+    """Pearson's correlation of two quantities."""
 
-    def rebuild(self, sums: Tensor, maxima: Tensor) -> Self:
-        return type(self)(sums[0], sums[1], sums[2])
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor, mask: Tensor) -> Self:
+        one = _power_sums(first, mask)
+        two = _power_sums(second, mask)
+        product = _power_sums(first.double() * second.double(), mask)[1:2]
+        return cls(torch.cat([one, two[1:], product]))
+
+    def value(self) -> float:
+        count, x, xx, y, yy, xy = self.parts.tolist()
+        power = _variance(count, x, xx, ddof=1) * _variance(count, y, yy, ddof=1)
+        if not power > 0:
+            return math.nan
+        return (xy - x * y / count) / (count - 1) / math.sqrt(power)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance(_Sums):
+    """1 - Var(target - prediction) / (Var(target) + epsilon), both with ddof 1."""
+
+    epsilon: float = 1e-5
+
+    @classmethod
+    def of(cls, targets: Tensor, predictions: Tensor, mask: Tensor) -> Self:
+        residual = _power_sums(targets - predictions, mask)
+        return cls(torch.cat([_power_sums(targets, mask), residual[1:]]))
+
+    def value(self) -> float:
+        count, total, squares, residual, residual_squares = self.parts.tolist()
+        unexplained = _variance(count, residual, residual_squares, ddof=1)
+        return 1 - unexplained / (_variance(count, total, squares, ddof=1) + self.epsilon)
+
+
+_HISTOGRAM_BINS = 512
+_HISTOGRAM_KNEE = 1e-3
+_HISTOGRAM_REACH = math.asinh(20.0 / _HISTOGRAM_KNEE)
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuantile(_Sums):
+    """exp of a quantile of log-ratios, from a histogram: good to about 4% of the log-ratio."""
+
+    quantile: float = 0.5
+
+    @classmethod
+    def of(cls, log_ratios: Tensor, mask: Tensor, *, quantile: float) -> Self:
+        """`log_ratios` in nats; what lies beyond plus or minus 20 counts in the outermost bin."""
+        place = torch.asinh(log_ratios.detach().double() / _HISTOGRAM_KNEE) / _HISTOGRAM_REACH
+        bins = ((place + 1) / 2 * _HISTOGRAM_BINS).nan_to_num(0.0)
+        bins = bins.clamp(0, _HISTOGRAM_BINS - 1).long()
+        counts = torch.zeros(_HISTOGRAM_BINS, dtype=torch.float64, device=log_ratios.device)
+        return cls(counts.index_add(0, bins, mask.double()), quantile)
+
+    def value(self) -> float:
+        total = float(self.parts.sum())
+        if not total:
+            return math.nan
+        target = self.quantile * total
+        below = self.parts.cumsum(0)
+        index = min(int(torch.searchsorted(below, target)), _HISTOGRAM_BINS - 1)
+        count = float(self.parts[index])
+        inside = (target - float(below[index]) + count) / count if count else 0.5
+        place = (index + inside) / _HISTOGRAM_BINS * 2 - 1
+        return math.exp(math.sinh(place * _HISTOGRAM_REACH) * _HISTOGRAM_KNEE)
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen; -inf (reported NaN) when none was."""
+    """The largest value seen; NaN when none was."""
 
     extreme: Tensor  # [] float64
 
@@ -166,30 +225,25 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
-class Min:
+class Min(Max):
     """The smallest value seen, kept as the largest of the negated values."""
-
-    negated: Tensor  # [] float64
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> Self:
-        return cls(Max.of(-values, mask).extreme)
-
-    def combine(self, other: Self) -> Self:
-        return type(self)(torch.maximum(self.negated, other.negated))
+        return cls(Max.of(-values.detach().double(), mask).extreme)
 
     def value(self) -> float:
-        negated = float(self.negated)
-        return math.nan if negated == -math.inf else -negated
+        extreme = float(self.extreme)
+        return math.nan if extreme == -math.inf else -extreme
 
-    def sums(self) -> Tensor:
-        return self.negated.new_empty(0)
 
-    def maxima(self) -> Tensor:
-        return self.negated.reshape(1)
-
-    def rebuild(self, sums: Tensor, maxima: Tensor) -> Self:
-        return type(self)(maxima[0])
+def summary(name: str, values: Tensor, mask: Tensor | None = None) -> Metrics:
+    """Mean, max and min of one quantity under `name/...`."""
+    return {
+        f"{name}/mean": Mean.of(values, mask),
+        f"{name}/max": Max.of(values, mask),
+        f"{name}/min": Min.of(values, mask),
+    }
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
