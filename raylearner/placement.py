@@ -10,9 +10,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
-from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig
+from raylearner.actors.rollout_worker import RolloutActivity
+from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
 from raylearner.errors import ConfigError, EngineError, RaylearnerError
-from raylearner.types import WeightReceipt, WeightUpdate
+from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,13 @@ def check_supply(config: RunConfig) -> None:
             )
     if problems:
         raise ConfigError("\n".join([*problems, "nothing was started."]))
+
+EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
+
+
+async def _answer(reference: Any) -> Any:
+    """A Ray reference as a coroutine."""
+    return await reference
 
 
 class RolloutFleet:
@@ -126,6 +134,33 @@ class RolloutFleet:
             return await actor.receive.remote(update)
 
         return receive
+
+    def evaluators(self) -> dict[str, EvaluateCall]:
+        """The evaluate calls of the actors alive now."""
+
+        def call(actor: Any) -> EvaluateCall:
+            async def evaluate(prompts: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
+                return await actor.evaluate.remote(prompts, sampling)
+
+            return evaluate
+
+        return {actor_id: call(actor) for actor_id, actor in self.actors.items()}
+
+    async def drain(self) -> tuple[list[RolloutActivity], list[dict[str, object]]]:
+        """Activity and spans of every living actor since the last call."""
+        reports = await asyncio.gather(
+            *(_answer(actor.drain.remote()) for actor in self.actors.values()),
+            return_exceptions=True,
+        )
+        alive = [r for r in reports if not isinstance(r, BaseException)]
+        return [a for a, _ in alive], [span for _, spans in alive for span in spans]
+
+    async def abort(self) -> None:
+        """Ends every running episode; their claims must be void already."""
+        await asyncio.gather(
+            *(_answer(actor.abort.remote()) for actor in self.actors.values()),
+            return_exceptions=True,
+        )
 
     async def stop(self) -> None:
         """Ends every actor with its engine; what does not end in time is killed."""

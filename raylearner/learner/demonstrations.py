@@ -5,12 +5,43 @@ leaves the policy undecided, which is what reinforcement then settles.
 """
 
 import random
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
+from raylearner.config.schema import RendererSection, TinyModel
+from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.learner.warm_start import warm_start
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Message, Prompt
 
 TokenRowWithMask = tuple[list[int], list[bool]]
+
+
+def prepare_tiny_model(
+    model: TinyModel,
+    renderer_section: RendererSection,
+    prompts: Sequence[Prompt],
+    folder: str,
+    seed: int,
+) -> float | None:
+    """Makes the model directory `folder`; returns the warm start's last loss, None without one."""
+    partial = Path(f"{folder}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    make_tiny_model(model, partial, seed=seed)
+    loss = None
+    if model.warm_start is not None:
+        renderer = Renderer.from_pretrained(str(partial), renderer_section)
+        rows = demonstrate(
+            prompts,
+            renderer,
+            num_rows=model.warm_start.num_steps * model.warm_start.batch_size,
+            tool_fraction=model.warm_start.tool_fraction,
+            seed=seed,
+        )
+        loss = warm_start(partial, rows, model.warm_start, seed=seed)
+    partial.rename(folder)
+    return loss
 
 
 def demonstrate(

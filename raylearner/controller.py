@@ -1,0 +1,422 @@
+"""Drives a run: starts everything, takes groups, steps the learner, publishes, reports, checkpoints.
+
+Consumes finished groups; produces policy versions. Waits for groups (unblocked by rollout actors)
+and for the learner's step; whoever makes no progress for `run.watchdog_s` is named and ends the run.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raylearner import placement
+from raylearner.actors.rollout_actor import RolloutSections
+from raylearner.config.report import resolved_yaml
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.errors import ConfigError, LearnerDied, RunStopped, StalledError
+from raylearner.evaluation import Evaluator
+from raylearner.learner import checkpoint
+from raylearner.learner.batch import pack
+from raylearner.learner.demonstrations import prepare_tiny_model
+from raylearner.learner.learner_actor import LearnerGroup
+from raylearner.observability.recorder import Recorder
+from raylearner.observability.spans import Tracer
+from raylearner.observability.step_report import step_metrics
+from raylearner.placement import RolloutFleet
+from raylearner.prompts import load_prompts
+from raylearner.replay.replay_actor import ReplayActor, Take
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import Prompt
+from raylearner.weights.publisher import Publisher, Receive
+
+logger = logging.getLogger(__name__)
+
+TAKE_POLL_S = 5.0
+"""How long one take call waits before the watchdog looks."""
+
+
+def run(config: RunConfig, *, resume: Path | None = None) -> None:
+    """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return."""
+    training, held_out = _load_data(config)
+    Scorer(config.rewards)
+    if not isinstance(config.model, TinyModel):
+        Renderer.from_pretrained(config.model.path, config.renderer)
+    folder = resume or run_directory(config)
+    if resume is None and folder.exists():
+        raise ConfigError(
+            f"run.dir {str(folder)!r} exists; continue it with --resume {folder}, or name another"
+        )
+    placement.connect(config.cluster)
+    try:
+        placement.check_supply(config)
+        folder.mkdir(parents=True, exist_ok=resume is not None)
+        asyncio.run(_train(config, folder, training, held_out, is_resumed=resume is not None))
+    finally:
+        ray.shutdown()
+
+
+def run_directory(config: RunConfig) -> Path:
+    """`run.dir`, or `runs/<name>-<time>`."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(config.run.dir or f"runs/{config.run.name}-{stamp}").absolute()
+
+
+def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    data = config.data
+    training = load_prompts(data.train, system_prompt=data.system_prompt)
+    if data.evaluation is None:
+        return training, []
+    return training, load_prompts(data.evaluation, system_prompt=data.system_prompt)
+
+
+async def _train(
+    config: RunConfig,
+    folder: Path,
+    training: list[Prompt],
+    held_out: list[Prompt],
+    *,
+    is_resumed: bool,
+) -> None:
+    if not is_resumed:
+        (folder / "config.yaml").write_text(resolved_yaml(config))
+    recorder = Recorder(folder, config.observability, num_steps=config.run.num_steps)
+    controller = Controller(config, folder, recorder, training, held_out)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            await controller.start(tasks, is_resumed=is_resumed)
+            await controller.train()
+            await controller.close()
+    except* Exception as group:
+        logger.error("the run ended at step %d: %s", controller.step, group.exceptions[0])
+        raise group.exceptions[0] from group.exceptions[0].__cause__
+    finally:
+        await controller.close()
+        recorder.close()
+
+
+class Controller:
+    """Owns the run's actors and its loop. `start`, `train`, `close`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        recorder: Recorder,
+        training: list[Prompt],
+        held_out: list[Prompt],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._recorder = recorder
+        self._training = training
+        self._evaluator = Evaluator(config.evaluation, held_out) if held_out else None
+        self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
+        self._started_at = time.monotonic()
+        self._should_stop = False
+        self._is_closed = False
+        self._num_learner_restarts = 0
+        self._replay: Any = None
+        self._learner: LearnerGroup | None = None
+        self._publisher: Publisher | None = None
+        self._fleet: RolloutFleet | None = None
+        self.step = 0
+
+    def request_stop(self) -> None:
+        """Ends the run at the next step boundary, after a checkpoint (SIGTERM, `ray job stop`)."""
+        logger.info("stop requested: a checkpoint follows the running step")
+        self._should_stop = True
+
+    # -- starting and ending -------------------------------------------------------------------
+
+    async def start(self, tasks: asyncio.TaskGroup, *, is_resumed: bool) -> None:
+        config = self._config
+        with self._recorder.stage("preparing the model"):
+            model_path = await self._prepare_model()
+        self._replay = ReplayActor.options(
+            name=f"{config.run.name}/replay", num_cpus=0, max_concurrency=10_000
+        ).remote(config.replay, self._training, config.run.seed)
+        self._learner = LearnerGroup(
+            config.learner,
+            weights=config.weights,
+            model_path=model_path,
+            temperature=config.sampling.temperature,
+            num_steps=config.run.num_steps,
+            seed=config.run.seed,
+            run_name=config.run.name,
+            engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
+        )
+        self._fleet = RolloutFleet(
+            config=config.actors,
+            sections=self._rollout_sections(),
+            model_path=model_path,
+            replay=self._replay,
+            on_loss=self._forget_actor,
+            on_join=self._admit_actor,
+        )
+        with self._recorder.stage(
+            f"starting {config.learner.num_ranks} learner ranks and"
+            f" {config.actors.num_actors} engines"
+        ):
+            await asyncio.gather(self._learner.start(), self._fleet.start())
+        self._make_publisher()
+        if is_resumed:
+            with self._recorder.stage("restoring the last checkpoint"):
+                await self._restore_latest(self._learner)
+        with self._recorder.stage("publishing the first weights"):
+            await self._publish()
+        self._fleet.play(tasks)
+
+    async def close(self) -> None:
+        """Ends every actor and what it started. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._fleet is not None:
+            await self._fleet.stop()
+        if self._publisher is not None:
+            await self._publisher.close()
+        if self._learner is not None:
+            await self._learner.close()
+        if self._replay is not None:
+            ray.kill(self._replay)
+        self._recorder.spans(self._tracer.drain())
+
+    async def _prepare_model(self) -> str:
+        model = self._config.model
+        if not isinstance(model, TinyModel):
+            return model.path
+        path = self._folder / "model"
+        if not path.exists():
+            make = ray.remote(prepare_tiny_model).options(num_cpus=1)
+            loss = await make.remote(
+                model, self._config.renderer, self._training, str(path), self._config.run.seed
+            )
+            if loss is not None:
+                logger.info("warm start ended with a loss of %.3f", loss)
+        return str(path)
+
+    def _rollout_sections(self) -> RolloutSections:
+        config = self._config
+        return RolloutSections(
+            engine=config.actors.engine,
+            environment=config.environment,
+            renderer=config.renderer,
+            rewards=config.rewards,
+            sampling=config.sampling,
+            max_concurrent_episodes=config.actors.max_concurrent_episodes,
+            run_name=config.run.name,
+            weight_transport=config.weights.transport,
+            seed=config.run.seed,
+            should_trace=config.observability.trace,
+        )
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    async def train(self) -> None:
+        """Steps until `run.num_steps`. Raises `RunStopped` after a requested stop."""
+        config, learner = self._config, self._learner
+        assert learner is not None, "start comes first"
+        if self.step == 0:
+            await self._evaluate()
+        while self.step < config.run.num_steps:
+            wait_started = time.monotonic()
+            take = await self._take()
+            step_started = time.monotonic()
+            with self._tracer.span("pack"):
+                batches = pack(
+                    take.groups,
+                    policy_version=learner.policy_version,
+                    num_ranks=config.learner.num_ranks,
+                    max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
+                    num_mini_batches=config.learner.num_mini_batches,
+                )
+            try:
+                with self._tracer.span("step", step=self.step + 1):
+                    output = await learner.step(batches)
+            except LearnerDied as error:
+                await self._roll_back(learner, error)
+                continue
+            await self._replay.commit.remote(
+                [group.group_id for group in take.groups], output.policy_version
+            )
+            self.step += 1
+            self._start_publishing(output.policy_version)
+            await self._report(take, output, wait_s=step_started - wait_started, since=wait_started)
+            await self._checkpoint_and_evaluate()
+        await self._assert_everyone_is_current()
+
+    async def _take(self) -> Take:
+        """The next groups. Raises `StalledError` when nobody made progress for `watchdog_s`."""
+        learner, config = self._learner, self._config
+        assert learner is not None, "start comes first"
+        progress, changed_at = -1, time.monotonic()
+        with self._tracer.span("take"):
+            while True:
+                take = await self._replay.take.remote(
+                    config.replay.groups_per_step, learner.policy_version, TAKE_POLL_S
+                )
+                if take is not None:
+                    return take
+                if self._should_stop:
+                    await self._stop()
+                now = time.monotonic()
+                current = await self._replay.progress.remote()
+                if current != progress:
+                    progress, changed_at = current, now
+                elif now - changed_at > config.run.watchdog_s:
+                    await self._raise_stalled(now - changed_at)
+
+    async def _raise_stalled(self, idle_s: float) -> None:
+        lines = await self._replay.describe.remote()
+        await self._replay.save.remote(str(self._folder / "stalled"))
+        raise StalledError(
+            f"no progress for {idle_s:.0f} s at step {self.step} (run.watchdog_s); the ledger is in"
+            f" {self._folder / 'stalled'}:\n" + "\n".join(f"  {line}" for line in lines)
+        )
+
+    async def _report(self, take: Take, output: Any, *, wait_s: float, since: float) -> None:
+        assert self._fleet is not None, "start comes first"
+        assert self._publisher is not None, "start comes first"
+        activities, spans = await self._fleet.drain()
+        metrics = step_metrics(take.groups, activities)
+        metrics |= take.metrics | output.metrics | dict(self._publisher.metrics)
+        metrics |= {
+            "policy_version": float(output.policy_version),
+            "time_s": time.monotonic() - self._started_at,
+            "learner/wait_s": wait_s,
+            "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - since),
+        }
+        self._recorder.spans([*spans, *self._tracer.drain()])
+        self._recorder.step(self.step, metrics)
+        every = self._config.observability.trajectories_every_steps
+        if every and self.step % every == 0:
+            trajectories = [t for group in take.groups for t in group.trajectories]
+            await asyncio.to_thread(self._recorder.trajectories, self.step, trajectories)
+
+    async def _checkpoint_and_evaluate(self) -> None:
+        run, is_last = self._config.run, self.step >= self._config.run.num_steps
+        every = run.checkpoint_every_steps
+        if is_last or self._should_stop or (every and self.step % every == 0):
+            await self._save()
+        if self._should_stop and not is_last:
+            await self._stop(is_saved=True)
+        every = self._config.evaluation.every_steps
+        if is_last or (every and self.step % every == 0):
+            await self._evaluate()
+
+    async def _stop(self, *, is_saved: bool = False) -> None:
+        if not is_saved and self.step:
+            await self._save()
+        raise RunStopped(
+            f"stopped on request at step {self.step}; go on with --resume {self._folder}"
+        )
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def _make_publisher(self) -> None:
+        assert self._learner is not None, "start comes first"
+        assert self._fleet is not None, "start comes first"
+        self._publisher = Publisher(
+            write=self._learner.write,
+            discard=self._learner.discard,
+            on_condemned=self._fleet.condemn,
+            deadline_s=self._config.weights.deadline_s,
+        )
+        for actor_id in self._fleet.actors:
+            self._publisher.add(actor_id, self._fleet.receiver(actor_id))
+
+    def _start_publishing(self, policy_version: int) -> None:
+        """The push lands while the next batch is already being taken and packed."""
+        assert self._publisher is not None, "start comes first"
+        published = self._publisher.policy_version
+        if policy_version != published and policy_version % self._config.weights.every_steps == 0:
+            self._publisher.start(policy_version)
+
+    async def _publish(self) -> None:
+        assert self._publisher is not None, "start comes first"
+        assert self._learner is not None, "start comes first"
+        await self._publisher.publish(self._learner.policy_version)
+
+    async def _assert_everyone_is_current(self) -> None:
+        """The last version reaches every engine, with its proof, before the run calls itself done."""
+        await self._publish()
+        assert self._fleet is not None, "start comes first"
+        assert self._publisher is not None, "start comes first"
+        logger.info(
+            "every engine (%d) holds policy version %d, proof gap %.1e",
+            len(self._publisher.members),
+            self._publisher.policy_version,
+            self._publisher.metrics["weights/proof_gap"],
+        )
+
+    async def _forget_actor(self, actor_id: str) -> None:
+        if self._publisher is not None:
+            self._publisher.remove(actor_id)
+        returned = await self._replay.fail_actor.remote(actor_id)
+        logger.info("%d running samples of %s return to pending", returned, actor_id)
+
+    async def _admit_actor(self, actor_id: str, receive: Receive) -> None:
+        assert self._publisher is not None, "start comes first"
+        await self._publisher.admit(actor_id, receive)
+
+    # -- evaluation and checkpoints ------------------------------------------------------------
+
+    async def _evaluate(self) -> None:
+        if self._evaluator is None:
+            return
+        assert self._learner is not None, "start comes first"
+        assert self._fleet is not None, "start comes first"
+        await self._publish()
+        with self._tracer.span("evaluate", step=self.step):
+            record = await self._evaluator.evaluate(
+                self._fleet.evaluators, step=self.step, policy_version=self._learner.policy_version
+            )
+        self._recorder.evaluation(record)
+
+    async def _save(self) -> None:
+        assert self._learner is not None, "start comes first"
+        with self._tracer.span("checkpoint", step=self.step):
+            async with checkpoint.writing(self._folder / "checkpoints", step=self.step) as partial:
+                await asyncio.gather(
+                    self._learner.save(partial),
+                    self._replay.save.remote(str(partial / "replay")),
+                )
+            checkpoint.prune(self._folder / "checkpoints", keep_last=self._config.run.keep_last)
+
+    async def _restore_latest(self, learner: LearnerGroup) -> None:
+        latest = checkpoint.latest(self._folder / "checkpoints")
+        if latest is None:
+            logger.warning("%s holds no whole checkpoint: the run starts over", self._folder)
+            self.step = 0
+        else:
+            await learner.restore(latest.folder)
+            await self._replay.load.remote(str(latest.folder / "replay"))
+            self.step = latest.step
+            logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
+        self._recorder.rewind(self.step)
+
+    async def _roll_back(self, learner: LearnerGroup, error: LearnerDied) -> None:
+        """Learner, ledger and buffer go back to one cut; engines are set to its version."""
+        self._num_learner_restarts += 1
+        latest = checkpoint.latest(self._folder / "checkpoints")
+        if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
+            why = "no checkpoint exists yet" if latest is None else "run.max_learner_restarts is used up"
+            raise LearnerDied(f"the learner died at step {self.step} and {why}: {error}") from error
+        logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
+        assert self._fleet is not None, "start comes first"
+        assert self._publisher is not None, "start comes first"
+        await self._publisher.close()
+        await learner.restart()
+        await self._restore_latest(learner)
+        await self._fleet.abort()
+        self._make_publisher()
+        await self._publish()
+
+
