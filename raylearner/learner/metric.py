@@ -58,14 +58,14 @@ class _Sums:
         return replace(self, parts=sums)
 
 
-def _power_sums(values: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
+def _power_sums(values: Tensor, mask: Tensor | None) -> Tensor:
     """Count, sum and sum of squares of the selected values, float64 `[3]`."""
     values = values.detach().double()
-    weights = torch.ones_like(values) if weights is None else weights.detach().double()
-    if mask is not None:
-        values = torch.where(mask, values, 0.0)
-        weights = torch.where(mask, weights, 0.0)
-    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values**2).sum()])
+    if mask is None:
+        count = values.new_tensor(float(values.numel()))
+    else:
+        values, count = torch.where(mask, values, 0.0), mask.sum().double()
+    return torch.stack([count, values.sum(), values.square().sum()])
 
 
 def _variance(count: float, total: float, squares: float, *, ddof: int) -> float:
@@ -75,27 +75,34 @@ def _variance(count: float, total: float, squares: float, *, ddof: int) -> float
 
 
 @dataclass(frozen=True, slots=True)
-class Mean(_Sums):
-    """A mean as count and numerator, plus a constant `offset` added at the end."""
+class Mean:
+    """A mean as numerator and count, plus a constant `offset` added at the end."""
 
+    total: Tensor  # [] float64
+    count: Tensor  # [] float64
     offset: float = 0.0
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None, *, offset: float = 0.0) -> Self:
         """Mean of `values` where `mask` is True; a bool tensor gives a fraction."""
-        return cls(_power_sums(values, mask)[:2], offset)
+        count, total, _ = _power_sums(values, mask).unbind()
+        return cls(total, count, offset)
 
-    @property
-    def count(self) -> Tensor:
-        return self.parts[0]
-
-    @property
-    def total(self) -> Tensor:
-        return self.parts[1]
+    def combine(self, other: Self) -> Self:
+        return replace(self, total=self.total + other.total, count=self.count + other.count)
 
     def value(self) -> float:
-        count, total = self.parts.tolist()
-        return total / count + self.offset if count else math.nan
+        count = float(self.count)
+        return float(self.total) / count + self.offset if count else math.nan
+
+    def sums(self) -> Tensor:
+        return torch.stack([self.total, self.count])
+
+    def maxima(self) -> Tensor:
+        return self.total.new_empty(0)
+
+    def rebuild(self, sums: Tensor, maxima: Tensor) -> Self:
+        return replace(self, total=sums[0], count=sums[1])
 
 
 @dataclass(frozen=True, slots=True)
