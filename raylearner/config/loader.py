@@ -28,7 +28,9 @@ def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     )
     if not paths:
         problems.append(Problem(Where(0, 0, "command line"), "", "names no configuration file"))
-    overlays = _collect((_read_override(text, len(paths) + i) for i, text in enumerate(overrides)), problems)
+    overlays = _collect(
+        (_read_override(text, len(paths) + i) for i, text in enumerate(overrides)), problems
+    )
     if not files or len(files) < len(paths):
         raise ConfigProblems(problems)
     tree = reduce(merge, files)

@@ -1,0 +1,66 @@
+"""JSON lines on disk: flushed row by row, free of NaN, and able to forget steps after a rollback."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlFile:
+    """Appends one object per line. A line torn by a crash is cut off when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(dumps(record) + "\n")
+        self._file.flush()
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+    def rewind(self, step: int) -> int:
+        """Drop the rows of later steps; returns how many."""
+        rows = self.rows()
+        kept = [row for row in rows if row.get("step", 0) <= step]
+        if len(kept) < len(rows):
+            draft = self.path.with_suffix(".partial")
+            draft.write_text("".join(dumps(row) + "\n" for row in kept), encoding="utf-8")
+            self._file.close()
+            os.replace(draft, self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def dumps(record: object) -> str:
+    """Standard JSON: numbers that are not finite become null, numpy scalars plain numbers."""
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The same value with null for every NaN and infinity, however deep."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if hasattr(value, "item"):  # numpy scalars
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)

@@ -1,0 +1,144 @@
+"""Everything a run leaves behind and shows, through the one object that the controller talks to."""
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from raylearner.config.schema import ObservabilitySection
+from raylearner.observability import logs, transcripts
+from raylearner.observability.display import Display
+from raylearner.observability.jsonl import JsonlFile
+from raylearner.observability.spans import Span, TraceFile, Tracer
+from raylearner.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Owns the recorded part of a run directory; opening one that exists goes on where it ended.
+
+    After restoring step `n`, call `rewind(n)`: rows and files of later steps are dropped, so that
+    each step is on record once.
+    """
+
+    def __init__(self, run_dir: Path, config: ObservabilitySection, *, num_steps: int) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.log_file = run_dir / "log.txt"
+        self._config = config
+        self._log_handler = logs.add_file(self.log_file)
+        self._metrics = JsonlFile(run_dir / "metrics.jsonl")
+        self._evaluations = JsonlFile(run_dir / "eval.jsonl")
+        self._trajectories = run_dir / "trajectories"
+        self._trace = TraceFile(run_dir / "trace.json") if config.trace else None
+        self._tracer = Tracer("controller", is_enabled=config.trace)
+        self._display = Display(num_steps=num_steps)
+        self._tensorboard = None
+        if config.tensorboard:
+            from raylearner.observability.sinks import TensorBoardFile
+
+            self._tensorboard = TensorBoardFile(run_dir / "tensorboard")
+        self._zero_s = time.monotonic() - self._recorded_s()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A part of start-up or shut-down: shown while it lasts, logged with its time, traced."""
+        with self._tracer.span(name), self._display.stage(name):
+            yield
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """One learner step; `step` and `policy_version` are among the metrics.
+
+        `time_s` is filled in when missing: seconds of running, pauses between resumes left out.
+        """
+        step = int(metrics["step"])
+        row: dict[str, float] = {"step": step, "policy_version": int(metrics["policy_version"])}
+        row["time_s"] = round(time.monotonic() - self._zero_s, 3)
+        row |= {
+            key: value for key, value in metrics.items() if key not in ("step", "policy_version")
+        }
+        row["observability/non_finite"] = sum(not math.isfinite(value) for value in row.values())
+        self._metrics.write(row)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, {key: v for key, v in row.items() if key != "step"})
+        self._display.step(row)
+        self._write_spans([])
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """One evaluation: at least `step`, `policy_version` and `reward/mean`."""
+        self._evaluations.write(record)
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        if self._tensorboard is not None:
+            scalars = {f"evaluation/{key}": float(value) for key, value in numbers.items()}
+            self._tensorboard.write(int(record["step"]), scalars)
+        shown = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
+        logger.info("evaluation at step %s  %s", record["step"], shown)
+
+    def trajectories(
+        self,
+        step: int,
+        trajectories: Iterable[Trajectory],
+        *,
+        advantages: Sequence[float] | None = None,
+    ) -> None:
+        """The trajectories of one step, where the configuration asks for this one."""
+        every = self._config.trajectories_every_steps
+        if every and step % every == 0:
+            transcripts.write(self._trajectories, step, trajectories, advantages=advantages)
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """What a tracer drained, here or in an actor."""
+        self._write_spans(spans)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded after `step`; its rollback is noted in the log."""
+        num_rows = self._metrics.rewind(step)
+        num_evaluations = self._evaluations.rewind(step)
+        files = sorted(self._trajectories.glob("step_*.jsonl"))
+        late = [path for path in files if path.name > transcripts.step_file(path.parent, step).name]
+        for path in late:
+            path.unlink()
+        if self._tensorboard is not None:
+            self._tensorboard.rewind(step)
+        self._zero_s = time.monotonic() - self._recorded_s()
+        if num_rows or num_evaluations or late:
+            logger.warning(
+                "back to step %d: dropped %d later rows of metrics.jsonl, %d of eval.jsonl and "
+                "%d trajectory files",
+                step,
+                num_rows,
+                num_evaluations,
+                len(late),
+            )
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._display.close()
+        self._metrics.close()
+        self._evaluations.close()
+        if self._trace is not None:
+            self._write_spans([])
+            self._trace.close()
+            self._trace = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        logs.remove(self._log_handler)
+
+    def _write_spans(self, spans: Iterable[Span]) -> None:
+        if self._trace is not None:
+            self._trace.write([*spans, *self._tracer.drain()])
+
+    def _recorded_s(self) -> float:
+        rows = self._metrics.rows()
+        return float(rows[-1].get("time_s") or 0.0) if rows else 0.0

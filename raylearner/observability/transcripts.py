@@ -1,0 +1,98 @@
+"""Trajectories as JSON lines that a person or a script can read back without raylearner."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylearner.observability.jsonl import dumps
+from raylearner.types import Trajectory, Turn
+
+
+def transcript(trajectory: Trajectory, *, advantage: float | None = None) -> dict[str, Any]:
+    """One trajectory as plain values.
+
+    `token_ids`, `loss_mask`, `train_mask`, `behavior_logprobs` and `policy_versions` have equal
+    length; off the loss mask, log-probabilities are null and versions -1.
+    """
+    replies = [part for turn in trajectory.turns for part in (turn.text, turn.reply)]
+    return {
+        "prompt_id": trajectory.prompt_id,
+        "group_id": trajectory.group_id,
+        "sample_index": trajectory.sample_index,
+        "attempt": trajectory.attempt,
+        "segment": trajectory.segment,
+        "source": trajectory.source,
+        "reward": trajectory.reward,
+        "rewards": dict(trajectory.rewards),
+        "advantage": advantage,
+        "stop_reason": str(trajectory.stop_reason),
+        "error": trajectory.error,
+        "min_policy_version": trajectory.min_policy_version,
+        "max_policy_version": trajectory.max_policy_version,
+        "num_tokens": trajectory.num_tokens,
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
+        "num_trained_tokens": trajectory.num_trained_tokens,
+        "num_images": len(trajectory.images),
+        "prompt": trajectory.prompt_text,
+        "text": "".join(replies),
+        "answer": trajectory.answer,
+        "turns": [_turn(turn) for turn in trajectory.turns],
+        "metrics": dict(trajectory.metrics),
+        "started_at_s": trajectory.started_at_s,
+        "duration_s": trajectory.finished_at_s - trajectory.started_at_s,
+        "token_ids": trajectory.token_ids.tolist(),
+        "loss_mask": trajectory.loss_mask.tolist(),
+        "train_mask": trajectory.train_mask.tolist(),
+        "behavior_logprobs": _logprobs(trajectory.behavior_logprobs),
+        "policy_versions": trajectory.policy_versions.tolist(),
+    }
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "start": turn.start,
+        "end": turn.end,
+        "reply_end": turn.reply_end,
+        "text": turn.text,
+        "reply": turn.reply,
+        "stop_reason": str(turn.stop_reason),
+        "min_policy_version": turn.min_policy_version,
+        "max_policy_version": turn.max_policy_version,
+        "tool": turn.tool,
+        "is_valid": turn.is_valid,
+    }
+
+
+def _logprobs(logprobs: NDArray[np.float32]) -> list[float | None]:
+    """Nine significant digits give every float32 back exactly."""
+    values: list[float] = logprobs.tolist()
+    return [float(f"{value:.9g}") if math.isfinite(value) else None for value in values]
+
+
+def step_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def write(
+    folder: Path,
+    step: int,
+    trajectories: Iterable[Trajectory],
+    *,
+    advantages: Sequence[float] | None = None,
+) -> Path:
+    """Write one step's file, whole or not at all; `advantages` go along with the trajectories."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = step_file(folder, step)
+    draft = path.with_suffix(".partial")
+    with draft.open("w", encoding="utf-8") as file:
+        for index, trajectory in enumerate(trajectories):
+            advantage = None if advantages is None else float(advantages[index])
+            record = transcript(trajectory, advantage=advantage)
+            file.write(dumps(record) + "\n")
+    os.replace(draft, path)
+    return path
