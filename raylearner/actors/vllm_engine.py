@@ -9,20 +9,14 @@ import asyncio
 import contextlib
 import io
 import itertools
-import json
-import logging
-import os
-import re
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
+from raylearner.actors import vllm_process
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import (
@@ -35,23 +29,16 @@ from raylearner.types import (
     WeightUpdate,
 )
 from raylearner.weights import proof
-from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
 
 if TYPE_CHECKING:
-    import psutil
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-logger = logging.getLogger(__name__)
-
 BAN_BIAS = -100.0
 """vLLM's lowest logit bias: part of the distribution sampled from, as are the log-probabilities."""
-CLOSE_TIMEOUT_S = 10.0
-"""How long vLLM's processes may take to end before they are killed."""
 ABORT_POLL_S = 0.01
 """Between two attempts to abort requests that vLLM had not registered yet."""
 EXTENSION = "raylearner.weights.receiver.WorkerExtension"
-EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*")
 
 
 class VllmEngine:
@@ -81,8 +68,8 @@ class VllmEngine:
         self._request_ids = itertools.count()
         self._running: set[str] = set()
         self._end_token_ids: frozenset[int] = frozenset()
-        self._processes: list[psutil.Process] = []
-        self._log_folder: Path | None = None
+        self._processes: set[psutil.Process] = set()
+        self._log: vllm_process.ErrorLog | None = None
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -92,30 +79,29 @@ class VllmEngine:
         """Start vLLM; on failure nothing of it is left and the error names the cause."""
         if self._llm is not None:
             raise EngineError("this engine has started already")
-        import psutil
-
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
-        self._log_folder = Path(tempfile.mkdtemp(prefix="raylearner-vllm-"))
+        before = set(vllm_process.children())
+        self._log = vllm_process.ErrorLog()
         try:
-            self._set_environment()
-            llm = await asyncio.to_thread(self._create)
-            self._llm = llm
-            await self._initialize(llm)
+            vllm_process.set_environment(kv_cache_gib=self._config.kv_cache_gib)
+            self._llm = await asyncio.to_thread(self._create, self._log.configuration())
+            await self._initialize(self._llm)
         except BaseException as error:
-            self._processes = _children_except(before)
-            cause = self._cause(error)
-            await self.close()
+            cause = self._log.cause(error)
+            await self._end(set(vllm_process.children()) - before)
             if not isinstance(error, Exception):
                 raise
             raise EngineError(f"vLLM did not start with {self._model_path!r}: {cause}") from error
-        self._processes = _children_except(before)
+        self._processes = set(vllm_process.children()) - before
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
     ) -> Completion:
-        prompt: dict[str, Any] = {"prompt_token_ids": [int(token) for token in token_ids]}
+        prompt = _prompt(token_ids)
         if images:
-            prompt["multi_modal_data"] = {"image": [_decoded(image) for image in images]}
+            prompt = {
+                "prompt_token_ids": prompt["prompt_token_ids"],
+                "multi_modal_data": {"image": [_decoded(image) for image in images]},
+            }
         output = await self._request(prompt, self._parameters(sampling))
         return self._completion(output, sampling)
 
@@ -154,38 +140,23 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes, the stubborn ones by force; safe to call twice."""
+        await self._end(self._processes)
+
+    async def _end(self, processes: set[psutil.Process]) -> None:
         self._failure = self._failure or "this engine is closed"
+        self._processes = set()
         llm, self._llm = self._llm, None
-        processes, self._processes = self._processes, []
         if llm is not None:
+            # It would log the end of the core as an error.
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()
             with contextlib.suppress(Exception):
-                await asyncio.to_thread(llm.shutdown, timeout=CLOSE_TIMEOUT_S)
-        await asyncio.to_thread(_end, processes)
-        if self._log_folder is not None:
-            shutil.rmtree(self._log_folder, ignore_errors=True)
-            self._log_folder = None
+                await asyncio.to_thread(llm.shutdown, timeout=vllm_process.END_TIMEOUT_S)
+        await asyncio.to_thread(vllm_process.end, list(processes))
+        if self._log is not None:
+            self._log.remove()
 
-    def _set_environment(self) -> None:
-        """What vLLM reads from the environment, set before its first import here and in children."""
-        import torch
-
-        environment = os.environ
-        environment[OWNER_VARIABLE] = owner_mark()
-        environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-        environment.setdefault("DO_NOT_TRACK", "1")
-        environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        if torch.cuda.is_available():
-            environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-            return
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(self._config.kv_cache_gib)
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # The learner and other engines share the cores; idle threads must not spin on them.
-        cores = len(os.sched_getaffinity(0))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    def _create(self) -> "AsyncLLM":
+    def _create(self, log_configuration: str) -> "AsyncLLM":
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -204,7 +175,7 @@ class VllmEngine:
             "seed": self._seed,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
-            "log_config_file": self._log_config(),
+            "log_config_file": log_configuration,
             "weight_transfer_config": WeightTransferConfig(backend=self._weight_transport),
             "worker_extension_cls": EXTENSION,
         }
@@ -216,39 +187,6 @@ class VllmEngine:
         self._end_token_ids = _end_token_ids(llm)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await llm.update_weight_version(str(self._policy_version))
-
-    def _log_config(self) -> str:
-        """vLLM's own log as usual, and errors of all its processes in a file that we can read."""
-        assert self._log_folder is not None
-        level = os.environ["VLLM_LOGGING_LEVEL"].upper()
-        handlers = {
-            "console": {"class": "logging.StreamHandler", "formatter": "line", "level": level},
-            "errors": {
-                "class": "logging.FileHandler",
-                "filename": str(self._log_folder / "errors.log"),
-                "formatter": "plain",
-                "level": "ERROR",
-                "delay": True,
-            },
-        }
-        formatters = {
-            "line": {"format": "%(levelname)s %(name)s: %(message)s"},
-            "plain": {"format": "%(message)s"},
-        }
-        loggers = {"vllm": {"handlers": list(handlers), "level": level, "propagate": False}}
-        path = self._log_folder / "logging.json"
-        path.write_text(
-            json.dumps(
-                {
-                    "version": 1,
-                    "disable_existing_loggers": False,
-                    "formatters": formatters,
-                    "handlers": handlers,
-                    "loggers": loggers,
-                }
-            )
-        )
-        return str(path)
 
     def _parameters(self, sampling: Sampling) -> "SamplingParams":
         from vllm import SamplingParams
@@ -264,7 +202,7 @@ class VllmEngine:
             seed=sampling.seed,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
-            logit_bias={token: BAN_BIAS for token in sampling.banned_token_ids} or None,
+            logit_bias=dict.fromkeys(sampling.banned_token_ids, BAN_BIAS) or None,
             logprobs=0,
             flat_logprobs=True,
             # Stop strings are looked for in the text, special tokens included.
@@ -274,14 +212,17 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    async def _request(self, prompt: Any, parameters: "SamplingParams") -> "RequestOutput":
+    async def _request(
+        self, prompt: Any, parameters: "SamplingParams", *, is_probe: bool = False
+    ) -> "RequestOutput":
         llm = self._alive()
         request_id = str(next(self._request_ids))
         output: RequestOutput | None = None
-        self._running.add(request_id)
+        if not is_probe:
+            self._running.add(request_id)
         try:
-            async for output in llm.generate(prompt, parameters, request_id):
-                pass
+            async for item in llm.generate(prompt, parameters, request_id):
+                output = item
         except Exception as error:
             if llm.errored and self._failure is None:
                 self._failure = f"vLLM died: {self._cause(error)}"
@@ -366,10 +307,7 @@ class VllmEngine:
             skip_reading_prefix_cache=True,
         )
         outputs = await asyncio.gather(
-            *(
-                self._request({"prompt_token_ids": list(token_ids)}, parameters)
-                for token_ids in probe.token_ids
-            )
+            *(self._request(_prompt(ids), parameters, is_probe=True) for ids in probe.token_ids)
         )
         return [
             _own_logprobs(output.prompt_logprobs, len(token_ids), first=1)
@@ -393,17 +331,8 @@ class VllmEngine:
                 await llm.abort(list(self._running))
 
     def _cause(self, error: BaseException) -> str:
-        """The first exception that vLLM's processes logged, or else the error itself."""
-        own = f"{type(error).__name__}: {error}".strip()
-        if isinstance(error, EngineError | WeightTransferError):
-            own = str(error)
-        if self._log_folder is not None:
-            with contextlib.suppress(FileNotFoundError):
-                text = (self._log_folder / "errors.log").read_text(errors="replace")
-                for line in text.splitlines():
-                    if EXCEPTION_LINE.match(line):
-                        return line
-        return own
+        assert self._log is not None
+        return self._log.cause(error)
 
 
 def _own_logprobs(flat: Any, size: int, *, first: int = 0) -> list[float]:
@@ -412,7 +341,9 @@ def _own_logprobs(flat: Any, size: int, *, first: int = 0) -> list[float]:
         return []
     starts = flat.start_indices[first:size]
     if len(starts) != size - first:
-        raise EngineError(f"vLLM reported {len(starts)} log-probabilities for {size - first} tokens")
+        raise EngineError(
+            f"vLLM reported {len(starts)} log-probabilities for {size - first} tokens"
+        )
     return [flat.logprobs[start] for start in starts]
 
 
@@ -440,30 +371,12 @@ def _end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
     return frozenset(ends)
 
 
+def _prompt(token_ids: Sequence[int]) -> dict[str, Any]:
+    # The form of a prompt that vLLM's renderer has dealt with: nothing is tokenized.
+    return {"type": "token", "prompt_token_ids": [int(token) for token in token_ids]}
+
+
 def _decoded(image: bytes) -> Any:
     from PIL import Image
 
     return Image.open(io.BytesIO(image)).convert("RGB")
-
-
-def _children_except(known: set[int]) -> "list[psutil.Process]":
-    import psutil
-
-    # The resource tracker serves the whole process and ends with it.
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.pid not in known and child.pid != tracker
-    ]
-
-
-def _end(processes: "list[psutil.Process]") -> None:
-    import psutil
-
-    left = [process for process in processes if process.is_running()]
-    _, left = psutil.wait_procs(left, timeout=CLOSE_TIMEOUT_S if left else 0)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=CLOSE_TIMEOUT_S)

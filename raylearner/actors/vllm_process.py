@@ -1,0 +1,115 @@
+"""vLLM's processes: the environment they read, the errors they log, and their end."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+
+from raylearner.errors import EngineError, WeightTransferError
+from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
+
+END_TIMEOUT_S = 10.0
+"""How long vLLM's processes may take to end before they are killed."""
+EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
+
+
+def set_environment(*, kv_cache_gib: int) -> None:
+    """What vLLM reads from the environment, set before its first import here and in children."""
+    import torch
+
+    environment = os.environ
+    environment[OWNER_VARIABLE] = owner_mark()
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environment.setdefault("DO_NOT_TRACK", "1")
+    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if torch.cuda.is_available():
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        return
+    environment["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # The learner and other engines share the cores; idle threads must not spin on them.
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class ErrorLog:
+    """A folder with vLLM's logging configuration, and the errors that its processes logged."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="raylearner-vllm-"))
+        self._errors = self._folder / "errors.log"
+
+    def configuration(self) -> str:
+        """The path of a logging configuration: the console as usual, errors to the file too."""
+        level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper()
+        path = self._folder / "logging.json"
+        path.write_text(
+            json.dumps(
+                {
+                    "version": 1,
+                    "disable_existing_loggers": False,
+                    "formatters": {
+                        "line": {"format": "%(levelname)s %(name)s: %(message)s"},
+                        "plain": {"format": "%(message)s"},
+                    },
+                    "handlers": {
+                        "console": {
+                            "class": "logging.StreamHandler",
+                            "formatter": "line",
+                            "level": level,
+                        },
+                        "errors": {
+                            "class": "logging.FileHandler",
+                            "filename": str(self._errors),
+                            "formatter": "plain",
+                            "level": "ERROR",
+                            "delay": True,
+                        },
+                    },
+                    "loggers": {
+                        "vllm": {
+                            "handlers": ["console", "errors"],
+                            "level": level,
+                            "propagate": False,
+                        }
+                    },
+                }
+            )
+        )
+        return str(path)
+
+    def cause(self, error: BaseException) -> str:
+        """The first exception that vLLM's processes logged, or else the error itself."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in self._errors.read_text(errors="replace").splitlines():
+                if EXCEPTION_LINE.match(line):
+                    return line
+        if isinstance(error, EngineError | WeightTransferError):
+            return str(error)
+        return f"{type(error).__name__}: {error}".strip()
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def children() -> list[psutil.Process]:
+    """The processes below this one, without the resource tracker, which serves them all."""
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return [child for child in psutil.Process().children(recursive=True) if child.pid != tracker]
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Wait for processes that were asked to end, then kill those that are left."""
+    _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=END_TIMEOUT_S)

@@ -1,0 +1,69 @@
+"""The proof that weights arrived: log-probabilities of probe prompts, engine against learner.
+
+Checksums compare engines with each other only; a head that kept its old weights, a tensor that
+never came or a cache that outlived the push all show here.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from raylearner.errors import WeightTransferError
+from raylearner.types import PolicyVersion, Probe
+
+NUM_PROBE_SEQUENCES = 2
+
+
+def probe_tokens(
+    *,
+    seed: int,
+    policy_version: PolicyVersion,
+    vocab_size: int,
+    special_token_ids: Iterable[int],
+    num_tokens: int,
+    num_sequences: int = NUM_PROBE_SEQUENCES,
+) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that no cache has seen: other ones for every policy version."""
+    if num_tokens < 2:
+        raise ValueError(f"a probe needs at least 2 tokens, got {num_tokens}")
+    special = set(special_token_ids)
+    ordinary = np.array([i for i in range(vocab_size) if i not in special], dtype=np.int64)
+    if len(ordinary) == 0:
+        raise ValueError(f"all {vocab_size} tokens of the vocabulary are special: nothing to probe")
+    generator = np.random.default_rng([seed, policy_version])
+    drawn = generator.choice(ordinary, size=(num_sequences, num_tokens))
+    return tuple(tuple(int(token) for token in row) for row in drawn)
+
+
+def gap(engine_logprobs: Sequence[Sequence[float]], probe: Probe) -> float:
+    """The largest |engine - learner| log-probability; infinite where either is not a number."""
+    if len(engine_logprobs) != len(probe.logprobs):
+        raise WeightTransferError(
+            f"the engine answered {len(engine_logprobs)} of {len(probe.logprobs)} probe prompts"
+        )
+    largest = 0.0
+    for index, (engine, learner) in enumerate(zip(engine_logprobs, probe.logprobs, strict=True)):
+        if len(engine) != len(learner):
+            raise WeightTransferError(
+                f"probe prompt {index}: {len(engine)} log-probabilities from the engine, "
+                f"{len(learner)} from the learner"
+            )
+        for ours, theirs in zip(engine, learner, strict=True):
+            difference = abs(ours - theirs)
+            largest = max(largest, math.inf if math.isnan(difference) else difference)
+    return largest
+
+
+def check(
+    engine_logprobs: Sequence[Sequence[float]], probe: Probe, *, policy_version: PolicyVersion
+) -> float:
+    """The gap, when it is within the probe's tolerance; `WeightTransferError` when it is not."""
+    found = gap(engine_logprobs, probe)
+    if not found <= probe.tolerance:
+        raise WeightTransferError(
+            f"proof of policy version {policy_version} failed: the engine's log-probabilities of "
+            f"{len(probe.token_ids)} probe prompts differ from the learner's by up to {found:.3g}, "
+            f"allowed are {probe.tolerance:.3g}; the engine does not hold the learner's weights"
+        )
+    return found

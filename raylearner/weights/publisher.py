@@ -1,0 +1,236 @@
+"""Publishes policy versions to every engine, under running generations, one push at a time.
+
+Consumes versions from the controller; produces weight updates for the members' `receive`. Waits
+for the learner's `write` and for every member's receipt, each bounded by the deadline; whoever
+misses it or raises is condemned, which unblocks the push.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+from raylearner.errors import WeightTransferError
+from raylearner.types import PolicyVersion, WeightReceipt, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[PolicyVersion], Awaitable[WeightUpdate]]
+Receive = Callable[[WeightUpdate], Awaitable[WeightReceipt]]
+Discard = Callable[[WeightUpdate], Awaitable[None]]
+OnCondemned = Callable[[str, WeightTransferError], None]
+
+
+class Publisher:
+    """Owns the membership and the last update; promises one push at a time, the last asked for last.
+
+    `write(policy_version)` may return a later version than asked for: an update's own
+    `policy_version` is what it holds. The last update stays available for joiners; the one before
+    it is discarded once every member has acknowledged or been condemned.
+    """
+
+    def __init__(
+        self,
+        *,
+        write: Write,
+        discard: Discard,
+        on_condemned: OnCondemned,
+        deadline_s: float,
+    ) -> None:
+        self._write = write
+        self._discard = discard
+        self._on_condemned = on_condemned
+        self._deadline_s = deadline_s
+        self._members: dict[str, Receive] = {}
+        self._receiving: dict[str, asyncio.Task[WeightReceipt]] = {}
+        self._running: asyncio.Task[None] | None = None
+        self._waiting: PolicyVersion | None = None
+        self._last: WeightUpdate | None = None
+        self._stale: list[WeightUpdate] = []
+        self._readers: Counter[int] = Counter()
+        self._metrics: dict[str, float] = {}
+        self._published: PolicyVersion | None = None
+
+    @property
+    def members(self) -> frozenset[str]:
+        return frozenset(self._members)
+
+    @property
+    def policy_version(self) -> PolicyVersion | None:
+        """The last version that every member acknowledged."""
+        return self._published
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the last push took; empty before the first."""
+        return self._metrics
+
+    @property
+    def is_publishing(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def add(self, actor_id: str, receive: Receive) -> None:
+        """Count an engine that already plays the last published version, or before any was."""
+        if actor_id in self._members:
+            raise ValueError(f"{actor_id!r} is a member already")
+        self._members[actor_id] = receive
+
+    def remove(self, actor_id: str) -> None:
+        """Forget an engine; a push no longer waits for it."""
+        self._members.pop(actor_id, None)
+        if (receiving := self._receiving.get(actor_id)) is not None:
+            receiving.cancel()
+
+    async def admit(self, actor_id: str, receive: Receive) -> None:
+        """Bring a joiner to the current version, then count it; what it raises is the caller's."""
+        if actor_id in self._members:
+            raise ValueError(f"{actor_id!r} is a member already")
+        received: WeightUpdate | None = None
+        while self._last is not None and self._last is not received:
+            update = self._last
+            self._readers[id(update)] += 1
+            try:
+                await self._acknowledged(actor_id, receive(update), update)
+            finally:
+                self._readers[id(update)] -= 1
+                await self._discard_stale()
+            received = update
+        self.add(actor_id, receive)
+
+    def start(self, policy_version: PolicyVersion) -> None:
+        """Begin a push and return; behind a running one, only the version asked for last waits."""
+        if self.is_publishing:
+            self._waiting = policy_version
+            return
+        self._raise_failure()
+        self._running = asyncio.create_task(self._publish_all(policy_version), name="publish")
+
+    async def publish(self, policy_version: PolicyVersion) -> None:
+        """Push, and return once every member has acknowledged or been condemned."""
+        self.start(policy_version)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Wait for the running push and the waiting one; raises what they raised."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+            self._raise_failure()
+
+    async def close(self) -> None:
+        """Stop publishing and discard what was written."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+            self._running = None
+        self._members.clear()
+        if self._last is not None:
+            self._stale.append(self._last)
+            self._last = None
+        await self._discard_stale()
+
+    def _raise_failure(self) -> None:
+        finished, self._running = self._running, None
+        if finished is not None:
+            finished.result()
+
+    async def _publish_all(self, policy_version: PolicyVersion) -> None:
+        await self._push(policy_version)
+        while self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            if waiting != self._published:
+                await self._push(waiting)
+
+    async def _push(self, policy_version: PolicyVersion) -> None:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                update = await self._write(policy_version)
+        except TimeoutError as error:
+            raise WeightTransferError(
+                f"the learner did not write policy version {policy_version} within "
+                f"{self._deadline_s:g} s"
+            ) from error
+        if update.policy_version < policy_version:
+            raise WeightTransferError(
+                f"the learner wrote policy version {update.policy_version}, asked for {policy_version}"
+            )
+        write_s = time.monotonic() - started
+        if self._last is not None:
+            self._stale.append(self._last)
+        self._last = update
+        members = dict(self._members)
+        outcomes = await asyncio.gather(
+            *(self._receipt(actor_id, receive, update) for actor_id, receive in members.items())
+        )
+        receipts = [outcome for outcome in outcomes if isinstance(outcome, WeightReceipt)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, WeightTransferError)]
+        await self._discard_stale()
+        self._metrics = {
+            "weights/publish_s": time.monotonic() - started,
+            "weights/write_s": write_s,
+            "weights/pause_s": max((r.pause_s for r in receipts), default=0.0),
+            "weights/update_s": max((r.update_s for r in receipts), default=0.0),
+            "weights/proof_s": max((r.proof_s for r in receipts), default=0.0),
+            "weights/proof_gap": max((r.proof_gap for r in receipts), default=0.0),
+            "weights/num_engines": float(len(receipts)),
+        }
+        if errors and not receipts:
+            raise WeightTransferError(
+                f"policy version {update.policy_version} reached none of {len(errors)} engines; "
+                f"the first: {errors[0]}"
+            ) from errors[0]
+        self._published = update.policy_version
+
+    async def _receipt(
+        self, actor_id: str, receive: Receive, update: WeightUpdate
+    ) -> WeightReceipt | WeightTransferError | None:
+        """The receipt, the error that condemned the engine, or None for one removed meanwhile."""
+        receiving = asyncio.ensure_future(self._acknowledged(actor_id, receive(update), update))
+        self._receiving[actor_id] = receiving
+        try:
+            await asyncio.wait([receiving])
+        finally:
+            del self._receiving[actor_id]
+            receiving.cancel()
+        if self._members.get(actor_id) is not receive:
+            return None
+        try:
+            return receiving.result()
+        except WeightTransferError as error:
+            logger.warning("%s is condemned: %s", actor_id, error)
+            del self._members[actor_id]
+            self._on_condemned(actor_id, error)
+            return error
+
+    async def _acknowledged(
+        self, actor_id: str, receiving: Awaitable[WeightReceipt], update: WeightUpdate
+    ) -> WeightReceipt:
+        version = update.policy_version
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                receipt = await receiving
+        except TimeoutError as error:
+            raise WeightTransferError(
+                f"{actor_id} did not acknowledge policy version {version} within "
+                f"{self._deadline_s:g} s"
+            ) from error
+        except WeightTransferError:
+            raise
+        except Exception as error:
+            raise WeightTransferError(
+                f"{actor_id} failed to receive policy version {version}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if receipt.policy_version != version:
+            raise WeightTransferError(
+                f"{actor_id} acknowledged policy version {receipt.policy_version}, sent was {version}"
+            )
+        return receipt
+
+    async def _discard_stale(self) -> None:
+        ready = [update for update in self._stale if self._readers[id(update)] == 0]
+        self._stale = [update for update in self._stale if self._readers[id(update)] > 0]
+        for update in ready:
+            del self._readers[id(update)]
+            await self._discard(update)
