@@ -1,0 +1,415 @@
+"""Finished episodes between rollout and learner: put, completion of groups, take, commit.
+
+Consumes episodes; produces complete groups, oldest first. Waits for nothing itself: `take` answers
+None when it cannot serve yet, and `describe` says what it lacks. Not thread-safe.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylearner.config.schema import ReplaySection
+from raylearner.errors import ReplayError, TooManyFailures
+from raylearner.replay.images import ImageStore
+from raylearner.replay.ledger import Ledger
+from raylearner.replay.record import OPEN_STATES, GroupRecord, SampleState
+from raylearner.replay.report import buffer_metrics, describe, take_metrics
+from raylearner.replay.rule import broken_rule
+from raylearner.replay.staleness import (
+    Ruling,
+    rule_on_stale,
+    should_wait_for,
+    staleness_histogram,
+)
+from raylearner.replay.tally import Tally
+from raylearner.types import (
+    ClaimReply,
+    PolicyVersion,
+    Prompt,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+MIN_PARTIAL_EPISODES = 2
+"""Scored episodes that a group needs at its time limit to train: fewer give no baseline."""
+
+Episode = tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """What one learner step trains on. Leased until `commit`."""
+
+    groups: list[TrajectoryGroup]
+    metrics: dict[str, float]
+    staleness_histogram: list[int]
+    """Trained tokens by staleness in versions."""
+
+
+class ReplayBuffer:
+    """Owns the ledger and every finished episode that has not trained.
+
+    Promises: an episode is stored whole or not at all; a group trains once; no trained token of a
+    take is staler than the bound, unless `on_stale` is `train`; everything that does not train is
+    counted by its reason.
+    """
+
+    def __init__(
+        self,
+        config: ReplaySection,
+        prompts: Sequence[Prompt],
+        seed: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.ledger = Ledger(config, prompts, seed)
+        self.tally = Tally(
+            error_window=config.error_window,
+            max_error_fraction=config.max_error_fraction,
+            max_filtered_groups=config.max_filtered_groups,
+        )
+        self.episodes: dict[int, dict[int, Episode]] = {}  # group_id, sample_index
+        self.num_trajectories = 0
+        self.images = ImageStore()
+        self.num_changes = 0
+        """Rises with every claim, put, take and commit."""
+        self._clock = clock
+        self._last_take = take_metrics([], 0, 0, 0)
+        self._wanted: tuple[int, PolicyVersion] | None = None
+        self._engine_versions: dict[str, PolicyVersion] = {}
+        self._waiting_for: tuple[PolicyVersion, int] | None = None
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        return self.ledger.policy_version
+
+    def claim(self, actor_id: str, engine_version: PolicyVersion, max_claims: int) -> ClaimReply:
+        """Samples to play and claims to stop; `max_claims` 0 only asks for the latter."""
+        self.close_expired()
+        self._engine_versions[actor_id] = engine_version
+        claims = self.ledger.claim(actor_id, engine_version, max_claims, now_s=self._clock())
+        self.num_changes += len(claims)
+        return ClaimReply(
+            claims=claims,
+            cancelled=self.ledger.pop_cancelled(actor_id),
+            policy_version=self.policy_version,
+        )
+
+    def put(self, episode: Sequence[Trajectory]) -> str:
+        """Stores one episode, all segments or none; says what became of it.
+
+        `accepted`; `duplicate` of one accepted; `late`: its group is complete, or its attempt was
+        given to another; `refused: <rule>`: its sample is played again. Arrays are copied.
+        """
+        self.close_expired()
+        self.num_changes += 1
+        if not episode:
+            return self._refuse(None, "an episode has at least one segment")
+        first = episode[0]
+        group_id, index, attempt = first.episode_key
+        group = self.ledger.find(group_id)
+        if group is None or not 0 <= index < len(group.samples):
+            if group is None and 0 <= group_id < self.ledger.next_group_id:
+                return self._count_late(episode)
+            return self._refuse(None, f"the claim {first.episode_key} was never given")
+        sample = group.samples[index]
+        if sample.attempt == attempt and index in self.episodes.get(group_id, {}):
+            self.tally.duplicate += 1
+            return "duplicate"
+        if sample.state is not SampleState.RUNNING or sample.attempt != attempt:
+            if sample.state is SampleState.PENDING and attempt >= sample.attempt:
+                return self._refuse(None, f"the claim {first.episode_key} was never given")
+            return self._count_late(episode)
+        rule = broken_rule(episode, self.ledger.prompt_of(group).prompt_id)
+        if rule is not None:
+            return self._refuse((group, index), rule)
+        self._store(group, index, sorted(episode, key=lambda t: t.segment))
+        self._settle(group)
+        return "accepted"
+
+    def take(self, num_groups: int, policy_version: PolicyVersion) -> Take | None:
+        """The oldest `num_groups` complete groups, leased; None while there are not so many.
+
+        Raises `TooManyFailures` once too many episodes failed or too many groups were filtered.
+        """
+        if num_groups > self.ledger.capacity:
+            raise ReplayError(
+                f"take of {num_groups} groups can never be served: the capacity is "
+                f"{self.ledger.capacity}, (max_staleness + 1) * groups_per_step"
+            )
+        self._advance(policy_version)
+        self.close_expired()
+        self._wanted = (num_groups, policy_version)
+        if self.tally.failure is not None:
+            raise TooManyFailures(self.tally.failure)
+        rulings = self._ruled(num_groups)
+        if self.tally.failure is not None:
+            raise TooManyFailures(self.tally.failure)
+        if len(rulings) < num_groups or self._should_wait():
+            return None
+        groups = [ruling.group for ruling in rulings if ruling.group is not None]
+        for group in groups:
+            self.ledger.lease(self.ledger.held[group.group_id])
+        self.tally.count_leased()
+        self._wanted = self._waiting_for = None
+        self.num_changes += 1
+        trajectories = [t for group in groups for t in group.trajectories]
+        self._last_take = take_metrics(
+            trajectories,
+            policy_version,
+            sum(ruling.num_masked_tokens for ruling in rulings),
+            sum(ruling.num_over_stale_tokens for ruling in rulings),
+        )
+        return Take(
+            groups=groups,
+            metrics=self.metrics(),
+            staleness_histogram=staleness_histogram(trajectories, policy_version),
+        )
+
+    def commit(self, group_ids: Sequence[int], policy_version: PolicyVersion) -> None:
+        """Leased groups are trained. A skipped step leaves the version as it was."""
+        missing = [group_id for group_id in group_ids if group_id not in self.ledger.leased]
+        if missing or len(set(group_ids)) != len(group_ids):
+            raise ReplayError(f"commit of groups that are not leased, or twice: {missing}")
+        self._advance(policy_version)
+        for group_id in group_ids:
+            self.ledger.train(group_id)
+            for episode in self._forget(group_id):
+                self.tally.count_trained(episode)
+        self.num_changes += 1
+
+    def release(self) -> None:
+        """What is leased is complete again: its learner is lost."""
+        self.ledger.release()
+
+    def fail_actor(self, actor_id: str) -> int:
+        """The running samples of a dead actor are pending again; returns how many there were."""
+        touched = self.ledger.fail_actor(actor_id)
+        self._engine_versions.pop(actor_id, None)
+        for group in {group.group_id: group for group in touched}.values():
+            self._settle(group)
+        return len(touched)
+
+    def rollback(self, policy_version: PolicyVersion) -> int:
+        """Goes back to an earlier policy: what later versions sampled is dropped and played again.
+
+        Running samples are void, leases end. Returns how many episodes were dropped.
+        """
+        self.ledger.policy_version = policy_version
+        self.ledger.release()
+        self.ledger.void_running()
+        self._wanted = self._waiting_for = None
+        num_dropped = 0
+        for group_id, episodes in list(self.episodes.items()):
+            above = [
+                index
+                for index, episode in episodes.items()
+                if any(segment.max_policy_version > policy_version for segment in episode)
+            ]
+            for index in above:
+                self._discard(episodes.pop(index))
+            if above:
+                group = self.ledger.find(group_id)
+                assert group is not None
+                self.ledger.reopen(group, above, self._clock())
+            num_dropped += len(above)
+        self.tally.rolled_back += num_dropped
+        return num_dropped
+
+    def close_expired(self) -> None:
+        """Groups at their time limit are complete or dropped, by `partial_groups`."""
+        for group in self.ledger.expired(self._clock()):
+            self._close_incomplete(group)
+
+    def next_deadline_s(self) -> float | None:
+        """When, by the clock, time alone changes something."""
+        return self.ledger.next_deadline_s()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters are totals of the run; `buffer/staleness/*` and the like are the last take's."""
+        return {
+            "buffer/size": self.num_trajectories,
+            "buffer/images": len(self.images),
+            **buffer_metrics(self.ledger, now_s=self._clock()),
+            **self.tally.metrics(),
+            **self._last_take,
+        }
+
+    def describe(self) -> list[str]:
+        """Who plays what since when, and what claims and `take` wait for: one line each."""
+        return describe(
+            self.ledger,
+            now_s=self._clock(),
+            engine_versions=self._engine_versions,
+            wanted=self._wanted,
+        )
+
+    def restore(
+        self,
+        ledger: dict[str, Any],
+        tally: dict[str, Any],
+        prompt_order: NDArray[np.int64],
+        trajectories: Sequence[Trajectory],
+    ) -> None:
+        """Takes over a dump, whatever was here; see `Ledger.restore` for what ran or was leased."""
+        self.ledger.restore(ledger, prompt_order, now_s=self._clock())
+        self.tally.restore(tally)
+        self.episodes = {}
+        self.num_trajectories = len(trajectories)
+        self.images = ImageStore()
+        self._last_take = take_metrics([], 0, 0, 0)
+        self._wanted = self._waiting_for = None
+        for trajectory in trajectories:
+            owned = replace(trajectory, images=self.images.add(trajectory.images))
+            episodes = self.episodes.setdefault(owned.group_id, {})
+            index = owned.sample_index
+            episodes[index] = (*episodes.get(index, ()), owned)
+        for group in list(self.ledger.running.values()):  # group_size may differ from the dump's
+            self._settle(group)
+
+    def _advance(self, policy_version: PolicyVersion) -> None:
+        if policy_version < self.policy_version:
+            raise ReplayError(
+                f"the learner is at policy version {policy_version}, the replay at "
+                f"{self.policy_version}: load the learner's checkpoint here or roll back first"
+            )
+        self.ledger.policy_version = policy_version
+
+    def _refuse(self, where: tuple[GroupRecord, int] | None, rule: str) -> str:
+        self.tally.count_refused(rule)
+        if where is not None:
+            group, index = where
+            self.ledger.give_back(group, index)
+            self._settle(group)
+        return f"refused: {rule}"
+
+    def _count_late(self, episode: Sequence[Trajectory]) -> str:
+        self.tally.late += 1
+        self.tally.count_finished(episode)
+        return "late"
+
+    def _store(self, group: GroupRecord, index: int, episode: list[Trajectory]) -> None:
+        owned = tuple(self._own(segment) for segment in episode)
+        self.episodes.setdefault(group.group_id, {})[index] = owned
+        self.num_trajectories += len(owned)
+        trained = [t.policy_versions[t.train_mask] for t in owned if t.train_mask.any()]
+        version = min((int(versions.min()) for versions in trained), default=None)
+        self.ledger.finish(group, index, version)
+        self.tally.count_finished(owned)
+        self.tally.count_accepted(episode)
+
+    def _own(self, trajectory: Trajectory) -> Trajectory:
+        """A copy that shares no memory with what came; what failed trains nothing."""
+        is_error = trajectory.stop_reason is StopReason.ERROR
+        train_mask = trajectory.train_mask
+        return replace(
+            trajectory,
+            token_ids=np.array(trajectory.token_ids, np.int32),
+            loss_mask=np.array(trajectory.loss_mask, np.bool_),
+            train_mask=np.zeros_like(train_mask) if is_error else np.array(train_mask, np.bool_),
+            behavior_logprobs=np.array(trajectory.behavior_logprobs, np.float32),
+            policy_versions=np.array(trajectory.policy_versions, np.int32),
+            images=self.images.add(trajectory.images),
+            reward=None if is_error else trajectory.reward,
+        )
+
+    def _forget(self, group_id: int) -> list[Episode]:
+        episodes = list(self.episodes.pop(group_id, {}).values())
+        for episode in episodes:
+            self._discard(episode)
+        return episodes
+
+    def _discard(self, episode: Episode) -> None:
+        self.num_trajectories -= len(episode)
+        for segment in episode:
+            self.images.remove(segment.images)
+
+    def _settle(self, group: GroupRecord) -> None:
+        """Closes a running group that is complete, or that nothing can complete any more."""
+        if group.num_in(SampleState.DONE) >= self.config.group_size:
+            self._close(group)
+        elif group.num_in(*OPEN_STATES) == 0:
+            self._close_incomplete(group)
+
+    def _close_incomplete(self, group: GroupRecord) -> None:
+        scored = [reward for reward in self._rewards(group) if reward is not None]
+        if self.config.partial_groups == "train" and len(scored) >= MIN_PARTIAL_EPISODES:
+            self._close(group)
+        else:
+            self._drop(group, "time_limit")
+
+    def _close(self, group: GroupRecord) -> None:
+        scored = [reward for reward in self._rewards(group) if reward is not None]
+        if not scored:
+            self._drop(group, "all_failed")
+        elif self.config.should_drop_zero_variance and min(scored) == max(scored):
+            self._drop(group, "zero_variance")
+        else:
+            num_episodes = len(self.episodes[group.group_id])
+            self.ledger.hold(group, is_partial=num_episodes < self.config.group_size)
+            self.tally.count_usable()
+
+    def _drop(self, group: GroupRecord, why: str) -> None:
+        self.ledger.drop(group, why)
+        self._forget(group.group_id)
+        if why == "stale":
+            self.tally.count_stale()
+        else:
+            self.tally.count_filtered(why)
+
+    def _rewards(self, group: GroupRecord) -> list[float | None]:
+        return [episode[0].reward for episode in self.episodes.get(group.group_id, {}).values()]
+
+    def _group(self, record: GroupRecord) -> TrajectoryGroup:
+        episodes = self.episodes[record.group_id]
+        return TrajectoryGroup(
+            group_id=record.group_id,
+            prompt_id=self.ledger.prompt_of(record).prompt_id,
+            policy_version=record.policy_version,
+            trajectories=tuple(t for index in sorted(episodes) for t in episodes[index]),
+            is_partial=record.is_partial,
+        )
+
+    def _ruled(self, num_groups: int) -> list[Ruling]:
+        """Rulings on the oldest groups that may train, at most `num_groups`; drops what may not."""
+        rulings: list[Ruling] = []
+        if len(self.ledger.held) < num_groups:
+            return rulings
+        for record in self.ledger.held_oldest_first():
+            ruling = rule_on_stale(
+                self._group(record),
+                self.policy_version,
+                max_staleness=self.config.max_staleness,
+                on_stale=self.config.on_stale,
+            )
+            if ruling.group is None:
+                self._drop(record, "stale")
+            else:
+                rulings.append(ruling)
+                if len(rulings) == num_groups:
+                    break
+        return rulings
+
+    def _should_wait(self) -> bool:
+        """Whether `wait` holds a take back.
+
+        Only groups admitted before the take could first be served count: those that keep coming
+        cannot hold it for ever, and each of the others is closed at its time limit at the latest.
+        """
+        if self.config.on_stale != "wait":
+            return False
+        if self._waiting_for is None or self._waiting_for[0] != self.policy_version:
+            self._waiting_for = (self.policy_version, self.ledger.next_group_id)
+        return any(
+            should_wait_for(
+                group.versions, self.policy_version, max_staleness=self.config.max_staleness
+            )
+            for group in self.ledger.running.values()
+            if group.group_id < self._waiting_for[1]
+        )

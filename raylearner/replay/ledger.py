@@ -1,0 +1,366 @@
+"""Who plays what: groups, samples and their states, admission, and the prompts they start from.
+
+Consumes claims and reports of what finished or failed; knows nothing of tokens. Not thread-safe:
+one owner calls it, and passes the time.
+"""
+
+import hashlib
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylearner.config.schema import ReplaySection
+from raylearner.replay.prompt_source import PromptSource
+from raylearner.replay.record import (
+    OPEN_STATES,
+    GroupRecord,
+    LedgerCounts,
+    SampleRecord,
+    SampleState,
+    group_state,
+    groups_from,
+)
+from raylearner.types import Claim, PolicyVersion, Prompt
+
+Key = tuple[int, int, int]
+"""(group_id, sample_index, attempt)."""
+
+
+class Ledger:
+    """Owns every sample's state and the cursor into the prompts.
+
+    Promises: `admitted == running + held + leased + trained + dropped`; at most one claim of a
+    sample is alive; a group is trained at most once; a claim key is never issued twice, not even
+    after an earlier state was restored into this ledger.
+    """
+
+    def __init__(self, config: ReplaySection, prompts: Sequence[Prompt], seed: int) -> None:
+        self.config = config
+        self.policy_version: PolicyVersion = 0
+        self.running: dict[int, GroupRecord] = {}  # in order of their time limits
+        self.held: dict[int, GroupRecord] = {}
+        self.leased: dict[int, GroupRecord] = {}
+        self.counts = LedgerCounts()
+        self.next_group_id = 0
+        self._prompts = PromptSource(prompts, seed)
+        self._seed = seed
+        self._first_attempt = 0
+        self._last_attempt = -1  # the highest attempt ever issued
+        self._pending: list[tuple[int, int]] = []  # heap, cleaned lazily
+        self._held_order: list[int] = []
+        self._cancelled: dict[str, list[Key]] = {}
+
+    @property
+    def capacity(self) -> int:
+        return (self.config.max_staleness + 1) * self.config.groups_per_step
+
+    @property
+    def size(self) -> int:
+        """Groups that take up capacity."""
+        return len(self.running) + len(self.held) + len(self.leased)
+
+    def prompt_of(self, group: GroupRecord) -> Prompt:
+        return self._prompts[group.prompt_index]
+
+    def find(self, group_id: int) -> GroupRecord | None:
+        return self.running.get(group_id) or self.held.get(group_id) or self.leased.get(group_id)
+
+    def held_oldest_first(self) -> list[GroupRecord]:
+        return [self.held[group_id] for group_id in self._held_order]
+
+    def why_lagging(self, engine_version: PolicyVersion) -> str | None:
+        """Why an engine at `engine_version` gets no claim at all."""
+        lag = self.policy_version - engine_version
+        if lag <= self.config.max_staleness:
+            return None
+        return (
+            f"its engine is at version {engine_version}, {lag} behind the learner's "
+            f"{self.policy_version}; max_staleness is {self.config.max_staleness}"
+        )
+
+    def why_full(self) -> str | None:
+        """Why no further group is admitted."""
+        if self.size >= self.capacity:
+            return (
+                f"{len(self.running)} running + {len(self.held)} held + {len(self.leased)} leased "
+                f"groups take up the capacity of {self.capacity}"
+            )
+        cap = self.config.max_concurrent_groups
+        if cap is not None and len(self.running) >= cap:
+            return f"{len(self.running)} groups run, max_concurrent_groups is {cap}"
+        return None
+
+    def claim(
+        self, actor_id: str, engine_version: PolicyVersion, max_claims: int, *, now_s: float
+    ) -> list[Claim]:
+        """Up to `max_claims` samples: those of admitted groups first, oldest first, then new ones."""
+        claims: list[Claim] = []
+        if self.why_lagging(engine_version) is not None:
+            return claims
+        while len(claims) < max_claims:
+            found = self._pop_pending()
+            if found is not None:
+                group, index = found
+                claims.append(self._start(group, index, actor_id, engine_version, now_s))
+            elif self.why_full() is None:
+                self._admit(now_s)
+            else:
+                break
+        return claims
+
+    def pop_cancelled(self, actor_id: str) -> list[Key]:
+        """Claims of `actor_id` that are wanted no longer; each is told once."""
+        return self._cancelled.pop(actor_id, [])
+
+    def finish(self, group: GroupRecord, index: int, version: PolicyVersion | None) -> None:
+        """A running sample is done; `version` is the oldest that it trains on."""
+        sample = group.samples[index]
+        assert sample.state is SampleState.RUNNING, sample
+        sample.state, sample.version = SampleState.DONE, version
+
+    def give_back(self, group: GroupRecord, index: int) -> None:
+        """A running sample came to nothing: pending again, or failed for good."""
+        sample = group.samples[index]
+        assert sample.state is SampleState.RUNNING, sample
+        sample.num_failures += 1
+        if sample.num_failures >= self.config.max_attempts:
+            sample.state, sample.version, sample.is_failed = SampleState.DONE, None, True
+        else:
+            self._reissue(group, index)
+
+    def fail_actor(self, actor_id: str) -> list[GroupRecord]:
+        """Gives back everything `actor_id` runs; returns the group of each such sample."""
+        self._cancelled.pop(actor_id, None)
+        touched: list[GroupRecord] = []
+        for group, index, sample in self.running_samples():
+            if sample.claimant == actor_id:
+                self.give_back(group, index)
+                touched.append(group)
+        return touched
+
+    def running_samples(self) -> Iterator[tuple[GroupRecord, int, SampleRecord]]:
+        for group in self.running.values():
+            for index, sample in enumerate(group.samples):
+                if sample.state is SampleState.RUNNING:
+                    yield group, index, sample
+
+    def expired(self, now_s: float) -> list[GroupRecord]:
+        """Running groups at their time limit."""
+        limit_s = self.config.group_time_limit_s
+        groups: list[GroupRecord] = []
+        for group in self.running.values():
+            if now_s - group.admitted_at_s < limit_s:
+                break
+            groups.append(group)
+        return groups
+
+    def next_deadline_s(self) -> float | None:
+        """When the next running group reaches its time limit."""
+        group = next(iter(self.running.values()), None)
+        return None if group is None else group.admitted_at_s + self.config.group_time_limit_s
+
+    def hold(self, group: GroupRecord, *, is_partial: bool) -> None:
+        """A running group is complete: whoever still plays it is told to stop."""
+        self._cancel_open(group)
+        group.is_partial = is_partial
+        del self.running[group.group_id]
+        self.held[group.group_id] = group
+        insort(self._held_order, group.group_id)
+
+    def drop(self, group: GroupRecord, why: str) -> None:
+        """A running or held group will not train; its slot is free."""
+        self._cancel_open(group)
+        if self.running.pop(group.group_id, None) is None:
+            del self.held[group.group_id]
+            self._held_order.remove(group.group_id)
+        self._end(group, SampleState.DROPPED)
+        self.counts.dropped[why] += 1
+
+    def lease(self, group: GroupRecord) -> None:
+        del self.held[group.group_id]
+        self._held_order.remove(group.group_id)
+        self.leased[group.group_id] = group
+        self._move(group, SampleState.DONE, SampleState.LEASED)
+
+    def release(self) -> None:
+        """Everything leased is done again: the learner that leased it is lost."""
+        for group in self.leased.values():
+            self._move(group, SampleState.LEASED, SampleState.DONE)
+            self.held[group.group_id] = group
+            insort(self._held_order, group.group_id)
+        self.leased.clear()
+
+    def train(self, group_id: int) -> GroupRecord:
+        group = self.leased.pop(group_id)
+        self._end(group, SampleState.TRAINED)
+        self.counts.trained += 1
+        return group
+
+    def reopen(self, group: GroupRecord, indices: Sequence[int], now_s: float) -> None:
+        """Plays done samples of a held or running group again, within a fresh time limit."""
+        if self.held.pop(group.group_id, None) is not None:
+            self._held_order.remove(group.group_id)
+        self.running.pop(group.group_id, None)
+        group.is_partial = False
+        group.admitted_at_s = now_s
+        self.running[group.group_id] = group
+        for index in indices:
+            self._reissue(group, index)
+
+    def void_running(self) -> None:
+        """All that runs is pending again under attempts never issued before."""
+        for group, index, sample in self.running_samples():
+            self._cancel(group, index, sample)
+        self._renumber()
+
+    def state(self) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        """JSON-able metadata and the order of prompts in this epoch."""
+        prompts, order = self._prompts.state()
+        metadata = {
+            "policy_version": self.policy_version,
+            "next_group_id": self.next_group_id,
+            "first_attempt": self._first_attempt,
+            "last_attempt": self._last_attempt,
+            "seed": self._seed,
+            "prompts": prompts,
+            "counts": self.counts.state(),
+            "running": [group_state(group) for group in self.running.values()],
+            "held": [group_state(group) for group in self.held_oldest_first()],
+            "leased": [group_state(group) for group in self.leased.values()],
+        }
+        return metadata, order
+
+    def restore(self, metadata: dict[str, Any], order: NDArray[np.int64], *, now_s: float) -> None:
+        """Takes over a dump: what ran is pending again, what was leased is done again.
+
+        Time limits start anew. Whoever plays under the state that is thrown away is told to stop,
+        and what it sends is late, since its attempts are never issued again.
+        """
+        self._prompts.restore(metadata["prompts"], order)
+        for group, index, sample in self.running_samples():
+            self._cancel(group, index, sample)
+        self.policy_version = metadata["policy_version"]
+        self.next_group_id = metadata["next_group_id"]
+        self._seed = metadata["seed"]
+        self.counts = LedgerCounts.from_state(metadata["counts"])
+        self.running = groups_from(metadata["running"], now_s)
+        self.held = groups_from(metadata["held"], now_s)
+        self.leased = groups_from(metadata["leased"], now_s)
+        self._held_order = list(self.held)
+        self.release()
+        self._pending = [
+            (group.group_id, index)
+            for group in self.running.values()
+            for index, sample in enumerate(group.samples)
+            if sample.state is SampleState.PENDING
+        ]
+        self._pending.sort()
+        has_history = self._last_attempt >= 0
+        self._first_attempt = metadata["first_attempt"]
+        self._last_attempt = max(self._last_attempt, metadata["last_attempt"])
+        if has_history:
+            self._renumber()
+        else:
+            self._reissue_running()
+
+    def _admit(self, now_s: float) -> None:
+        size = self.config.group_size + self.config.extra
+        group = GroupRecord(
+            group_id=self.next_group_id,
+            prompt_index=self._prompts.next_index(),
+            policy_version=self.policy_version,
+            admitted_at_s=now_s,
+            samples=[SampleRecord(attempt=self._first_attempt) for _ in range(size)],
+        )
+        self.next_group_id += 1
+        self.counts.admitted += 1
+        self.running[group.group_id] = group
+        for index in range(size):
+            heappush(self._pending, (group.group_id, index))
+
+    def _pop_pending(self) -> tuple[GroupRecord, int] | None:
+        while self._pending:
+            group_id, index = heappop(self._pending)
+            group = self.running.get(group_id)
+            if group is not None and group.samples[index].state is SampleState.PENDING:
+                return group, index
+        return None
+
+    def _start(
+        self,
+        group: GroupRecord,
+        index: int,
+        actor_id: str,
+        engine_version: PolicyVersion,
+        now_s: float,
+    ) -> Claim:
+        sample = group.samples[index]
+        sample.state, sample.claimant = SampleState.RUNNING, actor_id
+        sample.started_at_s, sample.version = now_s, engine_version
+        self._last_attempt = max(self._last_attempt, sample.attempt)
+        self.counts.claimed += 1
+        return Claim(
+            group_id=group.group_id,
+            sample_index=index,
+            attempt=sample.attempt,
+            prompt=self.prompt_of(group),
+            policy_version=engine_version,
+            seed=episode_seed(self._seed, group.group_id, index, sample.num_failures),
+        )
+
+    def _reissue(self, group: GroupRecord, index: int) -> None:
+        sample = group.samples[index]
+        sample.state, sample.claimant, sample.version = SampleState.PENDING, None, None
+        sample.is_failed = False
+        sample.attempt = max(sample.attempt + 1, self._first_attempt)
+        self.counts.reissued += 1
+        heappush(self._pending, (group.group_id, index))
+
+    def _reissue_running(self) -> None:
+        for group, index, _ in self.running_samples():
+            self._reissue(group, index)
+
+    def _renumber(self) -> None:
+        """From here on only attempts that were never issued, whatever the state that they replace."""
+        self._first_attempt = self._last_attempt + 1
+        self._reissue_running()
+        for group in self.running.values():
+            for sample in group.samples:
+                if sample.state is SampleState.PENDING:
+                    sample.attempt = max(sample.attempt, self._first_attempt)
+
+    def _cancel(self, group: GroupRecord, index: int, sample: SampleRecord) -> None:
+        assert sample.claimant is not None
+        key = (group.group_id, index, sample.attempt)
+        self._cancelled.setdefault(sample.claimant, []).append(key)
+
+    def _cancel_open(self, group: GroupRecord) -> None:
+        for index, sample in enumerate(group.samples):
+            if sample.state is SampleState.RUNNING:
+                self._cancel(group, index, sample)
+            if sample.state in OPEN_STATES:
+                sample.state, sample.version = SampleState.DROPPED, None
+
+    def _move(self, group: GroupRecord, before: SampleState, after: SampleState) -> None:
+        for sample in group.samples:
+            if sample.state is before:
+                sample.state = after
+
+    def _end(self, group: GroupRecord, state: SampleState) -> None:
+        for sample in group.samples:
+            if sample.state is not SampleState.DROPPED:
+                sample.state = state
+
+
+def episode_seed(run_seed: int, group_id: int, sample_index: int, num_failures: int) -> int:
+    """The seed of one start, below 2**63.
+
+    A start after a failure draws anew; one that a restore interrupted repeats its seed, so that a
+    resumed run plays what the uninterrupted one would have played.
+    """
+    text = f"{run_seed}/{group_id}/{sample_index}/{num_failures}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

@@ -1,0 +1,130 @@
+"""What the ledger writes down: one record per admitted group, one per sample of it."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from raylearner.types import PolicyVersion
+
+
+class SampleState(StrEnum):
+    """Where one sample of a group is; every sample is in exactly one of them."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    LEASED = "leased"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+OPEN_STATES = (SampleState.PENDING, SampleState.RUNNING)
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleRecord:
+    """One sample: its state, its current attempt, and who plays it since when."""
+
+    attempt: int
+    state: SampleState = SampleState.PENDING
+    num_failures: int = 0
+    """Starts that came to nothing; restores are not counted."""
+    claimant: str | None = None
+    started_at_s: float = 0.0
+    version: PolicyVersion | None = None
+    """Oldest version that its trained tokens can have: the engine's at the claim, then theirs."""
+    is_failed: bool = False
+    """Done without an episode: `max_attempts` starts came to nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupRecord:
+    """One admitted prompt and its `group_size + extra` samples."""
+
+    group_id: int
+    prompt_index: int
+    policy_version: PolicyVersion
+    admitted_at_s: float
+    samples: list[SampleRecord]
+    is_partial: bool = False
+
+    def num_in(self, *states: SampleState) -> int:
+        return sum(sample.state in states for sample in self.samples)
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """Oldest versions of its samples, running or done."""
+        return [s.version for s in self.samples if s.version is not None]
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerCounts:
+    """Totals over the whole run, restores included."""
+
+    admitted: int = 0
+    claimed: int = 0
+    reissued: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    """Groups that never trained, by reason."""
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self) | {"dropped": dict(self.dropped)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "LedgerCounts":
+        return cls(
+            admitted=state["admitted"],
+            claimed=state["claimed"],
+            reissued=state["reissued"],
+            trained=state["trained"],
+            dropped=Counter(state["dropped"]),
+        )
+
+
+def group_state(group: GroupRecord) -> dict[str, Any]:
+    """JSON-able; times are left out, since they mean nothing to another process."""
+    return {
+        "group_id": group.group_id,
+        "prompt_index": group.prompt_index,
+        "policy_version": group.policy_version,
+        "is_partial": group.is_partial,
+        "samples": [
+            {
+                "attempt": sample.attempt,
+                "state": sample.state.value,
+                "num_failures": sample.num_failures,
+                "claimant": sample.claimant,
+                "version": sample.version,
+                "is_failed": sample.is_failed,
+            }
+            for sample in group.samples
+        ],
+    }
+
+
+def groups_from(states: list[dict[str, Any]], now_s: float) -> dict[int, GroupRecord]:
+    """The inverse of `group_state`, by group id; time limits start at `now_s`."""
+    return {state["group_id"]: _group_from(state, now_s) for state in states}
+
+
+def _group_from(state: dict[str, Any], now_s: float) -> GroupRecord:
+    return GroupRecord(
+        group_id=state["group_id"],
+        prompt_index=state["prompt_index"],
+        policy_version=state["policy_version"],
+        admitted_at_s=now_s,
+        samples=[
+            SampleRecord(
+                attempt=sample["attempt"],
+                state=SampleState(sample["state"]),
+                num_failures=sample["num_failures"],
+                claimant=sample["claimant"],
+                version=sample["version"],
+                is_failed=sample["is_failed"],
+            )
+            for sample in state["samples"]
+        ],
+        is_partial=state["is_partial"],
+    )

@@ -1,0 +1,124 @@
+"""The Ray shell around the replay buffer.
+
+Consumes claims and episodes of rollout actors; produces takes for the controller. `claim` waits for
+a free slot (unblocked by commit, drops, failures and weights landing), `take` for complete groups
+(unblocked by put and by time limits).
+"""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+from raylearner.config.schema import ReplaySection
+from raylearner.replay import snapshot
+from raylearner.replay.buffer import ReplayBuffer, Take
+from raylearner.types import ClaimReply, Prompt, Trajectory
+
+MIN_WAIT_S = 0.001
+"""Shortest wait for a time limit, so that rounding never makes a busy loop."""
+
+
+@ray.remote(num_cpus=0)
+class ReplayActor:
+    """Owns the one `ReplayBuffer` of a run. One call at a time touches it; waiting calls do not."""
+
+    def __init__(self, config: ReplaySection, prompts: list[Prompt], seed: int) -> None:
+        self._buffer = ReplayBuffer(config, prompts, seed, clock=time.monotonic)
+        self._changed = asyncio.Event()
+        self._num_deaths: Counter[str] = Counter()
+
+    async def claim(
+        self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float
+    ) -> ClaimReply:
+        """Waits until there is something to play or to stop; the reply is empty after `timeout_s`.
+
+        A call that its actor did not live to see answered gets nothing.
+        """
+        num_deaths = self._num_deaths[actor_id]
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            if self._num_deaths[actor_id] != num_deaths:
+                version = self._buffer.policy_version
+                return ClaimReply(claims=[], cancelled=[], policy_version=version)
+            reply = self._buffer.claim(actor_id, engine_version, max_claims)
+            if reply.claims or reply.cancelled or time.monotonic() >= deadline_s:
+                return reply
+            await self._wait(deadline_s)
+
+    async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
+        """What became of each episode; see `ReplayBuffer.put`."""
+        outcomes = [self._buffer.put(episode) for episode in episodes]
+        self._wake()
+        return outcomes
+
+    async def take(self, num_groups: int, policy_version: int, timeout_s: float) -> Take | None:
+        """Complete groups, leased until `commit`; None after `timeout_s`, so that callers can look
+        around and ask again. Raises `TooManyFailures` when the run should end."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            size = self._buffer.ledger.size
+            take = self._buffer.take(num_groups, policy_version)
+            if take is not None:
+                return take
+            if self._buffer.ledger.size < size:  # what was dropped made room for claims
+                self._wake()
+            if time.monotonic() >= deadline_s:
+                return None
+            await self._wait(deadline_s)
+
+    async def commit(self, group_ids: list[int], policy_version: int) -> None:
+        self._buffer.commit(group_ids, policy_version)
+        self._wake()
+
+    async def release(self) -> None:
+        self._buffer.release()
+        self._wake()
+
+    async def fail_actor(self, actor_id: str) -> int:
+        """How many running samples of a dead actor are pending again."""
+        self._num_deaths[actor_id] += 1
+        num_samples = self._buffer.fail_actor(actor_id)
+        self._wake()
+        return num_samples
+
+    async def rollback(self, policy_version: int) -> int:
+        """How many episodes a later policy had sampled; see `ReplayBuffer.rollback`."""
+        num_dropped = self._buffer.rollback(policy_version)
+        self._wake()
+        return num_dropped
+
+    async def metrics(self) -> dict[str, float]:
+        return self._buffer.metrics()
+
+    async def describe(self) -> list[str]:
+        return self._buffer.describe()
+
+    async def progress(self) -> int:
+        """Rises with every claim, put, take and commit."""
+        return self._buffer.num_changes
+
+    async def save(self, folder: str) -> None:
+        """Writes the state of this moment into `folder`; calls that come meanwhile are not in it."""
+        await asyncio.to_thread(snapshot.cut(self._buffer).save, Path(folder))
+
+    async def load(self, folder: str) -> None:
+        """Takes over a saved state; what runs is void."""
+        state = await asyncio.to_thread(snapshot.read, Path(folder))
+        snapshot.restore(self._buffer, *state)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self, deadline_s: float) -> None:
+        """Until something changes, a group reaches its time limit, or `deadline_s`."""
+        next_s = self._buffer.next_deadline_s()
+        until_s = deadline_s if next_s is None else min(deadline_s, next_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(until_s - time.monotonic(), MIN_WAIT_S)):
+                await self._changed.wait()

@@ -1,0 +1,154 @@
+"""What the replay counts: outcomes, errors with their causes, lengths, and when enough is enough."""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from raylearner.types import StopReason, Trajectory
+
+LENGTH_WINDOW = 2048
+"""Episodes whose lengths make up a distribution."""
+
+EXAMPLE_CHARACTERS = 300
+"""How much of an error message is quoted."""
+
+
+class Tally:
+    """Owns the counters of episodes and the windows behind distributions and failure limits.
+
+    `failure` is why the run should end, once there is a reason; it stays.
+    """
+
+    def __init__(
+        self, *, error_window: int, max_error_fraction: float, max_filtered_groups: int
+    ) -> None:
+        self.late = 0
+        self.duplicate = 0
+        self.refused: Counter[str] = Counter()
+        self.rolled_back = 0
+        self.errors: Counter[str] = Counter()
+        self.failure: str | None = None
+        self._recent: deque[tuple[str, str] | None] = deque(maxlen=error_window)
+        self._error_window = error_window
+        self._max_error_fraction = max_error_fraction
+        self._max_filtered_groups = max_filtered_groups
+        self._filtered: Counter[str] = Counter()  # since the last complete group that could train
+        self._stale_in_row = 0
+        self._finished: deque[int] = deque(maxlen=LENGTH_WINDOW)
+        self._trained: deque[int] = deque(maxlen=LENGTH_WINDOW)
+
+    def count_finished(self, episode: Iterable[Trajectory]) -> None:
+        """An episode came to its end, whatever becomes of it."""
+        self._finished.append(sum(segment.num_tokens for segment in episode))
+
+    def count_trained(self, episode: Iterable[Trajectory]) -> None:
+        self._trained.append(sum(segment.num_tokens for segment in episode))
+
+    def count_accepted(self, episode: list[Trajectory]) -> None:
+        failed = next((t for t in episode if t.stop_reason is StopReason.ERROR), None)
+        if failed is None:
+            self._recent.append(None)
+        else:
+            error = failed.error or ""
+            self._count_error(error_kind(error), error)
+
+    def count_refused(self, rule: str) -> None:
+        self.refused[rule.partition(", got")[0]] += 1
+        self._count_error("refused", rule)
+
+    def count_filtered(self, why: str) -> None:
+        """A group was dropped when it closed."""
+        self._filtered[why] += 1
+        if self._filtered.total() >= self._max_filtered_groups:
+            reasons = ", ".join(f"{n} {name}" for name, n in self._filtered.most_common())
+            self._fail(
+                f"{self._filtered.total()} groups in a row were filtered ({reasons}): nothing is "
+                "left to learn from; replay.max_filtered_groups is the limit"
+            )
+
+    def count_usable(self) -> None:
+        """A group closed that may train."""
+        self._filtered.clear()
+
+    def count_stale(self) -> None:
+        """A complete group was dropped for its age."""
+        self._stale_in_row += 1
+        if self._stale_in_row >= self._max_filtered_groups:
+            self._fail(
+                f"{self._stale_in_row} complete groups in a row were dropped as stale: raise "
+                "replay.max_staleness, or see why groups take so long"
+            )
+
+    def count_leased(self) -> None:
+        self._stale_in_row = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "buffer/dropped/late": self.late,
+            "buffer/dropped/duplicate": self.duplicate,
+            "buffer/dropped/refused": self.refused.total(),
+            "buffer/dropped/rolled_back": self.rolled_back,
+            **{f"rollout/errors/{kind}": count for kind, count in self.errors.items()},
+            **distribution("buffer/finished/tokens", self._finished),
+            **distribution("buffer/trained/tokens", self._trained),
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "late": self.late,
+            "duplicate": self.duplicate,
+            "refused": dict(self.refused),
+            "rolled_back": self.rolled_back,
+            "errors": dict(self.errors),
+            "recent": list(self._recent),
+            "filtered": dict(self._filtered),
+            "stale_in_row": self._stale_in_row,
+            "finished": list(self._finished),
+            "trained": list(self._trained),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.late, self.duplicate = state["late"], state["duplicate"]
+        self.refused, self.rolled_back = Counter(state["refused"]), state["rolled_back"]
+        self.errors = Counter(state["errors"])
+        recent = [None if entry is None else (entry[0], entry[1]) for entry in state["recent"]]
+        self._recent = deque(recent, maxlen=self._error_window)
+        self._filtered = Counter(state["filtered"])
+        self._stale_in_row = state["stale_in_row"]
+        self._finished = deque(state["finished"], maxlen=LENGTH_WINDOW)
+        self._trained = deque(state["trained"], maxlen=LENGTH_WINDOW)
+        self.failure = None
+
+    def _count_error(self, kind: str, message: str) -> None:
+        self.errors[kind] += 1
+        self._recent.append((kind, message[:EXAMPLE_CHARACTERS]))
+        failed = [entry for entry in self._recent if entry is not None]
+        size = self._error_window
+        if len(self._recent) == size and len(failed) > self._max_error_fraction * size:
+            kind, count = Counter(name for name, _ in failed).most_common(1)[0]
+            example = next(text for name, text in reversed(failed) if name == kind)
+            self._fail(
+                f"{len(failed)} of the last {size} episodes failed, {count} of them by "
+                f"'{kind}', for example: {example}"
+            )
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+
+def error_kind(error: str) -> str:
+    """The kind before the colon of `kind: message`; `other` without one."""
+    kind, colon, _ = error.partition(":")
+    return kind if colon and kind.isidentifier() else "other"
+
+
+def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
+    """Mean, median and 95th percentile under `name`; zeros when there is nothing yet."""
+    array = np.fromiter(values, np.float64)
+    mean, p50, p95 = 0.0, 0.0, 0.0
+    if len(array):
+        mean = float(array.mean())
+        p50, p95 = (float(x) for x in np.percentile(array, [50, 95]))
+    return {f"{name}/mean": mean, f"{name}/p50": p50, f"{name}/p95": p95}
