@@ -288,21 +288,56 @@ class TokenRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerBatch:
-    """One take, laid out for one learner rank.
+class MiniBatch:
+    """What one optimizer update sees: one rank's micro-batches, and counts over all ranks."""
 
-    The episode table (`rewards`, `groups`, both `[E]`) is whole on every rank, since baselines need
-    whole groups; `micro_batches` holds this rank's rows, each row's `episode` indexing the table.
-    Every rank has the same number of micro-batches; an empty one runs a dummy forward and backward.
-    """
-
-    policy_version: PolicyVersion
-    rewards: NDArray[np.float64]  # [E] NaN where no reward applies
-    groups: NDArray[np.int64]  # [E] group ids
     micro_batches: tuple[tuple[TokenRow, ...], ...]
+    num_episodes: int
+    """Episodes over all ranks that have at least one trained token."""
     num_rows: int
     """Rows over all ranks that have at least one trained token."""
     num_trained_tokens: int
     """Trained tokens over all ranks."""
     num_tokens: int
     """All tokens over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerBatch:
+    """One take, laid out for one learner rank.
+
+    The episode table (`rewards`, `groups`, `num_episode_tokens`, all `[E]`) is whole on every rank,
+    since baselines need whole groups; the mini-batches hold this rank's rows, each row's `episode`
+    indexing the table. Every rank has the same number of micro-batches in each mini-batch; an empty
+    one runs a dummy forward and backward.
+    """
+
+    policy_version: PolicyVersion
+    rewards: NDArray[np.float64]  # [E] NaN where no reward applies
+    groups: NDArray[np.int64]  # [E] group ids
+    num_episode_tokens: NDArray[
+        np.int64
+    ]  # [E] trained tokens of the episode, over all its segments
+    mini_batches: tuple[MiniBatch, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(mini_batch.num_rows for mini_batch in self.mini_batches)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(mini_batch.num_trained_tokens for mini_batch in self.mini_batches)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(mini_batch.num_tokens for mini_batch in self.mini_batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a learner step did; the same on every rank."""
+
+    policy_version: PolicyVersion
+    """The version after the step: advanced by one, or unchanged when the step was skipped."""
+    is_skipped: bool
+    metrics: Mapping[str, float]

@@ -1,0 +1,184 @@
+"""Causal attention over packed sequences: memory linear in tokens, no mask, nothing attends across.
+
+Legend: `T` packed tokens, `R` sequences, `H` query heads, `G` key-value heads, `D` head width.
+Equals attention one sequence at a time. `raylearner.learner.model` registers it with transformers.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+NAME = "raylearner_packed"
+"""The attention implementation's name in transformers."""
+
+SHORTEST_TO_LONGEST = 0.75
+"""Sequences of one padded call on the CPU differ in length by no more than this ratio."""
+
+Backend = Literal["sdpa", "flash_attn", "varlen"]
+
+
+@lru_cache(maxsize=4)
+def choose_backend(device_type: str) -> Backend:
+    """flash-attn where installed, else torch's own varlen kernel; SDPA on the CPU."""
+    backend: Backend = "sdpa"
+    if device_type == "cuda":
+        backend = "flash_attn" if find_spec("flash_attn") else "varlen"
+    log.info("packed attention on %s: %s", device_type, backend)
+    return backend
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, G, T, D]
+    value: Tensor,  # [1, G, T, D]
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,  # [R + 1] int32
+    max_length_q: int | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """The signature that transformers calls; output `[1, T, H, D]`."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(f"{type(module).__name__} does not pass packing on to its attention")
+    if attention_mask is not None or dropout:
+        raise ValueError("packed attention takes neither a mask nor dropout")
+    unsupported = [
+        name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None
+    ]
+    if unsupported:
+        raise ValueError(f"packed attention does not know {', '.join(unsupported)}")
+    backend = BACKENDS[choose_backend(query.device.type)]
+    window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
+    out = backend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, window)
+    return out.unsqueeze(0), None
+
+
+def _sdpa(
+    query: Tensor,  # [H, T, D]
+    key: Tensor,  # [G, T, D]
+    value: Tensor,
+    cu_seqlens: Tensor,  # [R + 1]
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:  # [T, H, D]
+    """One call per bucket of sequences of similar length.
+
+    They are padded at the end, where causality keeps padding from every real token: the result is
+    that of one sequence at a time, without a mask.
+    """
+    lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+    is_grouped = key.shape[0] != query.shape[0]
+    out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+    for gather, scatter in _buckets(lengths):
+        size = gather.shape[1]
+        mask = None if window is None or size <= window else _window_mask(size, window)
+        attended = F.scaled_dot_product_attention(
+            query[:, gather].transpose(0, 1),  # [r, H, size, D]
+            key[:, gather].transpose(0, 1),
+            value[:, gather].transpose(0, 1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=is_grouped,
+        )
+        positions, padded = scatter
+        flat = attended.transpose(1, 2).flatten(0, 1)  # [r * size, H, D]
+        out = out.index_put((positions,), flat[padded])
+    return out
+
+
+@lru_cache(maxsize=8)
+def _buckets(lengths: tuple[int, ...]) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Per bucket: which packed token each padded place reads `[r, size]`, and the way back."""
+    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    buckets: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+    while order:
+        size = lengths[order[0]]
+        chosen = [i for i in order if lengths[i] >= SHORTEST_TO_LONGEST * size]
+        order = order[len(chosen) :]
+        offsets = torch.arange(size)
+        ends = torch.tensor([lengths[i] for i in chosen])
+        gather = starts[chosen, None] + torch.minimum(offsets, ends[:, None] - 1)
+        is_real = (offsets < ends[:, None]).flatten()
+        padded = is_real.nonzero().squeeze(1)
+        buckets.append((gather, (gather.flatten()[padded], padded)))
+    return buckets
+
+
+@lru_cache(maxsize=4)
+def _window_mask(size: int, window: int) -> Tensor:
+    distance = torch.arange(size)[:, None] - torch.arange(size)
+    return (distance >= 0) & (distance < window)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        cu_seqlens,
+        cu_seqlens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[0] != query.shape[0],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_length,
+        max_seqlen_k=max_length,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+
+
+BACKENDS: dict[Backend, Callable[..., Tensor]] = {
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flash_attn": _flash_attn,
+}

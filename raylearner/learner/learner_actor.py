@@ -1,0 +1,230 @@
+"""The learner as Ray actors, one rank each, and the controller's handle on all of them.
+
+Consumes batches from the controller; produces step outputs, weight updates and checkpoints. Waits
+for all ranks in every call; when one raises or dies, the others are killed, which unblocks them.
+"""
+
+import asyncio
+import logging
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raylearner.config.schema import LearnerSection, WeightsSection
+from raylearner.errors import LearnerDied, LearnerError, RaylearnerError
+from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, WeightUpdate
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""After one rank failed: time for the others to fail too, so that the first cause can be told."""
+
+
+@ray.remote
+class LearnerActor:
+    """One rank; delegates to `Learner`. Imports torch in its own process only."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._learner: Any = None
+
+    def __repr__(self) -> str:
+        return f"learner-{self._rank}"
+
+    def meeting_point(self) -> tuple[str, int]:
+        """This node's address and a port free on it, for rank 0."""
+        from raylearner.learner.mesh import free_port
+
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(
+        self, config: LearnerSection, world_size: int, address: str, port: int, **arguments: Any
+    ) -> PolicyVersion:
+        """Join the other ranks and load the model; `arguments` are the `Learner`'s."""
+        from raylearner.learner import mesh
+        from raylearner.learner.learner import Learner
+
+        device = "cuda" if config.gpus_per_rank else "cpu"
+        device_mesh = mesh.connect(
+            rank=self._rank, world_size=world_size, address=address, port=port, device=device
+        )
+        self._learner = Learner(config, device=device, device_mesh=device_mesh, **arguments)
+        return self._learner.policy_version
+
+    def step(self, batch: LearnerBatch) -> StepOutput:
+        return self._learner.step(batch)
+
+    def write(
+        self, weights: WeightsSection, folder: str, dtype: str, seed: int
+    ) -> WeightUpdate | None:
+        from raylearner.learner.weight_source import write_update
+
+        return write_update(self._learner, weights, folder=folder, dtype=dtype, seed=seed)
+
+    def save(self, folder: str) -> None:
+        self._learner.save(Path(folder))
+
+    def restore(self, folder: str) -> PolicyVersion:
+        self._learner.restore(Path(folder))
+        return self._learner.policy_version
+
+
+class LearnerGroup:
+    """Owns all ranks; promises that a call returns what all ranks did, or raises and none is left.
+
+    Raises `LearnerDied` when a process is gone (`restart` and `restore` mend that), what the rank
+    raised otherwise.
+    """
+
+    def __init__(
+        self,
+        config: LearnerSection,
+        *,
+        weights: WeightsSection,
+        model_path: str,
+        temperature: float,
+        num_steps: int,
+        seed: int,
+        run_name: str,
+        engine_dtype: str,
+        ray_options: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """`ray_options` are further actor options, one mapping a rank (placement, environment)."""
+        self._config = config
+        self._weights = weights
+        self._arguments = {
+            "model_path": model_path,
+            "temperature": temperature,
+            "num_steps": num_steps,
+            "seed": seed,
+        }
+        self._seed = seed
+        self._run_name = run_name
+        self._engine_dtype = engine_dtype
+        self._ray_options = ray_options or [{}] * config.num_ranks
+        self._folder = str(Path(weights.folder) / f"raylearner-{run_name}-{uuid.uuid4().hex[:12]}")
+        self._ranks: list[Any] = []
+        self._policy_version: PolicyVersion = 0
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version that every rank holds."""
+        return self._policy_version
+
+    async def start(self) -> None:
+        """Start every rank, wherever Ray places it, and let them meet at rank 0's node."""
+        # The suffix tells a restarted rank from the one just killed, whose name lives on a while.
+        suffix = uuid.uuid4().hex[:6]
+        self._ranks = [
+            LearnerActor.options(
+                **{
+                    "name": f"{self._run_name}/learner-{rank}-{suffix}",
+                    "num_cpus": self._config.cpus_per_rank,
+                    "num_gpus": self._config.gpus_per_rank,
+                    **options,
+                }
+            ).remote(rank)
+            for rank, options in enumerate(self._ray_options)
+        ]
+        ((address, port),) = await self._gather([self._ranks[0].meeting_point.remote()])
+        versions = await self._all(
+            "start", self._config, len(self._ranks), address, port, **self._arguments
+        )
+        self._policy_version = versions[0]
+
+    async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
+        """One batch a rank, in order."""
+        calls = [rank.step.remote(batch) for rank, batch in zip(self._ranks, batches, strict=True)]
+        outputs = await self._gather(calls)
+        self._policy_version = outputs[0].policy_version
+        return outputs[0]
+
+    async def write(self, policy_version: PolicyVersion) -> WeightUpdate:
+        """The weights as they are now, `policy_version` or later, with the proof of their arrival."""
+        updates = await self._all(
+            "write", self._weights, self._folder, self._engine_dtype, self._seed
+        )
+        update: WeightUpdate = updates[0]
+        assert update.policy_version >= policy_version, (update.policy_version, policy_version)
+        return update
+
+    async def discard(self, update: WeightUpdate) -> None:
+        # Imports torch, which the controller's start-up has no other use for.
+        from raylearner.weights.shared_files import discard_weights
+
+        await asyncio.to_thread(discard_weights, update.payload)
+
+    async def save(self, folder: Path) -> None:
+        await self._all("save", str(folder))
+
+    async def restore(self, folder: Path) -> None:
+        versions = await self._all("restore", str(folder))
+        self._policy_version = versions[0]
+
+    async def restart(self) -> None:
+        """New processes with the initial policy; `restore` comes next."""
+        self._kill()
+        await self.start()
+
+    async def close(self) -> None:
+        """End every rank and remove what was published. Safe to call twice."""
+        self._kill()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+
+    async def _all(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        return await self._gather(
+            [getattr(rank, method).remote(*arguments, **keywords) for rank in self._ranks]
+        )
+
+    async def _gather(self, calls: Sequence[Any]) -> list[Any]:
+        """All results; on the first failure every rank is killed, and the likeliest cause raised."""
+        if not calls:
+            raise LearnerDied("the learner has no running ranks: start or restart it first")
+        waiting = [asyncio.ensure_future(_resolve(call)) for call in calls]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            if all(w.done() and w.exception() is None for w in waiting):
+                return [w.result() for w in waiting]
+            await asyncio.wait(waiting, timeout=GRACE_S)
+        finally:
+            for w in waiting:
+                w.cancel()
+        errors = [
+            (rank, error)
+            for rank, w in enumerate(waiting)
+            if w.done() and not w.cancelled() and (error := w.exception()) is not None
+        ]
+        self._kill()
+        raise _cause(errors)
+
+
+async def _resolve(call: Any) -> Any:
+    return await call
+
+
+def _cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
+    """A death before an error of ours, and that before the broken connections they leave behind."""
+    for rank, error in errors:
+        if isinstance(error, RayActorError):
+            return _chained(LearnerDied(f"learner rank {rank} died: {error}"), error)
+    for _, error in errors:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, RaylearnerError):
+            return cause
+    rank, error = errors[0]
+    return _chained(LearnerError(f"learner rank {rank} failed: {error}"), error)
+
+
+def _chained(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,65 @@
+"""Ranks that find each other: the process group and the device mesh of the learner.
+
+Waits for: the other ranks, in `connect` and in every collective after it. Unblocked by: their
+arrival, or `COLLECTIVE_TIMEOUT_S`.
+"""
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+COLLECTIVE_TIMEOUT_S = 1800
+"""A collective that takes longer fails: the other rank is gone, or far behind."""
+
+
+def free_port() -> int:
+    """A port that was free on this node a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def connect(
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    address: str = "127.0.0.1",
+    port: int | None = None,
+    device: str = "cpu",
+) -> DeviceMesh:
+    """Join the group (gloo on the CPU, NCCL on GPUs) and return its one-dimensional mesh.
+
+    Without a port a single rank stands alone and opens no socket. An existing group is kept.
+    """
+    if not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        if port is None and world_size != 1:
+            raise ValueError(f"port: {world_size} ranks need one to meet at")
+        store = (
+            dist.HashStore()
+            if port is None
+            else dist.TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=rank == 0,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            )
+        )
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

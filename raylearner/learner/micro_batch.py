@@ -1,0 +1,100 @@
+"""Rows of a batch as the tensors of one forward pass.
+
+Legend: `T` packed tokens, `R` rows, `N` scored tokens, `E` episodes of the whole batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylearner.learner.rows import Rows
+from raylearner.types import PolicyVersion, TokenRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens:
+    """What the model reads."""
+
+    input_ids: Tensor  # [T]
+    position_ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [R + 1] int32
+    max_length: int
+    scored: Tensor  # [N] places in T whose log-probability is wanted
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[np.ndarray],
+        scored: Sequence[np.ndarray],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> "PackedTokens":
+        """Sequences end to end; `scored` is a bool array for each, False at its first token.
+
+        Without any sequence there is one dummy token, of which nothing is scored.
+        """
+        if not sequences:
+            sequences, scored = [np.zeros(1, np.int64)], [np.zeros(1, np.bool_)]
+        lengths = [len(sequence) for sequence in sequences]
+        is_scored = np.concatenate(scored)
+        starts = np.cumsum([0, *lengths])
+        assert not is_scored[starts[:-1]].any(), "the first token of a sequence has no prefix"
+        return cls(
+            input_ids=torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(device),
+            position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
+            max_length=max(lengths),
+            scored=torch.from_numpy(np.flatnonzero(is_scored)).to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward needs, besides advantages and proximal log-probabilities."""
+
+    tokens: PackedTokens
+    rows: Rows
+    episodes: Tensor  # [R] index into the episode table
+    train_mask: Tensor  # [T] bool
+    sampled_mask: Tensor  # [T] bool, of the same rows
+    on_policy_mask: Tensor  # [T] bool, sampled by the version that the learner holds
+    behavior_logprobs: Tensor  # [T] NaN where not sampled
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[TokenRow],
+        *,
+        policy_version: PolicyVersion,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> "MicroBatch":
+        """An empty one becomes a row with one token that neither trains nor counts anywhere."""
+        trajectories = [row.trajectory for row in rows]
+        tokens = PackedTokens.of(
+            [trajectory.token_ids for trajectory in trajectories],
+            [trajectory.loss_mask for trajectory in trajectories],
+            device=device,
+        )
+        lengths = [trajectory.num_tokens for trajectory in trajectories] or [1]
+
+        def flat(arrays: list[np.ndarray], empty: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays) if arrays else empty).to(device)
+
+        nothing = np.zeros(1, np.bool_)
+        return cls(
+            tokens=tokens,
+            rows=Rows.from_lengths(torch.tensor(lengths, device=device)),
+            episodes=torch.tensor([row.episode for row in rows] or [0], device=device),
+            train_mask=flat([t.train_mask for t in trajectories], nothing),
+            sampled_mask=flat([t.loss_mask for t in trajectories], nothing),
+            on_policy_mask=flat(
+                [t.policy_versions == policy_version for t in trajectories], nothing
+            ),
+            behavior_logprobs=flat(
+                [t.behavior_logprobs for t in trajectories], np.full(1, np.nan, np.float32)
+            ).to(dtype),
+        )

@@ -1,0 +1,85 @@
+"""A small random model made on the spot: Qwen2, a tokenizer of single bytes, a ChatML template."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from raylearner.config.schema import TinyModel
+from raylearner.errors import ConfigError
+
+TAGS = ("<calc>", "</calc>", "<result>", "</result>", "<answer>", "</answer>")
+"""Ordinary tokens of several characters each."""
+
+END_OF_TURN = "<|im_end|>"
+PAD = "<|endoftext|>"
+SPECIAL = (PAD, "<|im_start|>", END_OF_TURN)
+
+MIN_HEAD_SIZE = 32
+"""Narrower heads are refused by vLLM's CPU kernels."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(max_length: int) -> Qwen2Tokenizer:
+    """Byte-level without merges: one token per ASCII character, nothing unknown; tags are whole.
+
+    The class is the one that transformers picks for this model type, whatever the files say.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={text: index for index, text in enumerate((*SPECIAL, *alphabet))},
+        merges=[],
+        unk_token=None,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
+    """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
+    head_size, rest = divmod(config.hidden_size, config.num_heads)
+    if rest or head_size < MIN_HEAD_SIZE or head_size % 2:
+        raise ConfigError(
+            f"model.num_heads: {config.num_heads} heads of hidden_size {config.hidden_size} must be "
+            f"even, equal and at least {MIN_HEAD_SIZE} wide"
+        )
+    tokenizer = make_tokenizer(config.max_length)
+    end, pad = tokenizer.convert_tokens_to_ids([END_OF_TURN, PAD])
+    model_config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        max_position_embeddings=config.max_length,
+        tie_word_embeddings=config.is_tied,
+        attention_dropout=0.0,
+        initializer_range=config.hidden_size**-0.5,
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(model_config).to(torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
