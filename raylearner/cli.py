@@ -1,7 +1,8 @@
 """The command line: `train` runs a configuration, `check` validates it and prints what follows.
 
-Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted. This module
-loads in well under a second: torch, Ray and vLLM are imported by the controller, once needed.
+Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted, 143 stopped on
+request after a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported
+by the controller, once needed.
 """
 
 import time
@@ -17,10 +18,10 @@ from raylearner.config import report
 from raylearner.config.checks import notes
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
-from raylearner.errors import ConfigError, RaylearnerError
+from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.observability import logs
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
 
 app = typer.Typer(
     name="raylearner",
@@ -109,6 +110,8 @@ def _exit_codes() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
+    except RunStopped as stop:
+        _leave(str(stop), STOPPED)
     except Exception as error:
         causes = list(_causes(error))
         if not all(isinstance(cause, RaylearnerError) for cause in causes):

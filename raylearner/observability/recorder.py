@@ -56,21 +56,19 @@ class Recorder:
         with self._tracer.span(name), self._display.stage(name):
             yield
 
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """One learner step; `step` and `policy_version` are among the metrics.
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One learner step.
 
         `time_s` is filled in when missing: seconds of running, pauses between resumes left out.
         """
-        step = int(metrics["step"])
-        row: dict[str, float] = {"step": step, "policy_version": int(metrics["policy_version"])}
-        row["time_s"] = round(time.monotonic() - self._zero_s, 3)
-        row |= {
-            key: value for key, value in metrics.items() if key not in ("step", "policy_version")
-        }
-        row["observability/non_finite"] = sum(not math.isfinite(value) for value in row.values())
+        numbers: dict[str, float] = {"time_s": round(time.monotonic() - self._zero_s, 3), **metrics}
+        version = numbers.pop("policy_version", None)
+        head = {"step": step} if version is None else {"step": step, "policy_version": int(version)}
+        row = {**head, **{key: value for key, value in numbers.items() if key != "step"}}
+        row["observability/non_finite"] = sum(not math.isfinite(value) for value in numbers.values())
         self._metrics.write(row)
         if self._tensorboard is not None:
-            self._tensorboard.write(step, {key: v for key, v in row.items() if key != "step"})
+            self._tensorboard.write(step, {k: v for k, v in row.items() if k != "step"})
         self._display.step(row)
         self._write_spans([])
 

@@ -1,0 +1,185 @@
+"""Cross-field checks: each refuses its combination, names the key and the nearest way out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylearner.config.checks import check, notes
+from raylearner.config.loader import load
+from raylearner.config.schema import RunConfig
+
+MINIMAL: dict[str, Any] = {
+    "model": {"kind": "tiny"},
+    "data": {"train": {"kind": "calculator"}},
+    "environment": {"kind": "single_turn"},
+    "actors": {"engine": {"kind": "vllm", "max_model_tokens": 512}},
+}
+
+
+def make_config(**sections: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(MINIMAL | sections)
+
+
+def test_the_defaults_clash_with_nothing() -> None:
+    assert check(make_config()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "words"),
+    [
+        (
+            {"weights": {"every_steps": 2}, "replay": {"max_staleness": 0}},
+            "weights.every_steps",
+            "set it to 1, or replay.max_staleness to 1",
+        ),
+        ({"weights": {"every_steps": 4}}, "weights.every_steps", "<= replay.max_staleness + 1 = 3"),
+        (
+            {"replay": {"group_size": 1, "partial_groups": "drop"}},
+            "replay.group_size",
+            "must be >= 2 with learner.advantage.kind 'grpo'",
+        ),
+        (
+            {
+                "replay": {"group_size": 1, "partial_groups": "drop"},
+                "learner": {"advantage": {"kind": "rloo"}},
+            },
+            "replay.group_size",
+            "'rloo'",
+        ),
+        (
+            {
+                "learner": {"num_mini_batches": 9},
+                "replay": {"groups_per_step": 2, "group_size": 4},
+            },
+            "learner.num_mini_batches",
+            "= 8, got 9",
+        ),
+        (
+            {"learner": {"max_tokens_per_micro_batch": 500}},
+            "learner.max_tokens_per_micro_batch",
+            "= 512, got 500",
+        ),
+        (
+            {"actors": {"engine": {"kind": "vllm", "max_model_tokens": 400}}},
+            "actors.engine.max_model_tokens",
+            "256 + 256 = 512, got 400",
+        ),
+        (
+            {"actors": {"engine": {"kind": "vllm", "max_model_tokens": 513}}},
+            "actors.engine.max_model_tokens",
+            "model.max_length = 512",
+        ),
+        (
+            {
+                "model": {"kind": "tiny", "max_length": 256},
+                "actors": {"engine": {"kind": "scripted", "script": "a:B"}},
+            },
+            "model.max_length",
+            "got 256",
+        ),
+        ({"sampling": {"max_turn_tokens": 300}}, "sampling.max_turn_tokens", "= 256, got 300"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p", "must be 1.0 (off)"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k", "must be 0 (off)"),
+        ({"sampling": {"min_p": 0.1}}, "sampling.min_p", "the temperature only"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "sampling.repetition_penalty", "got 1.1"),
+        ({"sampling": {"temperature": 0.0}}, "sampling.temperature", "must be > 0"),
+        ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps", "data.evaluation"),
+        ({"model": {"kind": "tiny", "num_heads": 8}}, "model.num_heads", "set it to 4"),
+        ({"model": {"kind": "tiny", "num_heads": 3}}, "model.hidden_size", "set it to 129"),
+        (
+            {"learner": {"num_ranks": 2, "gpus_per_rank": 0.5}},
+            "learner.gpus_per_rank",
+            "must be 0 or 1",
+        ),
+        (
+            {
+                "actors": {
+                    "gpus_per_actor": 1,
+                    "engine": {
+                        "kind": "vllm",
+                        "max_model_tokens": 512,
+                        "tensor_parallel_size": 2,
+                    },
+                }
+            },
+            "actors.gpus_per_actor",
+            ">= actors.engine.tensor_parallel_size = 2",
+        ),
+        ({"model": {"kind": "pretrained", "path": "./nowhere"}}, "model.path", "no such directory"),
+        ({"model": {"kind": "pretrained", "path": "/a/b"}}, "model.path", "'/a/b'"),
+        (
+            {"data": {"train": {"kind": "jsonl", "path": "no.jsonl"}}},
+            "data.train.path",
+            "no such file",
+        ),
+    ],
+)
+def test_a_clash_is_refused_with_its_key_and_a_way_out(
+    sections: dict[str, Any], key: str, words: str
+) -> None:
+    (finding,) = check(make_config(**sections))
+    assert finding.key == key
+    assert words in finding.text
+
+
+def test_a_group_of_one_needs_the_partial_rule_drop() -> None:
+    keys = [finding.key for finding in check(make_config(replay={"group_size": 1}))]
+    assert keys == ["replay.group_size", "replay.partial_groups"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"replay": {"max_staleness": 0, "on_stale": "mask"}},
+        {"replay": {"max_staleness": 0}, "weights": {"every_steps": 1}},
+        {
+            "model": {"kind": "tiny", "num_heads": 8, "warm_start": {}},
+            "actors": {"engine": {"kind": "scripted", "script": "a:B"}},
+        },
+        {"model": {"kind": "pretrained", "path": "owner/name"}},
+        {"model": {"kind": "pretrained", "path": "name"}},
+        {"evaluation": {"sampling": {"temperature": 0.0, "top_p": 0.5}}},
+        {"weights": {"every_steps": 3}, "replay": {"max_staleness": 2}},
+    ],
+)
+def test_what_works_is_not_refused(sections: dict[str, Any]) -> None:
+    assert check(make_config(**sections)) == []
+
+
+def test_a_missing_directory_below_an_existing_one_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = make_config(model={"kind": "pretrained", "path": "models/absent"})
+    assert [finding.key for finding in check(config)] == ["model.path"]
+    (tmp_path / "models" / "absent").mkdir()
+    assert check(config) == []
+
+
+def test_notes_tell_what_is_allowed_and_unwise() -> None:
+    assert any("bfloat16 on a CPU" in note for note in notes(make_config()))
+    quiet = make_config(learner={"compute_dtype": "float32"})
+    assert notes(quiet) == []
+    wasteful = make_config(
+        learner={"compute_dtype": "float32"},
+        replay={"extra": 2},
+        actors={
+            "num_actors": 1,
+            "max_concurrent_episodes": 4,
+            "engine": {"kind": "vllm", "max_model_tokens": 512},
+        },
+    )
+    assert any(note.startswith("replay.extra") for note in notes(wasteful))
+
+
+def test_checks_run_when_a_file_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: {kind: tiny}\ndata: {train: {kind: calculator}}\n"
+        "environment: {kind: single_turn}\nactors: {engine: {kind: vllm, max_model_tokens: 512}}\n"
+        "sampling: {top_k: 3}\n"
+    )
+    with pytest.raises(ValueError, match=r"config\.yaml:5  sampling\.top_k: must be 0"):
+        load([str(path)], [])

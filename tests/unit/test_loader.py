@@ -1,0 +1,245 @@
+"""The loader: merging, YAML's numbers, and every problem at once with its place."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from raylearner.config import loader
+from raylearner.config.loader import load
+from raylearner.config.problems import ConfigProblems
+from raylearner.config.report import derived, resolved_yaml, worst_staleness
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.errors import ConfigError
+
+BASE = """\
+model: {kind: tiny}
+data:
+  train: {kind: calculator}
+environment: {kind: tool_use}
+actors:
+  engine: {kind: vllm, max_model_tokens: 512}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    return write(tmp_path, BASE, name="base.yaml")
+
+
+def write(folder: Path, text: str, *, name: str = "config.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def problems(paths: list[str], overrides: list[str] | None = None) -> list[str]:
+    """The report's lines without its end, `place  message` with single spaces."""
+    with pytest.raises(ConfigError) as caught:
+        load(paths, overrides or [])
+    *lines, last = str(caught.value).splitlines()
+    count = len(lines)
+    assert last == f"{count} problem{'s' * (count != 1)}; nothing was started."
+    return [" ".join(line.split()) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1e-6", 1e-6),
+        ("1E5", 1e5),
+        ("1_000", 1000.0),
+        ("2.", 2.0),
+        (".5", 0.5),
+        ("+3", 3.0),
+        ("010", 10.0),
+        ("0x10", 16.0),
+        ("0o17", 15.0),
+    ],
+)
+def test_numbers_follow_yaml_1_2_in_files_and_overrides(
+    base: str, tmp_path: Path, text: str, number: float
+) -> None:
+    overlay = write(tmp_path, f"learner: {{learning_rate: {text}}}")
+    assert load([base, overlay], []).learner.learning_rate == number
+    assert load([base], [f"learner.learning_rate={text}"]).learner.learning_rate == number
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(base: str) -> None:
+    config = load([base], ["cluster.object_store_bytes=4e8"])
+    assert config.cluster.object_store_bytes == 400_000_000
+    (line,) = problems([base], ["cluster.object_store_bytes=1e-1"])
+    assert line.endswith("must be a whole number, got 0.1")
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "1", "'true'"])
+def test_only_true_and_false_are_booleans(base: str, text: str) -> None:
+    (line,) = problems([base], [f"weights.should_clear_caches={text}"])
+    assert "must be true or false, got" in line
+
+
+def test_text_that_yaml_1_1_would_convert_stays_text(base: str) -> None:
+    for text in ("on", "no", "2024-01-01", "1:30"):
+        assert load([base], [f"run.name={text}"]).run.name == text
+
+
+def test_files_merge_left_to_right_and_overrides_win(base: str, tmp_path: Path) -> None:
+    overlay = write(tmp_path, "replay: {group_size: 4}\nlearner: {betas: [0.8, 0.9]}\n")
+    config = load([base, overlay], ["replay.group_size=6", "replay.group_size=5"])
+    assert config.replay.group_size == 5
+    assert config.replay.groups_per_step == 16
+    assert config.learner.betas == (0.8, 0.9)
+
+
+def test_another_kind_replaces_the_section_and_the_order_of_overrides_does_not_matter(
+    base: str,
+) -> None:
+    for overrides in (
+        ["model.kind=pretrained", "model.path=owner/name"],
+        ["model.path=owner/name", "model.kind=pretrained"],
+    ):
+        assert load([base, base], overrides).model.kind == "pretrained"
+    config = load([base], ["model.num_layers=3"])
+    assert isinstance(config.model, TinyModel)
+    assert config.model.num_layers == 3
+
+
+def test_a_default_kind_and_a_default_greedy_temperature_survive_partial_sections(
+    base: str,
+) -> None:
+    config = load([base], ["learner.loss.clip_low=0.1", "evaluation.sampling.max_turn_tokens=9"])
+    assert (config.learner.loss.kind, config.learner.loss.clip_low) == ("decoupled_ppo", 0.1)
+    assert config.evaluation.sampling.temperature == 0.0
+    assert config.evaluation.sampling.max_turn_tokens == 9
+
+
+def test_an_override_reaches_into_a_list_by_position(base: str, tmp_path: Path) -> None:
+    rewards = "rewards: {functions: [{kind: a}, {kind: b, weight: 2}]}"
+    overlay = write(tmp_path, rewards)
+    config = load([base, overlay], ["rewards.functions.1.weight=3"])
+    assert [(f.kind, f.weight) for f in config.rewards.functions] == [("a", 1.0), ("b", 3.0)]
+
+
+def test_all_problems_are_reported_at_once_in_order_with_their_lines(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """\
+run: {num_steps: "3"}
+model:
+  kind: tny
+data:
+  train: {kind: jsonl}
+environment:
+  tools: [calculator]
+learner:
+  learning_rte: 1
+  advantage:
+    normalize: grup
+  betas: [0.9]
+replay:
+  max_staleness: -1
+  learning_rate: 3
+actors:
+  engine:
+    kind: vllm
+    frobnicate: 1
+""",
+    )
+    lines = problems([path], ["learner.loss.clip_high=no", "nonsense", "run.keep_last=[1"])
+    assert lines == [
+        f"{path}:1 run.num_steps: must be a whole number, got '3'",
+        f"{path}:3 model.kind: unknown kind 'tny'; must be one of 'tiny', 'pretrained'; did you mean 'tiny'?",
+        f"{path}:5 data.train.path: required, but missing",
+        f"{path}:6 environment.kind: required, but missing; must be one of 'single_turn', 'tool_use'",
+        f"{path}:9 learner.learning_rte: unknown key; did you mean 'learning_rate'?",
+        f"{path}:11 learner.advantage.normalize: must be one of 'group', 'batch' or 'none', got 'grup'; did you mean 'group'?",
+        f"{path}:12 learner.betas.1: required, but the list ends before it",
+        f"{path}:14 replay.max_staleness: must be >= 0, got -1",
+        f"{path}:15 replay.learning_rate: unknown key; did you mean 'learner.learning_rate'?",
+        f"{path}:19 actors.engine.frobnicate: unknown key; valid here: kind, dtype, "
+        "max_model_tokens, max_sequences, memory_fraction, kv_cache_gib, tensor_parallel_size, "
+        "is_eager, extra_arguments",
+        "override learner.loss.clip_high=no: must be a number, got 'no'",
+        "override nonsense: must read section.key=value",
+        "override run.keep_last=[1: is not valid YAML: expected ',' or ']', but got '<stream end>'",
+    ]
+
+
+def test_places_are_aligned(base: str, tmp_path: Path) -> None:
+    overlay = write(tmp_path, "replay: {group_size: 0}")
+    with pytest.raises(ConfigProblems) as caught:
+        load([base, overlay], ["run.seed=-1"])
+    first, second, _ = str(caught.value).splitlines()
+    assert first.index("replay.group_size") == second.index("run.seed")
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+
+
+def test_a_problem_inside_a_mapping_override_names_its_key(base: str) -> None:
+    (line,) = problems([base], ["model={kind: tiny, layers: 3}"])
+    assert line.startswith("override model={kind: tiny, layers: 3}: model.layers: unknown key")
+
+
+def test_a_clash_points_at_the_line_that_set_the_key(base: str, tmp_path: Path) -> None:
+    overlay = write(tmp_path, "weights:\n  every_steps: 9\n")
+    (line,) = problems([base, overlay])
+    assert line.startswith(f"{overlay}:2 weights.every_steps: must be <= ")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty; a configuration is a mapping"),
+        (b"# only a comment\n", "is empty; a configuration is a mapping"),
+        (b"- a\n- b\n", ":1 must be a mapping of sections, got a list"),
+        (b"\nword\n", ":2 must be a mapping of sections, got 'word'"),
+        (b"run:\n\tname: x\n", ":2 is not valid YAML: found character '\\t'"),
+        (b"run: {a: 1\n", ":2 is not valid YAML: expected ',' or '}'"),
+        (b"run: 1\n---\nrun: 2\n", ":2 is not valid YAML: but found another document"),
+        (b"run: 1\n# \xff\n", ":2 is not UTF-8 text: byte 0xff"),
+        (b"run: \x00\n", "is not valid YAML"),
+        (b"run: {}\nrun: {}\n", ":2 run: key occurs twice, first on line 1"),
+        (b"a: &x {b: 1}\nc:\n  <<: *x\n", ":3 c: merge keys (<<) are not read"),
+        (b"run: {seed: !!python/name:os.system x}\n", ":1 run.seed: tag "),
+        (b"run: &r\n  seed: *r\n", ":2 run.seed: refers to itself"),
+        (b"run: {1: 2}\n", ":1 run: a key must be text, got 1"),
+        (b"run:\nmodel: 3\n", ":1 run: must be a section with keys of its own, got None"),
+    ],
+)
+def test_broken_files_give_clear_lines(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    assert any(line.startswith(str(path)) and expected in line for line in problems([str(path)]))
+
+
+def test_a_missing_file_suggests_its_neighbour(base: str) -> None:
+    (line,) = problems([base.replace("base", "bace")])
+    assert line.endswith("no such file; did you mean 'base.yaml'?")
+    (line,) = problems([str(Path(base).parent)])
+    assert line.endswith("is a directory; name a YAML file")
+
+
+def test_a_removed_key_gives_its_advice_alone(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loader.REMOVED_KEYS, "replay.pause", "set replay.max_staleness: 0")
+    (line,) = problems([base], ["replay.pause=true"])
+    assert line == "override replay.pause=true: was removed; set replay.max_staleness: 0"
+
+
+def test_resolved_yaml_loads_again_unchanged(base: str, tmp_path: Path) -> None:
+    overrides = ["run.name='1e5'", "learner.learning_rate=1e-6", "data.system_prompt='yes: \"é\"'"]
+    config = load([base], overrides)
+    text = resolved_yaml(config)
+    assert text.startswith("# git: ")
+    assert "# python: 3." in text
+    assert load([write(tmp_path, text)], []) == config
+
+
+def test_derived_numbers_follow_from_the_sections(base: str) -> None:
+    config = load([base], ["replay.max_staleness=3", "replay.groups_per_step=4"])
+    numbers = dict(derived(config))
+    assert numbers["replay capacity"].startswith("16 groups")
+    assert numbers["episodes per step"].startswith("32 ")
+    assert numbers["tokens per step"].startswith("16,384 at most")
+    assert worst_staleness(config) == 4
+    synchronous = load([base], ["replay.max_staleness=0"])
+    assert worst_staleness(synchronous) == 0
+    assert isinstance(config, RunConfig)
