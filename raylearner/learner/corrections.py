@@ -272,6 +272,23 @@ def combine_corrections(
     return Correction(weights=select(weights, keep), keep=keep, metrics=metrics)
 
 
+def opsm_rows(
+    log_ratio: Tensor,  # [T] current (or proximal) - behavior
+    advantages: Tensor,  # [R]
+    mask: Tensor,  # [T] bool
+    rows: Rows,
+    *,
+    threshold: float = 0.5,
+) -> Tensor:
+    """Keep a row if its advantage is >= 0 or its mean of behavior - policy <= `threshold`: `[R]`.
+
+    Nats per token. TRL suggests 0.5 against the current policy; slime takes 1e-4 against the
+    proximal one. A row without a trained token has not drifted.
+    """
+    drift = rows.mean(-log_ratio.detach(), mask)
+    return (advantages >= 0) | (drift <= threshold)
+
+
 def opsm_mask(
     log_ratio: Tensor,  # [T] current (or proximal) - behavior
     advantages: Tensor,  # [T]
@@ -282,11 +299,10 @@ def opsm_mask(
 ) -> Correction:
     """Off-policy sequence mask of DeepSeek-V3.2 (2512.02556, eq. 9): drop stale negative rows.
 
-    A row is kept if its advantage is >= 0 or its mean of behavior - policy is <= `threshold` nats.
-    TRL suggests 0.5 against the current policy; slime takes 1e-4 against the proximal one.
+    The tokens of every row that `opsm_rows` keeps, by the mean advantage of the row.
     """
-    drift = rows.mean(-select(log_ratio.detach(), mask), mask)  # [R]
-    keep = mask & ((advantages >= 0) | rows.spread(drift <= threshold))
+    kept = opsm_rows(log_ratio, rows.mean(advantages, mask), mask, rows, threshold=threshold)
+    keep = mask & rows.spread(kept)
     metrics = _rejected(keep, mask, rows, prefix="opsm")
     return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics=metrics)
 

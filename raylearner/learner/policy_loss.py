@@ -109,11 +109,15 @@ def row_weights(inputs: LossInputs, *, kind: Literal["mean", "geometric"]) -> Te
 
 
 def kl_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
-    """KL(proximal || current) from `log_ratio = current - proximal [T]`: k1, k3 and |k1| means."""
-    log_ratio = clamp_log_ratio(log_ratio.detach())
+    """KL(proximal || current) from `log_ratio = current - proximal [T]`: k1, k3 and |k1| means.
+
+    Only k3, which has an `exp`, clamps what it is given.
+    """
+    log_ratio = log_ratio.detach()
+    bounded = clamp_log_ratio(log_ratio)
     return {
         "approx_kl": Mean.of(-log_ratio, mask),
-        "approx_kl_k3": Mean.of(log_ratio.exp() - 1 - log_ratio, mask),
+        "approx_kl_k3": Mean.of(bounded.exp() - 1 - bounded, mask),
         "approx_kl_abs": Mean.of(log_ratio.abs(), mask),
     }
 

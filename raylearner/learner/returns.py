@@ -56,7 +56,8 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, rows: Rows, *, gamma: float = 1
 
     A token off the mask holds the return of what follows it in its row.
     """
-    factors = torch.where(mask, gamma, 1.0).double() * _continues(rows.index)
+    factors = _continues(rows.index)
+    factors = torch.where(mask, gamma * factors, factors)
     return reverse_scan(select(rewards, mask).double(), factors).to(rewards.dtype)
 
 
@@ -69,10 +70,10 @@ def reinforce_plus_plus(
 ) -> tuple[Tensor, Tensor]:
     """Discounted returns whitened over all trained tokens of the batch (2501.03262, section 3).
 
-    Returns `(advantages [T], returns [T])`; advantages are 0 off the mask.
+    Returns `(advantages [T], returns [T])`, both 0 off the mask.
     """
     returns = rewards_to_go(rewards, mask, rows, gamma=gamma)
-    return select(whiten(returns, mask), mask), returns
+    return select(whiten(returns, mask), mask), select(returns, mask)
 
 
 def remax(
@@ -80,13 +81,17 @@ def remax(
     baselines: Tensor,  # [R]
     mask: Tensor,  # [T] bool
     rows: Rows,
+    *,
+    off_mask: Literal["zero", "return"] = "zero",
 ) -> tuple[Tensor, Tensor]:
     """Return minus the reward of a greedy rollout of the same prompt (2310.10505, eq. 6).
 
-    Returns `(advantages [T], returns [T])`; advantages are 0 off the mask.
+    Returns `(advantages [T], returns [T])`. Off the mask a return is that of what follows in the
+    row, and an advantage is 0 or, with `off_mask="return"` as in verl, the same.
     """
     returns = rewards_to_go(rewards, mask, rows)
-    return select(returns - rows.spread(baselines), mask), returns
+    elsewhere = returns if off_mask == "return" else torch.zeros_like(returns)
+    return torch.where(mask, returns - rows.spread(baselines), elsewhere), returns
 
 
 def gae(

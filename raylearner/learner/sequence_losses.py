@@ -192,8 +192,8 @@ def vespo_weights(
         total = total + rows.sum(weights.detach().log().clamp(floor, LOG_RATIO_LIMIT), mask)
     log_ratio_of_row = total.clamp(floor, LOG_RATIO_LIMIT)
     is_positive = advantages >= 0
-    k = torch.where(is_positive, k_positive, k_negative)
-    lam = torch.where(is_positive, lambda_positive, lambda_negative)
+    k = torch.full_like(total, k_negative).masked_fill(is_positive, k_positive)
+    lam = torch.full_like(total, lambda_negative).masked_fill(is_positive, lambda_positive)
     return (lam + k * log_ratio_of_row - lam * log_ratio_of_row.exp()).exp()
 
 

@@ -97,7 +97,12 @@ def decoupled_ppo(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    return replace(output, metrics={**output.metrics, **correction.metrics})
+    reported = ("mean", "max", "ess", "rejected_fraction")
+    metrics: Metrics = {
+        f"behavior_weight/{name}": correction.metrics[f"importance_weight/{name}"]
+        for name in reported
+    }
+    return replace(output, metrics={**output.metrics, **metrics})
 
 
 def cispo(inputs: LossInputs, *, ratio_min: float = 0.0, ratio_max: float = 5.0) -> LossOutput:
@@ -130,7 +135,7 @@ def sapo(
     """
     inputs = inputs.selected()
     log_ratio = clamp_log_ratio(inputs.logprobs - inputs.proximal_logprobs)
-    tau = torch.where(inputs.advantages > 0, tau_positive, tau_negative)
+    tau = torch.full_like(log_ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
     values = weigh(-gate * inputs.advantages, inputs.weights)
     return LossOutput(values=values, level="token", metrics=kl_metrics(log_ratio, inputs.mask))
