@@ -118,7 +118,6 @@ class Controller:
         self._training = training
         self._evaluator = Evaluator(config.evaluation, held_out) if held_out else None
         self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
-        self._started_at = time.monotonic()
         self._should_stop = False
         self._is_closed = False
         self._num_learner_restarts = 0
@@ -289,16 +288,14 @@ class Controller:
         metrics |= take.metrics | output.metrics | dict(self._publisher.metrics)
         metrics |= {
             "policy_version": float(output.policy_version),
-            "time_s": time.monotonic() - self._started_at,
-            "learner/wait_s": wait_s,
+            "rollout/restarts": float(self._fleet.num_restarts),
+            "buffer/wait_s": wait_s,
             "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - since),
         }
         self._recorder.spans([*spans, *self._tracer.drain()])
         self._recorder.step(self.step, metrics)
-        every = self._config.observability.trajectories_every_steps
-        if every and self.step % every == 0:
-            trajectories = [t for group in take.groups for t in group.trajectories]
-            await asyncio.to_thread(self._recorder.trajectories, self.step, trajectories)
+        trajectories = [t for group in take.groups for t in group.trajectories]
+        await asyncio.to_thread(self._recorder.trajectories, self.step, trajectories)
 
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
@@ -407,7 +404,11 @@ class Controller:
         self._num_learner_restarts += 1
         latest = checkpoint.latest(self._folder / "checkpoints")
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
-            why = "no checkpoint exists yet" if latest is None else "run.max_learner_restarts is used up"
+            why = (
+                "no checkpoint exists yet"
+                if latest is None
+                else "run.max_learner_restarts is used up"
+            )
             raise LearnerDied(f"the learner died at step {self.step} and {why}: {error}") from error
         logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
         assert self._fleet is not None, "start comes first"
@@ -418,5 +419,3 @@ class Controller:
         await self._fleet.abort()
         self._make_publisher()
         await self._publish()
-
-

@@ -13,6 +13,7 @@ from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import RolloutActivity
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
 from raylearner.errors import ConfigError, EngineError, RaylearnerError
+from raylearner.observability.spans import Span
 from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ def connect(config: ClusterSection) -> None:
     Raises `ConfigError` when the cluster cannot be reached.
     """
     address = os.environ.get("RAY_ADDRESS") or config.address
-    common: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
+    # What actors print stays in Ray's log files; what matters of it comes back as errors and metrics.
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if address:
         try:
             ray.init(address=address, **common)
@@ -67,6 +70,7 @@ def check_supply(config: RunConfig) -> None:
     if problems:
         raise ConfigError("\n".join([*problems, "nothing was started."]))
 
+
 EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
 
 
@@ -102,7 +106,7 @@ class RolloutFleet:
         self._on_loss = on_loss
         self._on_join = on_join
         self._num_started = 0
-        self._num_restarts = 0
+        self.num_restarts = 0
         self._is_stopping = False
         self.actors: dict[str, Any] = {}
 
@@ -139,14 +143,16 @@ class RolloutFleet:
         """The evaluate calls of the actors alive now."""
 
         def call(actor: Any) -> EvaluateCall:
-            async def evaluate(prompts: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
+            async def evaluate(
+                prompts: list[Prompt], sampling: SamplingSection
+            ) -> list[Trajectory]:
                 return await actor.evaluate.remote(prompts, sampling)
 
             return evaluate
 
         return {actor_id: call(actor) for actor_id, actor in self.actors.items()}
 
-    async def drain(self) -> tuple[list[RolloutActivity], list[dict[str, object]]]:
+    async def drain(self) -> tuple[list[RolloutActivity], list[Span]]:
         """Activity and spans of every living actor since the last call."""
         reports = await asyncio.gather(
             *(_answer(actor.drain.remote()) for actor in self.actors.values()),
@@ -215,10 +221,10 @@ class RolloutFleet:
         await self._replace(actor_id, cause)
 
     async def _replace(self, actor_id: str, cause: BaseException) -> None:
-        self._num_restarts += 1
+        self.num_restarts += 1
         ray.kill(self.actors.pop(actor_id))
         await self._on_loss(actor_id)
-        if self._num_restarts > self._config.max_restarts:
+        if self.num_restarts > self._config.max_restarts:
             raise RaylearnerError(
                 f"{actor_id} died and actors.max_restarts={self._config.max_restarts} is used up;"
                 f" last cause: {cause}"

@@ -12,7 +12,7 @@ from raylearner.actors.outbox import Outbox
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.config import schema
 from raylearner.environments.catalogue import make_environment
-from raylearner.observability.spans import Tracer
+from raylearner.observability.spans import Span, Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import (
@@ -107,10 +107,13 @@ class RolloutActor:
         assert self._worker is not None, "start comes first"
         try:
             with self._tracer.span("receive", version=update.policy_version):
-                return await self._engine.receive(update)
+                receipt = await self._engine.receive(update)
         except BaseException:
             self._worker.halt()
             raise
+        if self._replay is not None:
+            await self._replay.advance_engine.remote(self._actor_id, receipt.policy_version)
+        return receipt
 
     async def evaluate(
         self, prompts: Sequence[Prompt], section: schema.SamplingSection
@@ -119,7 +122,7 @@ class RolloutActor:
         with self._tracer.span("evaluate"):
             return await self._worker.evaluate(prompts, sampling_from(section, self._renderer))
 
-    async def drain(self) -> tuple[RolloutActivity, list[dict[str, object]]]:
+    async def drain(self) -> tuple[RolloutActivity, list[Span]]:
         """Activity and spans since the last call."""
         assert self._worker is not None, "start comes first"
         return self._worker.drain_activity(), self._tracer.drain()

@@ -35,7 +35,7 @@ class EpisodeTable:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "EpisodeTable":
-        rewards, groups = torch.from_numpy(batch.rewards), torch.from_numpy(batch.groups)
+        rewards, groups = torch.tensor(batch.rewards), torch.tensor(batch.groups)
         if section.kind == "rloo":
             values = advantages.rloo(rewards, groups)
         else:
@@ -44,7 +44,7 @@ class EpisodeTable:
             )
         return cls(
             advantages=values.to(device, dtype),
-            num_tokens=torch.from_numpy(batch.num_episode_tokens).to(device),
+            num_tokens=torch.tensor(batch.num_episode_tokens).to(device),
         )
 
 

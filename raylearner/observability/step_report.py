@@ -1,11 +1,12 @@
 """The rollout half of a step's metrics, from the groups taken and what the actors report."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from raylearner.types import StopReason, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 
 class Activity(Protocol):
@@ -30,36 +31,56 @@ def step_metrics(
 ) -> dict[str, float]:
     """`rollout/*` of one step: rewards and turns of what was taken, speed of the actors."""
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    metrics = {
-        "rollout/turns/mean": _mean([len(t.turns) for t in trajectories]),
+    metrics = _extremes("rollout/turns", [len(t.turns) for t in trajectories])
+    metrics |= _extremes(
+        "rollout/response_tokens",
+        [t.num_tokens - int(np.argmax(t.loss_mask)) for t in trajectories if t.loss_mask.any()],
+    )
+    metrics |= _extremes(
+        "rollout/episode_s", [t.finished_at_s - t.started_at_s for t in trajectories]
+    )
+    metrics |= {
         "rollout/sampled_tokens/mean": _mean([t.num_sampled_tokens for t in trajectories]),
-        "rollout/truncated_fraction": _mean(
-            [t.stop_reason is StopReason.MAX_TOKENS for t in trajectories]
+        "rollout/tool_calls/mean": _mean(
+            [sum(turn.tool is not None for turn in t.turns) for t in trajectories]
         ),
-        "rollout/invalid_action_fraction": _mean(
-            [not turn.is_valid for t in trajectories for turn in t.turns]
+        "rollout/invalid_actions/mean": _mean(
+            [sum(not turn.is_valid for turn in t.turns) for t in trajectories]
         ),
-        "rollout/finish_fraction": _mean(
-            [t.stop_reason is StopReason.ANSWER for t in trajectories]
+        "rollout/multi_version_fraction": _mean(
+            [t.min_policy_version < t.max_policy_version for t in trajectories]
         ),
-        "rollout/episode_s/mean": _mean([t.finished_at_s - t.started_at_s for t in trajectories]),
     }
+    for reason, count in Counter(t.stop_reason for t in trajectories).items():
+        metrics[f"rollout/stop/{reason}"] = count / len(trajectories)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
-        metrics["rollout/reward/mean"] = _mean(rewards)
+        metrics |= _extremes("rollout/reward", rewards)
+        metrics["rollout/reward/min"] = min(rewards)
         metrics["rollout/reward/std"] = float(np.std(rewards))
     for name in sorted({name for t in trajectories for name in t.rewards}):
-        parts = [p for t in trajectories if (p := t.rewards.get(name)) is not None]
+        parts = [part for t in trajectories if (part := t.rewards.get(name)) is not None]
         if parts:
             metrics[f"rollout/reward/{name}/mean"] = _mean(parts)
+    return metrics | _speed(activities)
+
+
+def _speed(activities: Sequence[Activity]) -> dict[str, float]:
+    """Rates over all actors; nothing when none of them answered."""
     wall_s = max((a.wall_s for a in activities), default=0.0)
-    if wall_s > 0:
-        metrics["rollout/tokens_per_s"] = sum(a.num_sampled_tokens for a in activities) / wall_s
-        metrics["rollout/episodes_per_s"] = sum(a.num_episodes for a in activities) / wall_s
-        metrics["rollout/idle_fraction"] = _mean([a.idle_s / a.wall_s for a in activities])
-    metrics["rollout/running"] = float(sum(a.num_running for a in activities))
-    metrics["rollout/aborted"] = float(sum(a.num_aborted for a in activities))
-    return metrics
+    if wall_s <= 0:
+        return {}
+    return {
+        "rollout/tokens_per_s": sum(a.num_sampled_tokens for a in activities) / wall_s,
+        "rollout/episodes_per_s": sum(a.num_episodes for a in activities) / wall_s,
+        "rollout/idle_fraction": _mean([a.idle_s / max(a.wall_s, 1e-9) for a in activities]),
+    }
+
+
+def _extremes(key: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{key}/mean": _mean(values), f"{key}/max": float(max(values))}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -75,6 +75,11 @@ class Ledger:
     def why_lagging(self, engine_version: PolicyVersion) -> str | None:
         """Why an engine at `engine_version` gets no claim at all."""
         lag = self.policy_version - engine_version
+        if lag < 0:
+            return (
+                f"its engine is at version {engine_version}, ahead of the learner's "
+                f"{self.policy_version}: a rollback has not reached it yet"
+            )
         if lag <= self.config.max_staleness:
             return None
         return (

@@ -30,6 +30,7 @@ class ReplayActor:
         self._buffer = ReplayBuffer(config, prompts, seed, clock=time.monotonic)
         self._changed = asyncio.Event()
         self._num_deaths: Counter[str] = Counter()
+        self._engine_versions: dict[str, int] = {}
 
     async def claim(
         self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float
@@ -44,10 +45,16 @@ class ReplayActor:
             if self._num_deaths[actor_id] != num_deaths:
                 version = self._buffer.policy_version
                 return ClaimReply(claims=[], cancelled=[], policy_version=version)
-            reply = self._buffer.claim(actor_id, engine_version, max_claims)
+            version = max(engine_version, self._engine_versions.get(actor_id, 0))
+            reply = self._buffer.claim(actor_id, version, max_claims)
             if reply.claims or reply.cancelled or time.monotonic() >= deadline_s:
                 return reply
             await self._wait(deadline_s)
+
+    async def advance_engine(self, actor_id: str, engine_version: int) -> None:
+        """Weights landed at `actor_id`: its claim that waits goes on with the new version."""
+        self._engine_versions[actor_id] = engine_version
+        self._wake()
 
     async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
         """What became of each episode; see `ReplayBuffer.put`."""
@@ -107,6 +114,7 @@ class ReplayActor:
 
     async def load(self, folder: str) -> None:
         """Takes over a saved state; what runs is void."""
+        self._engine_versions.clear()
         state = await asyncio.to_thread(snapshot.read, Path(folder))
         snapshot.restore(self._buffer, *state)
         self._wake()
