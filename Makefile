@@ -1,0 +1,44 @@
+# Everything runs in .venv; `make test VENV=path` uses another environment.
+VENV ?= .venv
+PYTHON = $(VENV)/bin/python
+PYTEST = $(PYTHON) -m pytest
+SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
+PARTS = $(wildcard tests/unit tests/ray tests/vllm)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup fmt fmt-check lint types test test-unit test-ray test-gpu check
+
+help: ## Show these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make the environment, developers' tools included
+	@$(SETUP) dev
+
+fmt: ## Format and mend what ruff can mend
+	$(PYTHON) -m ruff check --fix . && $(PYTHON) -m ruff format .
+
+fmt-check:
+	$(PYTHON) -m ruff format --check .
+
+lint: ## Lint
+	$(PYTHON) -m ruff check .
+
+types: ## Check types, strictly where pyproject.toml says so
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+test: ## Set up, then run all tests that need no GPU: unit, Ray and vLLM, one process each
+	@$(SETUP)
+	@failed=; for part in $(PARTS); do \
+	  echo "== $$part"; $(PYTEST) $$part || failed="$$failed $$part"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+test-unit: ## Run the unit tests alone: no Ray, no engine, under a minute
+	$(PYTEST) tests/unit
+
+test-ray: ## Run the tests that start a local Ray
+	$(PYTEST) tests/ray
+
+test-gpu: ## Run the tests that need GPUs
+	$(PYTEST) tests -m "gpu or multi_gpu"
+
+check: setup fmt-check lint types test ## All that must pass before a commit is pushed

@@ -1,0 +1,202 @@
+"""The command line: exit codes, one clear line each, and a quick start."""
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import raylearner
+from raylearner import cli
+from raylearner.config.report import resolved_yaml
+from raylearner.config.schema import RunConfig
+from raylearner.errors import ConfigError, LearnerError, RunStopped
+
+CONFIG = """\
+model: {kind: tiny}
+data: {train: {kind: calculator}}
+environment: {kind: single_turn}
+actors: {engine: {kind: vllm, max_model_tokens: 512}}
+learner: {compute_dtype: float32}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(CONFIG)
+    return "config.yaml"
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A controller whose `run` is set by the test; the real one needs Ray."""
+    module = types.ModuleType("raylearner.controller")
+    monkeypatch.setitem(sys.modules, "raylearner.controller", module)
+    monkeypatch.setattr(raylearner, "controller", module, raising=False)
+    return module
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def run(config: RunConfig, *, resume: Path | None) -> None:
+        raise error
+
+    return run
+
+
+def test_check_prints_derived_numbers_and_exits_0(config_file: str) -> None:
+    result = invoke("check", config_file, "actors.num_actors=3")
+    assert result.exit_code == 0
+    assert "rollout actors" in result.stdout
+    assert "3 x 1 CPUs" in result.stdout
+    assert "worst staleness" in result.stdout
+
+
+def test_check_prints_notes(config_file: str) -> None:
+    result = invoke("check", config_file, "learner.compute_dtype=bfloat16")
+    assert "note: learner.compute_dtype" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_bad_input_exits_2_with_the_report_and_no_traceback(command: str, config_file: str) -> None:
+    result = invoke(command, config_file, "run.sed=1")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "override  run.sed=1: unknown key; did you mean 'seed'?",
+        "1 problem; nothing was started.",
+    ]
+
+
+def test_without_a_file_it_says_so(config_file: str) -> None:
+    result = invoke("check")
+    assert result.exit_code == 2
+    assert "names no configuration file" in result.stderr
+
+
+def test_a_file_whose_name_has_an_equals_sign_is_a_file(config_file: str) -> None:
+    Path("a=b.yaml").write_text("actors: {num_actors: 5}")
+    result = invoke("check", config_file, "a=b.yaml")
+    assert "5 x 1 CPUs" in result.stdout
+
+
+def test_train_gives_the_controller_a_config_with_its_run_directory(
+    config_file: str, controller: types.ModuleType
+) -> None:
+    seen: list[tuple[RunConfig, Path | None]] = []
+    controller.run = lambda config, *, resume: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
+    assert invoke("train", config_file, "run.name=x").exit_code == 0
+    ((config, resume),) = seen
+    assert resume is None
+    assert config.run.dir is not None
+    assert config.run.dir.startswith("runs/x-")
+
+
+def test_train_refuses_a_run_directory_that_exists(
+    config_file: str, controller: types.ModuleType
+) -> None:
+    Path("old").mkdir()
+    result = invoke("train", config_file, "run.dir=old")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "run.dir: 'old' exists already; name another, or go on with --resume old\n"
+    )
+
+
+def test_resume_reads_the_run_directory_and_takes_overrides(
+    config_file: str, controller: types.ModuleType
+) -> None:
+    seen: list[tuple[RunConfig, Path | None]] = []
+    controller.run = lambda config, *, resume: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
+    from raylearner.config.loader import load
+
+    Path("old").mkdir()
+    saved = load([config_file], ["run.dir=elsewhere", "run.seed=7"])
+    Path("old/config.yaml").write_text(resolved_yaml(saved))
+    assert invoke("train", "--resume", "old", "run.num_steps=9").exit_code == 0
+    ((config, resume),) = seen
+    assert resume == Path("old")
+    assert (config.run.dir, config.run.seed, config.run.num_steps) == ("old", 7, 9)
+
+
+def test_resume_refuses_what_is_no_run_directory(config_file: str) -> None:
+    result = invoke("train", "--resume", "nowhere")
+    assert result.exit_code == 2
+    assert "--resume nowhere: not a run directory, it has no config.yaml" in result.stderr
+
+
+class RayTaskError(LearnerError):
+    """As Ray raises it: also of the cause's class, with a remote trace as its text."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("remote trace of many lines")
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("data.train.path: row 3 has no prompt"), 2, "data.train.path: row 3"),
+        (LearnerError("loss is NaN"), 1, "the run failed: loss is NaN"),
+        (ExceptionGroup("tasks", [LearnerError("a"), LearnerError("a")]), 1, "the run failed: a"),
+        (RayTaskError(LearnerError("rank 1 ran out of memory")), 1, "rank 1 ran out of memory"),
+        (RunStopped("stopped at step 3"), 143, "stopped at step 3"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_ends_a_run_becomes_one_line_and_an_exit_code(
+    config_file: str, controller: types.ModuleType, error: BaseException, code: int, said: str
+) -> None:
+    controller.run = raising(error)  # pyright: ignore[reportAttributeAccessIssue]
+    result = invoke("train", config_file)
+    assert result.exit_code == code
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_our_own_bugs_show_their_trace(config_file: str, controller: types.ModuleType) -> None:
+    controller.run = raising(ZeroDivisionError("bug"))  # pyright: ignore[reportAttributeAccessIssue]
+    result = invoke("train", config_file)
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1] == "failed: ZeroDivisionError: bug"
+
+
+def test_check_and_help_load_neither_torch_nor_ray_nor_vllm(config_file: str) -> None:
+    code = (
+        "import sys\n"
+        "from raylearner.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    for arguments in (["check", config_file], ["--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_module_runs_as_a_program(config_file: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "raylearner", "check", config_file, "replay.group_size=x"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("override  replay.group_size=x: must be a whole number, got 'x'")

@@ -1,0 +1,236 @@
+"""The recorder: what a run directory holds, also after a crash and after a rollback."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from raylearner.config.schema import ObservabilitySection
+from raylearner.observability import logs
+from raylearner.observability.display import Display, step_line
+from raylearner.observability.jsonl import JsonlFile, dumps
+from raylearner.observability.recorder import Recorder
+from raylearner.observability.spans import Tracer
+from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
+
+NO_EXTRAS = ObservabilitySection(tensorboard=False, trace=False)
+
+
+@pytest.fixture(autouse=True)
+def info_lines(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.INFO, logger="raylearner"):
+        yield
+
+
+def open_recorder(folder: Path, config: ObservabilitySection = NO_EXTRAS) -> Recorder:
+    return Recorder(folder / "run", config, num_steps=10)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def make_trajectory(**changes: Any) -> Trajectory:
+    turn = Turn(
+        start=2,
+        end=4,
+        reply_end=5,
+        text="<calc>1+1</calc>",
+        reply="2",
+        stop_reason=CompletionStop.STOP_STRING,
+        min_policy_version=3,
+        max_policy_version=4,
+        tool="calculator",
+    )
+    values: dict[str, Any] = {
+        "group_id": 7,
+        "sample_index": 1,
+        "attempt": 0,
+        "prompt_id": "p",
+        "prompt_text": "1+1?",
+        "answer": "2",
+        "token_ids": np.array([5, 6, 7, 8, 9], np.int32),
+        "loss_mask": np.array([0, 0, 1, 1, 0], np.bool_),
+        "train_mask": np.array([0, 0, 0, 1, 0], np.bool_),
+        "behavior_logprobs": np.array([np.nan, np.nan, -0.1, -1e-7, np.nan], np.float32),
+        "policy_versions": np.array([-1, -1, 3, 4, -1], np.int32),
+        "claim_policy_version": 3,
+        "turns": (turn,),
+        "reward": 1.0,
+        "rewards": {"exact_answer": 1.0, "format": None},
+        "stop_reason": StopReason.ANSWER,
+        "metrics": {"x": math.nan},
+    }
+    return Trajectory(**values | changes)
+
+
+def test_steps_become_json_lines_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    with open_recorder(tmp_path) as recorder:
+        recorder.step(1, {"policy_version": 1.0, "learner/loss": math.nan, "a/b": math.inf})
+        recorder.step(2, {"policy_version": 2.0, "learner/loss": np.float32(0.5)})
+    first, second = rows(tmp_path / "run" / "metrics.jsonl")
+    assert (first["step"], first["policy_version"]) == (1, 1)
+    assert (first["learner/loss"], first["a/b"]) == (None, None)
+    assert first["observability/non_finite"] == 2
+    assert second["learner/loss"] == 0.5
+    assert second["observability/non_finite"] == 0
+    assert second["time_s"] >= first["time_s"] >= 0
+
+
+def test_a_rewind_forgets_later_steps_everywhere_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    with open_recorder(tmp_path) as recorder:
+        for step in range(1, 6):
+            recorder.step(step, {"policy_version": step})
+            recorder.trajectories(step, [make_trajectory()])
+        for step in (0, 5):
+            recorder.evaluation({"step": step, "policy_version": step, "reward/mean": 0.5})
+    with open_recorder(tmp_path) as recorder:
+        recorder.rewind(3)
+        recorder.step(4, {"policy_version": 4, "again": 1.0})
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert rows(run / "metrics.jsonl")[-1]["again"] == 1.0
+    assert [row["step"] for row in rows(run / "eval.jsonl")] == [0]
+    files = [path.name for path in sorted((run / "trajectories").iterdir())]
+    assert files == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
+    assert "back to step 3: dropped 2 later rows" in caplog.text
+    assert "back to step 3" in (run / "log.txt").read_text()
+
+
+def test_time_goes_on_from_the_last_row_after_a_resume(tmp_path: Path) -> None:
+    with open_recorder(tmp_path) as recorder:
+        recorder.step(1, {"policy_version": 1, "time_s": 500.0})
+        recorder.step(2, {"policy_version": 2, "time_s": 900.0})
+    with open_recorder(tmp_path) as recorder:
+        recorder.rewind(1)
+        recorder.step(2, {"policy_version": 2})
+    assert 500 <= rows(tmp_path / "run" / "metrics.jsonl")[-1]["time_s"] < 600
+
+
+def test_a_line_torn_by_a_crash_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    file = JsonlFile(path)
+    file.write({"step": 2})
+    file.close()
+    assert rows(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_dumps_cleans_nested_values_and_numpy_scalars() -> None:
+    value = {"a": [math.nan, {"b": -math.inf}], "c": np.int64(3), "d": (np.float32(0.5),)}
+    assert json.loads(dumps(value)) == {"a": [None, {"b": None}], "c": 3, "d": [0.5]}
+
+
+def test_a_transcript_has_equal_arrays_and_marks_what_was_not_sampled(tmp_path: Path) -> None:
+    with open_recorder(tmp_path) as recorder:
+        recorder.trajectories(12, [make_trajectory()], advantages=[0.25])
+    (row,) = rows(tmp_path / "run" / "trajectories" / "step_000012.jsonl")
+    arrays = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
+    assert {len(row[name]) for name in arrays} == {5}
+    assert row["policy_versions"] == [-1, -1, 3, 4, -1]
+    assert [value is None for value in row["behavior_logprobs"]] == [True, True, False, False, True]
+    assert [np.float32(x) for x in row["behavior_logprobs"][2:4]] == [
+        np.float32(-0.1),
+        np.float32(-1e-7),
+    ]
+    assert (row["prompt_id"], row["group_id"], row["sample_index"]) == ("p", 7, 1)
+    assert (row["reward"], row["stop_reason"], row["advantage"]) == (1.0, "answer", 0.25)
+    assert row["rewards"] == {"exact_answer": 1.0, "format": None}
+    assert (row["prompt"], row["text"], row["answer"]) == ("1+1?", "<calc>1+1</calc>2", "2")
+    assert row["turns"][0]["tool"] == "calculator"
+    assert row["metrics"] == {"x": None}
+
+
+def test_trajectories_are_written_every_k_steps(tmp_path: Path) -> None:
+    for every, expected in ((2, 2), (0, 0)):
+        config = NO_EXTRAS.model_copy(update={"trajectories_every_steps": every})
+        with Recorder(tmp_path / str(every), config, num_steps=5) as recorder:
+            for step in range(1, 6):
+                recorder.trajectories(step, [make_trajectory()])
+        assert len(list((tmp_path / str(every)).glob("trajectories/*.jsonl"))) == expected
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    config = ObservabilitySection(trace=False)
+    with open_recorder(tmp_path, config) as recorder:
+        recorder.step(1, {"policy_version": 1, "learner/loss": 0.5})
+        recorder.step(2, {"policy_version": 2, "learner/loss": 0.25})
+        recorder.evaluation({"step": 2, "policy_version": 2, "reward/mean": 0.75})
+        recorder.rewind(1)
+        recorder.step(2, {"policy_version": 2, "learner/loss": 0.125})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("learner/loss")] == [(1, 0.5), (2, 0.125)]
+
+
+def test_stages_and_spans_end_up_in_one_trace(tmp_path: Path) -> None:
+    actor = Tracer("actor-0")
+    with actor.span("episode", group=3):
+        pass
+    config = ObservabilitySection(tensorboard=False)
+    with open_recorder(tmp_path, config) as recorder:
+        with recorder.stage("starting engines"):
+            pass
+        recorder.spans(actor.drain())
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert names == {"starting engines", "episode"}
+    tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert tracks == {"actor-0", "controller"}
+
+
+def test_a_stage_that_fails_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = open_recorder(tmp_path)
+    with pytest.raises(RuntimeError), recorder.stage("starting engines"):
+        raise RuntimeError
+    recorder.close()
+    recorder.close()
+    assert "starting engines ..." in caplog.text
+    assert "starting engines failed after" in caplog.text
+
+
+def test_step_lines_align_whatever_is_missing() -> None:
+    whole = {"step": 3, "policy_version": 3, "rollout/reward/mean": 0.5, "learner/loss": -1e-3}
+    lines = [
+        step_line(whole, num_steps=100),
+        step_line({"step": 100, "policy_version": 99, "learner/loss": math.nan}, num_steps=100),
+    ]
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].startswith("step   3/100  v  3  reward  0.500  loss -1.000e-03")
+
+
+def test_a_terminal_shows_the_running_stage_and_the_progress() -> None:
+    console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    display = Display(num_steps=10, console=console)
+    with display.stage("starting engines"):
+        console.print(display)
+    assert "starting engines  0:00" in console.export_text()
+    display.step({"step": 4, "rollout/reward/mean": 0.5, "rollout/tokens_per_s": 1200.0})
+    display.step({"step": 5, "rollout/reward/mean": 0.5, "rollout/tokens_per_s": 1200.0})
+    console.print(display)
+    display.close()
+    text = console.export_text()
+    for part in ("step 5/10", "reward 0.500", "tokens/s 1,200", "staleness -", "ETA 0:0"):
+        assert part in text
+
+
+def test_setting_up_logs_twice_adds_one_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    logs.set_up()
+    logs.set_up()
+    assert len(root.handlers) == 1
+    assert logging.getLogger("vllm").level == logging.WARNING
