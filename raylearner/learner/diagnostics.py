@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raylearner.learner.advantages import zero_variance
 from raylearner.learner.metric import Correlation, Max, Mean, Metrics, Min, Std, summary
-from raylearner.learner.rows import LOG_RATIO_LIMIT, Rows, select
+from raylearner.learner.rows import LOG_RATIO_LIMIT, Rows, clamp_log_ratio, select
 
 
 def logprob_gap(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Metrics:
@@ -51,12 +51,12 @@ def off_policy(
     log-ratio verl does not clamp. chi2 = E[ratio^2] - 1 per token and per row (product of ratios).
     """
     mask = mask & behavior_logprobs.isfinite()
-    proximal = select(proximal_logprobs.detach(), mask)
-    behavior = select(behavior_logprobs, mask)
+    proximal = select(proximal_logprobs.detach(), mask).double()
+    behavior = select(behavior_logprobs, mask).double()
     log_ratio = proximal - behavior
     bounded = log_ratio.clamp(-k3_log_ratio_limit, k3_log_ratio_limit)
-    row_log_ratio = rows.sum(log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    token_chi2 = (2 * log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp()
+    row_chi2 = (2 * clamp_log_ratio(rows.sum(log_ratio))).exp()  # [R]
+    token_chi2 = (2 * clamp_log_ratio(log_ratio)).exp()
     proximal_mean, behavior_mean = rows.mean(proximal, mask), rows.mean(behavior, mask)  # [R]
     gap = behavior_mean - proximal_mean
     counted = (rows.count(mask) > 0) | count_empty_rows
@@ -69,11 +69,11 @@ def off_policy(
         "perplexity_gap/abs_mean": Mean.of(gap.abs(), counted),
         "perplexity_gap/max": Max.of(gap, counted),
         "perplexity_gap/min": Min.of(gap, counted),
-        "perplexity_gap/ratio": Mean.of(gap.exp(), counted),
+        "perplexity_gap/ratio": Mean.of(clamp_log_ratio(gap).exp(), counted),
         "off_policy_kl": Mean.of(-log_ratio, mask),
         "off_policy_kl_k3": Mean.of(bounded.exp() - bounded - 1, mask),
         "chi2/token": Mean.of(token_chi2, mask, offset=-1.0),
-        "chi2/row": Mean.of((2 * row_log_ratio.double()).exp(), counted, offset=-1.0),
+        "chi2/row": Mean.of(row_chi2, counted, offset=-1.0),
     }
 
 

@@ -5,6 +5,7 @@ Legend: `T` packed tokens, `R` rows (one row is one trajectory segment), nothing
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ class Rows:
     """Rows of this micro-batch; a row may have no token at all."""
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int] | Tensor) -> "Rows":
+    def from_lengths(cls, lengths: Sequence[int] | Tensor) -> Self:
         """Rows laid end to end; `lengths [R]` counts all tokens of each row."""
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        index = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        return cls(index=index, num_rows=len(lengths))
+        counts = torch.as_tensor(lengths, dtype=torch.int64)
+        index = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        return cls(index=index, num_rows=len(counts))
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,150 @@
+"""KL estimators, penalties and controllers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from raylearner.learner import kl
+from raylearner.learner.rows import Rows
+
+POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+REFERENCE = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
+EXACT = float((POLICY * (POLICY / REFERENCE).log()).sum())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_estimators_are_unbiased(kind: Any) -> None:
+    values = kl.kl_estimate(POLICY.log(), REFERENCE.log(), kind=kind)
+    assert float((POLICY * values).sum()) == pytest.approx(EXACT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "formula"),
+    [
+        ("k1", lambda d: d),
+        ("k2", lambda d: d * d / 2),
+        ("abs", abs),
+        ("k3", lambda d: math.exp(-d) - 1 + d),
+    ],
+)
+def test_estimators_are_their_formulas(kind: Any, formula: Any) -> None:
+    difference = torch.tensor([-1.5, -0.1, 0.0, 0.7], dtype=torch.float64)
+    values = kl.kl_estimate(difference, torch.zeros_like(difference), kind=kind)
+    wanted = torch.tensor([formula(d) for d in difference.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(values, wanted)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "abs"])
+def test_straight_through_has_the_gradient_of_k2(kind: Any) -> None:
+    logprobs = POLICY.log().requires_grad_()
+    values = kl.kl_estimate(logprobs, REFERENCE.log(), kind=kind, straight_through=True)
+    plain = kl.kl_estimate(logprobs, REFERENCE.log(), kind=kind)
+    torch.testing.assert_close(values, plain)
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+    torch.testing.assert_close(gradient, (POLICY / REFERENCE).log())
+
+
+def test_straight_through_gradient_is_that_of_the_kl() -> None:
+    logits = torch.tensor([0.3, -0.2, 1.0, 0.0], dtype=torch.float64).requires_grad_()
+    exact = (logits.softmax(0) * (logits.log_softmax(0) - REFERENCE.log())).sum()
+    (wanted,) = torch.autograd.grad(exact, logits)
+    logprobs = logits.log_softmax(0)
+    values = kl.kl_estimate(logprobs, REFERENCE.log(), kind="k3", straight_through=True)
+    (actual,) = torch.autograd.grad((logits.softmax(0).detach() * values).sum(), logits)
+    torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("extreme", [100.0, -100.0])
+@pytest.mark.parametrize("value_limit", [10.0, None])
+def test_extreme_differences_stay_finite(kind: Any, extreme: float, value_limit: Any) -> None:
+    logprobs = torch.tensor([extreme]).requires_grad_()
+    values = kl.kl_estimate(logprobs, torch.zeros(1), kind=kind, value_limit=value_limit)
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+    assert values.isfinite().all()
+    assert gradient.isfinite().all()
+    if kind == "k3" and value_limit is not None:
+        assert values.abs().max() <= value_limit
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    kind: Any = "full"
+    with pytest.raises(ValueError, match="full"):
+        kl.kl_estimate(torch.zeros(1), torch.zeros(1), kind=kind)
+
+
+def test_kl_loss_ignores_masked_tokens_and_may_weigh_by_the_ratio() -> None:
+    logprobs = torch.tensor([-1.0, math.nan, -2.0], dtype=torch.float64).requires_grad_()
+    reference = torch.tensor([-1.5, 0.0, math.inf], dtype=torch.float64)
+    mask = torch.tensor([True, False, False])
+    values, metrics = kl.kl_loss(logprobs, reference, mask, kind="k1")
+    assert values.tolist() == [0.5, 0.0, 0.0]
+    assert metrics["kl"].value() == 0.5
+    proximal = torch.tensor([-1.25, 0.0, 0.0], dtype=torch.float64)
+    weighted, _ = kl.kl_loss(logprobs, reference, mask, kind="k1", proximal_logprobs=proximal)
+    assert weighted[0].item() == pytest.approx(0.5 * math.exp(0.25))
+    (gradient,) = torch.autograd.grad(weighted.sum(), logprobs)
+    torch.testing.assert_close(
+        gradient, torch.tensor([1.5 * math.exp(0.25), 0, 0], dtype=torch.float64)
+    )
+
+
+def test_kl_loss_has_the_gradient_it_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, reference, proximal = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True])
+    for kind in ("k1", "k2", "k3"):
+        assert torch.autograd.gradcheck(
+            lambda x, kind=kind: kl.kl_loss(
+                x, reference, mask, kind=kind, proximal_logprobs=proximal
+            )[0],
+            (logprobs.clone().requires_grad_(),),
+        )
+
+
+def test_kl_in_reward_is_subtracted_on_the_mask() -> None:
+    rows = Rows.from_lengths([3, 1])
+    mask = torch.tensor([True, False, True, False])
+    rewards = torch.tensor([0.0, 7.0, 1.0, 7.0])
+    proximal = torch.tensor([-1.0, math.nan, -1.0, -1.0])
+    reference = torch.tensor([-2.0, -1.0, -4.0, -9.0])
+    found, metrics = kl.kl_in_reward(rewards, proximal, reference, mask, rows, coefficient=0.1)
+    torch.testing.assert_close(found, torch.tensor([-0.1, 7.0, 0.7, 7.0]))
+    assert metrics["reward_kl"].value() == 2.0
+    _, counted = kl.kl_in_reward(
+        rewards, proximal, reference, mask, rows, coefficient=0.1, count_empty_rows=True
+    )
+    assert counted["reward_kl"].value() == 1.0
+
+
+def test_sequence_penalty_sums_over_the_row() -> None:
+    rows = Rows.from_lengths([3, 1])
+    mask = torch.tensor([True, False, True, False])
+    proximal = torch.tensor([-1.0, math.nan, -1.0, -1.0])
+    reference = torch.tensor([-2.0, -1.0, -4.0, -9.0])
+    found = kl.sequence_kl_penalty(proximal, reference, mask, rows, coefficient=0.5)
+    assert found.tolist() == [2.0, 0.0]
+
+
+def test_adaptive_controller_moves_by_a_bounded_step() -> None:
+    controller = kl.AdaptiveController(0.1, target=0.1, horizon=100)
+    controller.update(0.11, 10)
+    assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
+    controller.update(50.0, 10)
+    assert controller.coefficient == pytest.approx(0.101 * 1.02)
+    controller.update(0.0, 10)
+    assert controller.coefficient == pytest.approx(0.101 * 1.02 * 0.98)
+    other = kl.AdaptiveController(9.0)
+    other.load_state_dict(controller.state_dict())
+    assert other.coefficient == controller.coefficient
+    with pytest.raises(ValueError, match="target"):
+        kl.AdaptiveController(0.1, target=0.0)
+
+
+def test_fixed_controller_stays() -> None:
+    controller = kl.FixedController(0.3)
+    controller.update(100.0, 5)
+    assert controller.coefficient == 0.3
+    assert controller.state_dict() == {"coefficient": 0.3}

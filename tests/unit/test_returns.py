@@ -1,0 +1,325 @@
+"""Token-level returns against loops over the trained tokens of each row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raylearner.learner import advantages, returns
+from raylearner.learner.rows import Rows, terminal_rewards
+
+LENGTHS = [9, 0, 14, 1, 6, 4]
+
+
+def make_batch(seed: int = 0) -> tuple[Rows, Tensor, dict[str, Tensor]]:
+    """Rows with holes, an empty one and one that does not train, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = Rows.from_lengths(LENGTHS)
+    mask = torch.rand(rows.num_tokens, generator=generator) < 0.6
+    mask[rows.index == 5] = False
+    names = ("rewards", "values", "log_ratios", "logprobs", "squared_probs")
+    flat = {
+        name: torch.randn(rows.num_tokens, generator=generator, dtype=torch.float64)
+        for name in names
+    }
+    flat["logprobs"] = -flat["logprobs"].abs()
+    flat["squared_probs"] = flat["squared_probs"].abs().clamp(max=1)
+    return rows, mask, flat
+
+
+def trained(rows: Rows, mask: Tensor, row: int) -> list[int]:
+    return torch.nonzero((rows.index == row) & mask).squeeze(1).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(0, 1)), max_size=40))
+def test_reverse_scan_is_the_recurrence(entries: list[tuple[float, float]]) -> None:
+    addends = torch.tensor([a for a, _ in entries], dtype=torch.float64)
+    factors = torch.tensor([f for _, f in entries], dtype=torch.float64)
+    wanted, running = [], 0.0
+    for addend, factor in reversed(entries):
+        running = addend + factor * running
+        wanted.append(running)
+    actual = returns.reverse_scan(addends, factors)
+    torch.testing.assert_close(actual, torch.tensor(wanted[::-1], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("with_bootstrap", [False, True])
+def test_gae_is_the_textbook_recursion_over_trained_tokens(with_bootstrap: bool) -> None:
+    rows, mask, flat = make_batch()
+    gamma, lam = 0.97, 0.9
+    bootstrap = torch.linspace(-1, 1, rows.num_rows, dtype=torch.float64)
+    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
+    for row in range(rows.num_rows):
+        following = float(bootstrap[row]) if with_bootstrap else 0.0
+        running = 0.0
+        for t in reversed(trained(rows, mask, row)):
+            delta = float(flat["rewards"][t]) + gamma * following - float(flat["values"][t])
+            running = delta + gamma * lam * running
+            wanted[t] = running
+            following = float(flat["values"][t])
+    actual, targets = returns.gae(
+        flat["rewards"],
+        flat["values"],
+        mask,
+        rows,
+        gamma=gamma,
+        lam=lam,
+        bootstrap=bootstrap if with_bootstrap else None,
+    )
+    torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(targets, torch.where(mask, wanted + flat["values"], 0.0))
+
+
+def test_gae_normalized_has_mean_zero_and_spread_one_over_the_mask() -> None:
+    rows, mask, flat = make_batch()
+    actual, _ = returns.gae(flat["rewards"], flat["values"], mask, rows, normalize=True)
+    assert actual[mask].mean().item() == pytest.approx(0, abs=1e-9)
+    assert actual[mask].std().item() == pytest.approx(1, abs=1e-6)
+    assert not actual[~mask].any()
+
+
+def test_vtrace_is_the_recursion_of_impala() -> None:
+    rows, mask, flat = make_batch(1)
+    gamma, lam, rho_bar, c_bar = 0.98, 0.9, 1.5, 1.0
+    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
+    targets = wanted.clone()
+    for row in range(rows.num_rows):
+        next_value = next_target = 0.0
+        for t in reversed(trained(rows, mask, row)):
+            ratio = math.exp(float(flat["log_ratios"][t]))
+            reward, value = float(flat["rewards"][t]), float(flat["values"][t])
+            delta = min(ratio, rho_bar) * (reward + gamma * next_value - value)
+            trace = lam * min(ratio, c_bar)
+            target = value + delta + gamma * trace * (next_target - next_value)
+            wanted[t] = min(ratio, rho_bar) * (reward + gamma * next_target - value)
+            targets[t] = target
+            next_value, next_target = value, target
+    actual = returns.vtrace(
+        flat["log_ratios"],
+        flat["rewards"],
+        flat["values"],
+        mask,
+        rows,
+        gamma=gamma,
+        lam=lam,
+        rho_bar=rho_bar,
+        c_bar=c_bar,
+    )
+    torch.testing.assert_close(actual, (wanted, targets))
+
+
+def test_vtrace_on_policy_is_gae_with_lambda_one() -> None:
+    rows, mask, flat = make_batch()
+    zeros = torch.zeros_like(flat["log_ratios"])
+    _, targets = returns.vtrace(zeros, flat["rewards"], flat["values"], mask, rows, gamma=0.99)
+    _, wanted = returns.gae(flat["rewards"], flat["values"], mask, rows, gamma=0.99)
+    torch.testing.assert_close(targets, wanted)
+
+
+def test_vtrace_is_finite_for_extreme_ratios_and_refuses_a_small_rho_bar() -> None:
+    rows, mask, flat = make_batch()
+    for extreme in (100.0, -100.0):
+        found = returns.vtrace(
+            torch.full_like(flat["rewards"], extreme), flat["rewards"], flat["values"], mask, rows
+        )
+        assert all(part.isfinite().all() for part in found)
+    with pytest.raises(ValueError, match="rho_bar"):
+        returns.vtrace(flat["log_ratios"], flat["rewards"], flat["values"], mask, rows, rho_bar=0.5)
+
+
+def test_returns_off_the_mask_never_leak() -> None:
+    rows, mask, flat = make_batch()
+    poisoned = {name: torch.where(mask, values, math.nan) for name, values in flat.items()}
+    for data in (flat, poisoned):
+        data["found"] = returns.gae(data["rewards"], data["values"], mask, rows, lam=0.9)[0]
+        data["traced"] = returns.vtrace(
+            data["log_ratios"], data["rewards"], data["values"], mask, rows
+        )[0]
+        data["plus"] = returns.reinforce_plus_plus(data["rewards"], mask, rows)[0]
+    for name in ("found", "traced", "plus"):
+        torch.testing.assert_close(flat[name], poisoned[name])
+
+
+def test_reinforce_plus_plus_discounts_per_trained_token() -> None:
+    rows, mask, flat = make_batch()
+    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
+    for row in range(rows.num_rows):
+        running = 0.0
+        for t in reversed(trained(rows, mask, row)):
+            running = float(flat["rewards"][t]) + 0.9 * running
+            wanted[t] = running
+    actual, found = returns.reinforce_plus_plus(flat["rewards"], mask, rows, gamma=0.9)
+    torch.testing.assert_close(found, wanted)
+    known = wanted[mask]
+    torch.testing.assert_close(actual[mask], (known - known.mean()) / (known.var() + 1e-8).sqrt())
+
+
+def test_reinforce_plus_plus_with_a_single_token_is_zero() -> None:
+    mask = torch.tensor([False, True])
+    actual, _ = returns.reinforce_plus_plus(torch.ones(2), mask, Rows.from_lengths([2]))
+    assert actual.tolist() == [0.0, 0.0]
+
+
+def test_remax_subtracts_the_greedy_reward_on_trained_tokens_only() -> None:
+    rows = Rows.from_lengths([3, 2])
+    mask = torch.tensor([True, False, True, True, False])
+    rewards = terminal_rewards(torch.tensor([1.0, 2.0]), mask, rows)
+    assert rewards.tolist() == [0, 0, 1, 2, 0]
+    baselines = torch.tensor([0.25, 5.0])
+    actual, found = returns.remax(rewards, baselines, mask, rows)
+    assert actual.tolist() == [0.75, 0, 0.75, -3.0, 0]
+    assert found.tolist() == [1, 1, 1, 2, 0]
+    shown, _ = returns.remax(rewards, baselines, mask, rows, off_mask="return")
+    assert shown.tolist() == [0.75, 1, 0.75, -3.0, 0]
+
+
+def make_turns(rows: Rows) -> Tensor:
+    """A new turn every four tokens of each row."""
+    starts = torch.cat([torch.zeros(1), torch.tensor(LENGTHS).cumsum(0)])[:-1].long()
+    return (torch.arange(rows.num_tokens) - starts[rows.index]) // 4
+
+
+def test_bilevel_gae_is_two_passes_of_loops() -> None:
+    rows, mask, flat = make_batch(3)
+    turns = make_turns(rows)
+    gamma_turn, gamma, lam = 0.9, 0.99, 0.8
+    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
+    for row in range(rows.num_rows):
+        places = trained(rows, mask, row)
+        by_turn = [
+            [t for t in places if int(turns[t]) == turn] for turn in sorted(set(turns.tolist()))
+        ]
+        by_turn = [members for members in by_turn if members]
+        next_value = running = 0.0
+        for members in reversed(by_turn):
+            end = members[-1]
+            reward = float(flat["rewards"][members].sum())
+            value = float(flat["values"][end])
+            running = reward + gamma_turn * next_value - value + gamma_turn * lam * running
+            next_value = value
+            inner, following = 0.0, 0.0
+            for t in reversed(members):
+                token_reward = running + value if t == end else 0.0
+                delta = token_reward + gamma * following - float(flat["values"][t])
+                inner = delta + gamma * lam * inner
+                following = float(flat["values"][t])
+                wanted[t] = inner
+    actual, _ = returns.bilevel_gae(
+        flat["rewards"],
+        flat["values"],
+        mask,
+        rows,
+        turns,
+        gamma_turn=gamma_turn,
+        gamma=gamma,
+        lam=lam,
+    )
+    torch.testing.assert_close(actual, wanted)
+
+
+def test_bilevel_gae_sees_a_turn_without_reward() -> None:
+    rows, mask = Rows.from_lengths([4]), torch.ones(4, dtype=torch.bool)
+    turns, rewards = torch.tensor([0, 0, 1, 1]), torch.tensor([0.0, 0, 0, 1])
+    values = torch.tensor([0.0, 0.5, 0.0, 0.0])
+    actual, _ = returns.bilevel_gae(rewards, values, mask, rows, turns, gamma_turn=1.0)
+    # The first turn's end has reward A_0 + V, with A_0 = 0 + 0 - 0.5 + 1 = 0.5.
+    torch.testing.assert_close(actual, torch.tensor([1.0, 0.5, 1.0, 1.0]))
+
+
+def test_turn_gae_gives_all_tokens_of_a_turn_its_advantage() -> None:
+    rows, mask, flat = make_batch(3)
+    turns = make_turns(rows)
+    actual, _ = returns.turn_gae(flat["rewards"], flat["values"], mask, rows, turns, lam=0.9)
+    ends = returns.turn_ends(mask, rows, turns)
+    for row in range(rows.num_rows):
+        for turn in set(turns.tolist()):
+            members = (rows.index == row) & (turns == turn) & mask
+            if members.any():
+                assert int((ends & members).sum()) == 1
+                assert len(set(actual[members].tolist())) == 1
+    assert not actual[~mask].any()
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_tir_otb_weighs_the_baseline_by_energy(zero_tail: bool) -> None:
+    rows, mask, flat = make_batch(5)
+    groups = torch.tensor([2, 2, 2, 8, 2, 8])
+    energy: dict[int, list[float]] = {}
+    gained: dict[int, list[float]] = {}
+    for row in range(rows.num_rows):
+        places = trained(rows, mask, row)
+        score = 1 - 2 * flat["logprobs"][places].exp() + flat["squared_probs"][places]
+        energy[row] = np.cumsum(score.numpy()).tolist()
+        gained[row] = np.cumsum(flat["rewards"][places].numpy()[::-1])[::-1].tolist()
+    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
+    for row in range(rows.num_rows):
+        mates = [r for r in range(6) if groups[r] == groups[row] and energy[r]]
+        lengths = sorted(len(energy[r]) for r in mates)
+        for slot, t in enumerate(trained(rows, mask, row)):
+            with_slot = [r for r in mates if len(energy[r]) > slot]
+            top = sum(gained[r][slot] * energy[r][slot] for r in with_slot)
+            baseline = top / (sum(energy[r][slot] for r in with_slot) + 1e-8)
+            if zero_tail and slot >= lengths[-2] and len(energy[row]) == lengths[-1]:
+                baseline = 0.0
+            wanted[t] = gained[row][slot] - baseline
+    actual, _ = returns.tir_otb(
+        flat["rewards"],
+        flat["logprobs"],
+        flat["squared_probs"],
+        mask,
+        rows,
+        groups,
+        zero_tail=zero_tail,
+    )
+    torch.testing.assert_close(actual, wanted)
+
+
+def test_otb_group_of_one_is_zero_or_its_return() -> None:
+    rows, mask = Rows.from_lengths([2]), torch.ones(2, dtype=torch.bool)
+    rewards, logprobs = torch.tensor([0.0, 3.0]), torch.tensor([-1.0, -1.0])
+    arguments = (rewards, logprobs, torch.full((2,), 0.5), mask, rows, torch.tensor([4]))
+    assert returns.tir_otb(*arguments)[0].tolist() == [0.0, 0.0]
+    assert returns.tir_otb(*arguments, group_of_one="raw")[0].tolist() == [3.0, 3.0]
+
+
+def test_gigpo_adds_what_the_state_says() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([3, 3])
+    steps = Rows.from_lengths([2, 2])
+    step_rewards = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    anchors = torch.tensor([10, 11, 10, 12])
+    actual = returns.gigpo(rewards, groups, step_rewards, steps, anchors, gamma=0.5)
+    # Both start in state 10 with returns 0.5 and 0; states 11 and 12 were met once each.
+    torch.testing.assert_close(actual, torch.tensor([0.75, 0.5, -0.75, -0.5]))
+    alone = returns.gigpo(rewards, groups, step_rewards, steps, anchors, step_weight=0.0)
+    torch.testing.assert_close(alone, steps.spread(advantages.dr_grpo(rewards, groups)))
+
+
+def test_rows_that_share_nothing_do_not_touch() -> None:
+    rows, mask, flat = make_batch()
+    together = returns.gae(flat["rewards"], flat["values"], mask, rows, gamma=0.9, lam=0.8)[0]
+    for row in range(rows.num_rows):
+        own = rows.index == row
+        alone = returns.gae(
+            flat["rewards"][own],
+            flat["values"][own],
+            mask[own],
+            Rows.from_lengths([LENGTHS[row]]),
+            gamma=0.9,
+            lam=0.8,
+        )[0]
+        torch.testing.assert_close(together[own], alone)
+
+
+def test_long_rows_stay_exact() -> None:
+    rows = Rows.from_lengths([5000, 5000])
+    rewards = torch.zeros(10000)
+    rewards[4999] = 1.0
+    mask = torch.ones(10000, dtype=torch.bool)
+    found = returns.rewards_to_go(rewards, mask, rows, gamma=0.999)
+    assert found[0].item() == pytest.approx(0.999**4999, rel=1e-5)
+    assert not found[5000:].any()
