@@ -1,0 +1,40 @@
+"""One rank of a learner as a process: runs the job in FOLDER and leaves its results there.
+
+    python rank.py FOLDER RANK NUM_RANKS PORT
+
+`job.pkl` holds `config`, `model` and `batches`, per step and rank.
+"""
+
+import pickle
+import sys
+from pathlib import Path
+
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import mesh
+from raylearner.learner.learner import Learner
+
+
+def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
+    job = pickle.loads((folder / "job.pkl").read_bytes())
+    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, port=port)
+    learner = Learner(
+        LearnerSection(**job["config"]),
+        model_path=job["model"],
+        num_steps=10,
+        temperature=0.9,
+        device_mesh=device_mesh,
+    )
+    outputs = [learner.step(step[rank]) for step in job["batches"]]
+    learner.save(folder / "saved")
+    result = {
+        "outputs": outputs,
+        "probe": learner.probe_logprobs([[5, 6, 7], [20, 21, 22, 23]]),
+        "weights": {name: w.numpy().copy() for name, w in learner.named_weights("float64")},
+    }
+    if rank == 0:
+        (folder / "result.pkl").write_bytes(pickle.dumps(result))
+    mesh.disconnect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:5]))

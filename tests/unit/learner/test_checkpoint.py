@@ -1,0 +1,205 @@
+"""Checkpoints: exact, whole or not there, found again, and good for other rank counts."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raylearner.config.schema import LearnerSection
+from raylearner.errors import CheckpointError
+from raylearner.learner import checkpoint
+from raylearner.learner.batch import pack
+from raylearner.learner.learner import Learner
+from raylearner.types import StepOutput, TrajectoryGroup
+
+MakeGroups = Callable[..., list[TrajectoryGroup]]
+
+
+def make_learner(folder: Path, **changes: Any) -> Learner:
+    section = LearnerSection(
+        compute_dtype="float32", learning_rate=1e-2, schedule="cosine", warmup_steps=2, **changes
+    )
+    return Learner(section, model_path=str(folder), num_steps=10)
+
+
+def step(learner: Learner, groups: list[TrajectoryGroup]) -> StepOutput:
+    version = learner.policy_version
+    return learner.step(
+        pack(groups, policy_version=version, num_ranks=1, max_tokens_per_micro_batch=48)[0]
+    )
+
+
+def weights_of(learner: Learner, dtype: str = "float32") -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.named_weights(dtype)}
+
+
+async def write(folder: Path, number: int, text: str) -> None:
+    async with checkpoint.writing(folder, step=number) as partial:
+        (partial / "inner").mkdir()
+        (partial / "inner" / "file.txt").write_text(text)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_resume_is_exact(
+    untied_folder: Path, tmp_path: Path, make_groups: MakeGroups, num_before: int
+) -> None:
+    """Also from a checkpoint that precedes the first step."""
+    steps = [make_groups(seed) for seed in range(4)]
+    whole = make_learner(untied_folder)
+    for groups in steps[:num_before]:
+        step(whole, groups)
+    whole.save(tmp_path)
+    state = torch.get_rng_state()
+    after = [step(whole, groups) for groups in steps[num_before:]]
+
+    resumed = make_learner(untied_folder)
+    resumed.restore(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (resumed.policy_version, resumed.num_steps) == (num_before, num_before)
+    again = [step(resumed, groups) for groups in steps[num_before:]]
+    for key in ("learner/loss", "learner/grad_norm", "learner/learning_rate"):
+        assert [o.metrics[key] for o in after] == [o.metrics[key] for o in again]
+    ours = weights_of(resumed)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole).items())
+
+
+def test_two_ranks_are_resumed_by_one(tiny_folder: Path, two_ranks: Any) -> None:
+    section = LearnerSection(**two_ranks.config)
+    learner = Learner(section, model_path=str(tiny_folder), num_steps=10)
+    learner.restore(two_ranks.saved)
+    assert learner.policy_version == 3
+    for name, tensor in weights_of(learner, "float64").items():
+        np.testing.assert_array_equal(tensor, two_ranks.weights[name])
+
+
+@pytest.mark.parametrize("model", ["tiny_folder", "untied_folder"])
+def test_the_exported_model_loads_with_from_pretrained(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    make_groups: MakeGroups,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+) -> None:
+    learner = make_learner(request.getfixturevalue(model))
+    step(learner, make_groups(0))
+    monkeypatch.setattr("raylearner.learner.learner_state.MAX_SHARD_BYTES", 100_000)
+    learner.save(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tensors = dict(exported.named_parameters())
+    for name, tensor in weights_of(learner).items():
+        assert torch.equal(tensor, tensors[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+    assert "policy version 1" in (tmp_path / "model" / "README.md").read_text()
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    tiny_folder: Path, untied_folder: Path, tmp_path: Path
+) -> None:
+    make_learner(tiny_folder).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"another model: .*lm_head\.weight is None there"):
+        make_learner(untied_folder).restore(tmp_path)
+    with pytest.raises(CheckpointError, match="not a learner's"):
+        make_learner(tiny_folder).restore(tmp_path / "nowhere")
+
+
+async def test_the_newest_whole_checkpoint_is_found_and_the_rest_named(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 4):
+        await write(tmp_path, number, f"text {number}")
+    (tmp_path / "step_000005.partial").mkdir()
+    (tmp_path / "step_000004" / "inner" / "file.txt").write_text("TEXT 4")
+    (tmp_path / "step_000003" / "inner" / "file.txt").unlink()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert (found.step, found.folder.name) == (2, "step_000002")
+    assert [reason.split(":")[0] for reason in found.skipped] == [
+        "step_000005.partial",
+        "step_000004",
+        "step_000003",
+    ]
+    assert "inner/file.txt is corrupt" in found.skipped[1]
+    assert "is missing" in found.skipped[2]
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+async def test_a_failure_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
+    await write(tmp_path, 1, "one")
+
+    async def fail() -> None:
+        async with checkpoint.writing(tmp_path, step=2) as partial:
+            (partial / "half").write_text("...")
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        await fail()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    await write(tmp_path, 2, "two")
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert (found.step, found.skipped) == (2, ())
+
+
+def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
+    script = """
+        import asyncio, sys
+        from pathlib import Path
+        from raylearner.learner import checkpoint
+
+        async def main(folder):
+            for step in range(1, 10_000):
+                async with checkpoint.writing(folder, step=step) as partial:
+                    for name in range(20):
+                        (partial / str(name)).write_bytes(bytes([step % 256]) * 50_000)
+                sys.stdout.write(f"{step}\\n")
+                sys.stdout.flush()
+
+        asyncio.run(main(Path(sys.argv[1])))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), tmp_path],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    last = 3 + len(process.communicate()[0].split())
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step in (last, last + 1)
+    values = {(found.folder / str(name)).read_bytes() for name in range(20)}
+    assert values == {bytes([found.step % 256]) * 50_000}
+
+
+async def test_a_step_written_again_replaces_the_old_one(tmp_path: Path) -> None:
+    await write(tmp_path, 1, "old")
+    await write(tmp_path, 1, "new")
+    assert (tmp_path / "step_000001" / "inner" / "file.txt").read_text() == "new"
+    assert names_in(tmp_path) == ["step_000001"]
+
+
+async def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+    for number in (8, 9, 10, 11):
+        await write(tmp_path, number, "text")
+    (tmp_path / "step_000009.partial").mkdir()
+    (tmp_path / "step_000012.partial").mkdir()
+    checkpoint.prune(tmp_path, keep_last=2)
+    assert names_in(tmp_path) == ["step_000010", "step_000011", "step_000012.partial"]

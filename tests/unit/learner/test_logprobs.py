@@ -1,0 +1,61 @@
+"""Chunked log-probabilities and entropy equal the unchunked ones, and so do their gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylearner.learner.logprobs import chunked_logprobs
+
+
+def full(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    scores = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / temperature, -1)
+    return scores.gather(1, targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_chunked_equals_full(chunk_tokens: int, temperature: float, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(23, 6, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(23, dtype=torch.float64, requires_grad=True) if has_bias else None
+    targets = torch.randint(23, (11,))
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    ours = chunked_logprobs(
+        hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    theirs = full(hidden, weight, targets, bias, temperature)
+    weights = torch.randn(2, 11, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((out[0] * weights[0] + out[1] * weights[1]).sum(), inputs)
+        for out in (ours, theirs)
+    ]
+    for a, b in zip((*ours, *gradients[0]), (*theirs, *gradients[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_nothing_scored_still_reaches_every_input() -> None:
+    hidden = torch.randn(0, 6, requires_grad=True)
+    weight = torch.randn(23, 6, requires_grad=True)
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_bfloat16_states_give_float32_values() -> None:
+    hidden = torch.randn(5, 8).bfloat16().requires_grad_()
+    weight = torch.randn(9, 8).bfloat16().requires_grad_()
+    logprobs, _ = chunked_logprobs(hidden, weight, torch.arange(5), chunk_tokens=2)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+
+
+def test_temperature_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        chunked_logprobs(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1).long(), temperature=0)

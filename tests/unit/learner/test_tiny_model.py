@@ -1,0 +1,100 @@
+"""The tiny model: whole tags, lossless text, a chat template, and files that load again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raylearner.config.schema import TinyModel, WarmStart
+from raylearner.errors import ConfigError
+from raylearner.learner.model import load_model
+from raylearner.learner.tiny_model import TAGS, make_tiny_model
+from raylearner.learner.warm_start import warm_start
+from raylearner.learner.weight_source import vocabulary
+
+
+def test_text_survives_and_tags_are_single_tokens(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    text = "1+2 =\n<calc>1+2</calc><result>3</result><answer>3</answer> <b> é ∑ <|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    for tag in TAGS:
+        assert len(tokenizer(tag)["input_ids"]) == 1
+        assert tokenizer.decode(tokenizer(tag)["input_ids"], skip_special_tokens=True) == tag
+    assert len(tokenizer("12+34=")["input_ids"]) == 6
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_the_chat_template_is_chatml(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+2="}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_vocabulary_names_the_special_tokens(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    size, special = vocabulary(tiny_folder)
+    assert size == len(tokenizer)
+    assert special == frozenset(tokenizer.all_special_ids)
+
+
+def test_packed_forward_equals_plain_transformers(untied_folder: Path) -> None:
+    model = load_model(str(untied_folder), dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(untied_folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    lengths = (3, 30, 28, 1)
+    sequences = [torch.randint(3, 250, (length,)) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.no_grad():
+        logprobs, entropy = model(
+            torch.cat(sequences),
+            positions,
+            torch.tensor([0, *lengths]).cumsum(0).int(),
+            max(lengths),
+            positions.nonzero().squeeze(1),
+        )
+        for ours, bits, ids in zip(
+            logprobs.split(lengths), entropy.split(lengths), sequences, strict=True
+        ):
+            scores = plain(ids[None]).logits[0].log_softmax(-1)[:-1]
+            torch.testing.assert_close(ours[1:], scores.gather(1, ids[1:, None]).squeeze(1))
+            torch.testing.assert_close(bits[1:], -(scores.exp() * scores).sum(1))
+            assert ours[0] == bits[0] == 0
+
+
+def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
+    config = TinyModel(kind="tiny", hidden_size=32, num_layers=1, num_heads=1)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_tiny_model(config, tmp_path / name, seed=seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_narrow_heads_are_refused(tmp_path: Path) -> None:
+    config = TinyModel(kind="tiny", hidden_size=64, num_heads=4)
+    with pytest.raises(ConfigError, match="at least 32 wide"):
+        make_tiny_model(config, tmp_path, seed=0)
+
+
+def test_a_warm_start_imitates_only_what_the_mask_shows(tmp_path: Path) -> None:
+    config = TinyModel(kind="tiny", hidden_size=32, num_layers=1, num_heads=1, intermediate_size=64)
+    make_tiny_model(config, tmp_path, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    shown, hidden = (tokenizer(text)["input_ids"] for text in ("abcabcabc", "xyz"))
+    rows = [(hidden + shown, [False] * len(hidden) + [True] * len(shown))]
+    section = WarmStart(num_steps=40, batch_size=4, learning_rate=1e-2)
+    loss = warm_start(tmp_path, rows, section, seed=0)
+    assert loss < 0.5
+    model = load_model(str(tmp_path), dtype=torch.float32)
+    ids = torch.tensor(hidden + shown)
+    positions = torch.arange(len(ids))
+    with torch.no_grad():
+        logprobs, _ = model(
+            ids, positions, torch.tensor([0, len(ids)]).int(), len(ids), positions[1:]
+        )
+    assert logprobs[3:].mean() > -0.2
+    assert logprobs[1:3].mean() < -1.0
