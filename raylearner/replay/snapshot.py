@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,7 +160,7 @@ def _turn(values: list[Any]) -> Turn:
 
 def _plain(value: object) -> float:
     """NumPy scalars that rewards and metrics may carry."""
-    if isinstance(value, (np.floating, np.integer, np.bool_)):
+    if isinstance(value, SupportsFloat):
         return float(value)
     raise TypeError(f"{value!r} cannot be saved")
 

@@ -1,0 +1,203 @@
+import json
+from collections import Counter
+
+import pytest
+
+from raylearner.config.schema import ReplaySection
+from raylearner.errors import CheckpointError
+from raylearner.replay.ledger import Ledger, episode_seed
+from raylearner.replay.prompt_source import PromptSource
+from raylearner.replay.record import SampleState
+from raylearner.types import Claim, Prompt
+
+
+def make_prompts(count: int = 5) -> list[Prompt]:
+    return [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(count)]
+
+
+def make_ledger(**values) -> Ledger:
+    config = ReplaySection(**{"groups_per_step": 2, "group_size": 2, "max_staleness": 1} | values)
+    return Ledger(config, make_prompts(), seed=3)
+
+
+def claim(ledger: Ledger, count: int, *, actor: str = "a", version: int = 0) -> list[Claim]:
+    return ledger.claim(actor, version, count, now_s=0.0)
+
+
+def complete(ledger: Ledger, group_id: int) -> None:
+    group = ledger.running[group_id]
+    for index, sample in enumerate(group.samples):
+        if sample.state is SampleState.RUNNING:
+            ledger.finish(group, index, 0)
+    ledger.hold(group, is_partial=False)
+
+
+def test_prompts_never_end_and_each_epoch_shuffles_anew() -> None:
+    source = PromptSource(make_prompts(20), seed=1)
+    epochs = [[source.next_index() for _ in range(20)] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = PromptSource(make_prompts(20), seed=1)
+    assert [again.next_index() for _ in range(60)] == sum(epochs, [])
+
+
+def test_a_restored_prompt_source_goes_on_where_it_was() -> None:
+    source = PromptSource(make_prompts(), seed=1)
+    for _ in range(7):
+        source.next_index()
+    metadata, order = source.state()
+    resumed = PromptSource(make_prompts(), seed=99)
+    resumed.restore(json.loads(json.dumps(metadata)), order)
+    assert [resumed.next_index() for _ in range(20)] == [source.next_index() for _ in range(20)]
+
+
+def test_a_state_of_other_prompts_is_refused() -> None:
+    metadata, order = PromptSource(make_prompts(5), seed=1).state()
+    with pytest.raises(CheckpointError, match="same data"):
+        PromptSource(make_prompts(6), seed=1).restore(metadata, order)
+
+
+def test_no_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptSource([], seed=1)
+
+
+def test_admission_counts_running_held_and_leased_groups() -> None:
+    ledger = make_ledger()
+    assert len(claim(ledger, 100)) == 4 * 2
+    complete(ledger, 0)
+    assert claim(ledger, 100) == []
+    ledger.lease(ledger.held[0])
+    assert claim(ledger, 100) == []
+    ledger.train(0)
+    assert {c.group_id for c in claim(ledger, 100)} == {4}
+
+
+def test_what_is_dropped_frees_its_slot() -> None:
+    ledger = make_ledger()
+    claim(ledger, 100)
+    ledger.drop(ledger.running[1], "time_limit")
+    assert {c.group_id for c in claim(ledger, 100)} == {4}
+
+
+def test_the_concurrency_cap_counts_running_groups_only() -> None:
+    ledger = make_ledger(max_concurrent_groups=1)
+    assert {c.group_id for c in claim(ledger, 100)} == {0}
+    complete(ledger, 0)
+    assert {c.group_id for c in claim(ledger, 100)} == {1}
+
+
+def test_a_lagging_engine_gets_nothing_not_even_a_retry() -> None:
+    ledger = make_ledger()
+    claim(ledger, 1)
+    ledger.fail_actor("a")
+    ledger.policy_version = 5
+    assert claim(ledger, 100, version=3) == []
+    assert claim(ledger, 1, version=4)[0].key == (0, 0, 1)
+
+
+def test_retries_come_before_new_groups_and_need_no_capacity() -> None:
+    ledger = make_ledger()
+    assert len(claim(ledger, 2, actor="dead")) == 2
+    assert len(claim(ledger, 6)) == 6
+    assert claim(ledger, 1) == []
+    assert len(ledger.fail_actor("dead")) == 2
+    assert [c.key for c in claim(ledger, 5)] == [(0, 0, 1), (0, 1, 1)]
+
+
+def test_claims_record_claimant_start_and_engine_version() -> None:
+    ledger = make_ledger()
+    [first] = ledger.claim("actor-7", 0, 1, now_s=12.5)
+    sample = ledger.running[0].samples[0]
+    assert (sample.claimant, sample.started_at_s, sample.version) == ("actor-7", 12.5, 0)
+    assert first.policy_version == 0
+
+
+def test_a_sample_fails_for_good_after_max_attempts() -> None:
+    ledger = make_ledger(max_attempts=2)
+    for _ in range(2):
+        claim(ledger, 1)
+        ledger.fail_actor("a")
+    sample = ledger.running[0].samples[0]
+    assert (sample.state, sample.is_failed) == (SampleState.DONE, True)
+    assert claim(ledger, 1)[0].sample_index == 1
+
+
+def test_completing_a_group_cancels_what_it_still_runs_once_and_to_its_claimant() -> None:
+    ledger = make_ledger(extra=1)
+    claim(ledger, 2, actor="a")
+    claim(ledger, 1, actor="b")
+    group = ledger.running[0]
+    ledger.finish(group, 0, 0)
+    ledger.finish(group, 1, 0)
+    ledger.hold(group, is_partial=False)
+    assert ledger.pop_cancelled("a") == []
+    assert ledger.pop_cancelled("b") == [(0, 2, 0)]
+    assert ledger.pop_cancelled("b") == []
+    assert group.samples[2].state is SampleState.DROPPED
+
+
+def test_seeds_differ_between_starts_and_repeat_between_runs() -> None:
+    seeds = {
+        episode_seed(0, group, index, n)
+        for group in range(9)
+        for index in range(4)
+        for n in range(3)
+    }
+    assert len(seeds) == 9 * 4 * 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert episode_seed(1, 2, 3, 4) == episode_seed(1, 2, 3, 4)
+
+
+def test_a_retry_draws_anew_and_a_reissue_repeats_its_seed() -> None:
+    ledger = make_ledger()
+    [first] = claim(ledger, 1)
+    metadata, order = ledger.state()
+    resumed = make_ledger()
+    resumed.restore(json.loads(json.dumps(metadata)), order, now_s=0.0)
+    [again] = claim(resumed, 1)
+    assert (again.key, again.seed, again.prompt) == ((0, 0, 1), first.seed, first.prompt)
+    ledger.fail_actor("a")
+    [retry] = claim(ledger, 1)
+    assert retry.key == (0, 0, 1)
+    assert retry.seed != first.seed
+
+
+def test_restore_brings_running_samples_back_pending_and_leased_ones_done() -> None:
+    ledger = make_ledger()
+    claim(ledger, 5)
+    complete(ledger, 0)
+    complete(ledger, 1)
+    ledger.lease(ledger.held[0])
+    metadata, order = ledger.state()
+    resumed = make_ledger()
+    resumed.restore(json.loads(json.dumps(metadata)), order, now_s=50.0)
+    assert (list(resumed.running), sorted(resumed.held), resumed.leased) == ([2], [0, 1], {})
+    states = Counter(s.state for g in resumed.held.values() for s in g.samples)
+    assert states == {SampleState.DONE: 4}
+    assert [s.state for s in resumed.running[2].samples] == [SampleState.PENDING] * 2
+    assert resumed.counts.reissued == 1
+    assert resumed.next_deadline_s() == 50.0 + resumed.config.group_time_limit_s
+    assert [c.key for c in claim(resumed, 3)] == [(2, 0, 1), (2, 1, 0), (3, 0, 0)]
+
+
+def test_a_restore_in_place_never_issues_a_key_again_and_cancels_what_runs() -> None:
+    ledger = make_ledger()
+    issued = claim(ledger, 2)
+    metadata, order = ledger.state()
+    issued += claim(ledger, 4)
+    ledger.restore(json.loads(json.dumps(metadata)), order, now_s=0.0)
+    assert sorted(ledger.pop_cancelled("a")) == sorted(c.key for c in issued)
+    again = claim(ledger, 8)
+    assert not {c.key for c in again} & {c.key for c in issued}
+    assert {c.key[:2]: c.seed for c in issued}.items() <= {c.key[:2]: c.seed for c in again}.items()
+
+
+def test_time_limits_run_from_admission() -> None:
+    ledger = make_ledger(group_time_limit_s=10)
+    ledger.claim("a", 0, 2, now_s=0.0)
+    ledger.claim("a", 0, 2, now_s=5.0)
+    assert ledger.next_deadline_s() == 10.0
+    assert ledger.expired(9.9) == []
+    assert [g.group_id for g in ledger.expired(10.0)] == [0]
+    assert [g.group_id for g in ledger.expired(15.0)] == [0, 1]

@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raylearner.replay.staleness import (
+    is_mixed_version,
+    over_stale,
+    rule_on_stale,
+    should_wait_for,
+    staleness,
+    staleness_histogram,
+)
+from raylearner.types import Trajectory, TrajectoryGroup
+
+
+def make_trajectory(
+    versions: list[int], *, trained: list[bool] | None = None, index: int = 0, claim: int = 0
+) -> Trajectory:
+    """Versions of the tokens, -1 for those of the prompt."""
+    policy_versions = np.array(versions, np.int32)
+    loss_mask = policy_versions >= 0
+    return Trajectory(
+        group_id=0,
+        sample_index=index,
+        attempt=0,
+        prompt_id="p",
+        token_ids=np.arange(len(versions), dtype=np.int32),
+        loss_mask=loss_mask,
+        train_mask=loss_mask if trained is None else np.array(trained),
+        behavior_logprobs=np.where(loss_mask, -1, np.nan).astype(np.float32),
+        policy_versions=policy_versions,
+        claim_policy_version=claim,
+        reward=1.0,
+    )
+
+
+def make_group(*trajectories: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
+
+
+def test_staleness_is_that_of_the_oldest_trained_token() -> None:
+    assert staleness(make_trajectory([-1, 3, 4]), 5) == 2
+    assert staleness(make_trajectory([-1, 3, 4], trained=[False, False, True]), 5) == 1
+
+
+def test_staleness_without_trained_tokens_is_that_of_sampling_or_the_claim() -> None:
+    assert staleness(make_trajectory([-1, 3], trained=[False, False]), 5) == 2
+    assert staleness(make_trajectory([-1], claim=4), 5) == 1
+
+
+def test_the_bound_is_inclusive() -> None:
+    mask = over_stale(make_trajectory([-1, 2, 3, 4]), 5, max_staleness=2)
+    assert mask.tolist() == [False, True, False, False]
+
+
+def test_mask_takes_over_old_tokens_out_and_keeps_the_reward() -> None:
+    group = make_group(make_trajectory([-1, 1, 3]), make_trajectory([-1, 1, 1], index=1))
+    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="mask")
+    assert ruling.group is not None
+    assert [t.train_mask.tolist() for t in ruling.group.trajectories] == [
+        [False, False, True],
+        [False, False, False],
+    ]
+    assert ruling.group.rewards == {0: 1.0, 1: 1.0}
+    assert (ruling.num_masked_tokens, ruling.num_over_stale_tokens) == (3, 0)
+    assert group.trajectories[0].num_trained_tokens == 2, "the stored trajectory stays as it was"
+
+
+def test_a_group_all_of_whose_tokens_are_masked_trains_nothing() -> None:
+    group = make_group(make_trajectory([-1, 0]), make_trajectory([-1, 1], index=1))
+    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="mask")
+    assert (ruling.group, ruling.num_masked_tokens) == (None, 2)
+
+
+def test_drop_takes_the_whole_group_for_one_old_trained_token() -> None:
+    old = make_trajectory([-1, 0, 4])
+    assert rule_on_stale(make_group(old), 4, max_staleness=2, on_stale="drop").group is None
+    harmless = make_group(make_trajectory([-1, 0, 4], trained=[False, False, True]))
+    assert rule_on_stale(harmless, 4, max_staleness=2, on_stale="drop").group is harmless
+
+
+def test_train_changes_nothing_but_counts() -> None:
+    group = make_group(make_trajectory([-1, 0, 4]))
+    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="train")
+    assert (ruling.group, ruling.num_over_stale_tokens) == (group, 1)
+
+
+def test_wait_masks_what_waiting_could_not_save() -> None:
+    group = make_group(make_trajectory([-1, 0, 4]))
+    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="wait")
+    assert ruling.group is not None
+    assert ruling.num_masked_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("oldest", "should_wait"), [([3], False), ([2], True), ([4, 2], True), ([], False)]
+)
+def test_waiting_is_for_what_the_step_would_push_over_the_bound(
+    oldest: list[int], should_wait: bool
+) -> None:
+    assert should_wait_for(oldest, 4, max_staleness=2) is should_wait
+
+
+def test_histogram_counts_trained_tokens() -> None:
+    trajectories = [
+        make_trajectory([-1, 1, 3, 3]),
+        make_trajectory([-1, 2, 3], trained=[False, False, True]),
+    ]
+    assert staleness_histogram(trajectories, 3) == [3, 0, 1]
+    assert staleness_histogram([], 3) == []
+
+
+def test_mixed_versions_are_recognised() -> None:
+    assert is_mixed_version(make_trajectory([-1, 2, 3]))
+    assert not is_mixed_version(make_trajectory([-1, 3, 3]))
+    assert not is_mixed_version(make_trajectory([-1]))
+
+
+@given(
+    versions=st.lists(st.lists(st.integers(-1, 9), min_size=1, max_size=8), min_size=1, max_size=4),
+    policy_version=st.integers(9, 12),
+    max_staleness=st.integers(0, 4),
+    on_stale=st.sampled_from(["mask", "drop", "wait"]),
+)
+def test_no_trained_token_exceeds_the_bound(
+    versions: list[list[int]], policy_version: int, max_staleness: int, on_stale
+) -> None:
+    group = make_group(*(make_trajectory(v, index=i) for i, v in enumerate(versions)))
+    ruling = rule_on_stale(group, policy_version, max_staleness=max_staleness, on_stale=on_stale)
+    if ruling.group is not None:
+        histogram = staleness_histogram(ruling.group.trajectories, policy_version)
+        assert len(histogram) <= max_staleness + 1
+        num_sampled = sum(t.num_sampled_tokens for t in group.trajectories)
+        assert sum(histogram) == num_sampled - ruling.num_masked_tokens
