@@ -14,8 +14,10 @@ import psutil
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
 
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 5.0
 """How long vLLM's processes may take to end before they are killed."""
+PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
+"""What the command line of a core holds: its title, before that how it was started."""
 EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
 
 
@@ -34,6 +36,8 @@ def set_environment(*, kv_cache_gib: int) -> None:
         return
     environment["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # A CPU worker has nothing to release, and takes seconds to exit by itself.
+    environment.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
     # The learner and other engines share the cores; idle threads must not spin on them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
@@ -101,9 +105,15 @@ class ErrorLog:
 
 
 def children() -> list[psutil.Process]:
-    """The processes below this one, without the resource tracker, which serves them all."""
+    """vLLM's processes below this one, and none of those that others started here."""
+    found: list[psutil.Process] = []
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return [child for child in psutil.Process().children(recursive=True) if child.pid != tracker]
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(child.cmdline())
+            if child.pid != tracker and any(mark in command for mark in PROCESS_MARKS):
+                found += [child, *child.children(recursive=True)]
+    return found
 
 
 def end(processes: list[psutil.Process]) -> None:

@@ -1,18 +1,23 @@
 """Tiny models with their own tokenizer, and two engines for the whole session, one after another."""
 
-import logging
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from raylearner.actors import vllm_process
 from raylearner.actors.vllm_engine import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
+from raylearner.weights.proof import probe_tokens
+from raylearner.weights.shared_files import write_weights
 
 PAD, END = "<|pad|>", "<|end|>"
 WHOLE = "</t>!"
@@ -22,10 +27,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-def token_id(text: str) -> int:
-    return VOCABULARY.index(text)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,8 +53,8 @@ def make_model(*, is_tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
             max_position_embeddings=1024,
             tie_word_embeddings=is_tied,
             initializer_range=0.1,
-            eos_token_id=token_id(END),
-            pad_token_id=token_id(PAD),
+            eos_token_id=VOCABULARY.index(END),
+            pad_token_id=VOCABULARY.index(PAD),
             bos_token_id=None,
         )
     ).eval()
@@ -65,8 +66,8 @@ def make_checkpoint(folder: Path, *, is_tied: bool) -> Path:
     return folder
 
 
-def section(**changes: object) -> VllmEngineSection:
-    return VllmEngineSection.model_validate(
+def make_engine(checkpoint: Path, **changes: object) -> VllmEngine:
+    section = VllmEngineSection.model_validate(
         {
             "kind": "vllm",
             "dtype": "float32",
@@ -76,15 +77,111 @@ def section(**changes: object) -> VllmEngineSection:
             **changes,
         }
     )
+    return VllmEngine(section, model_path=str(checkpoint), seed=0, weight_transport="shared_files")
 
 
-def make_engine(checkpoint: Path, **changes: object) -> VllmEngine:
-    return VllmEngine(
-        section(**changes),
-        model_path=str(checkpoint),
-        seed=0,
-        weight_transport="shared_files",
-    )
+class Lab:
+    """One engine, and the learner's side of it: models by version, pushes, references."""
+
+    def __init__(self, engine: VllmEngine, folder: Path, *, is_tied: bool) -> None:
+        self.engine = engine
+        self.is_tied = is_tied
+        self.folder = folder
+        self.version = 0
+        self._models = {0: make_model(is_tied=is_tied)}
+
+    def tokens(self, text: str) -> list[int]:
+        return [VOCABULARY.index(character) for character in text]
+
+    def everything_but(self, *kept: str) -> tuple[int, ...]:
+        return tuple(i for i, text in enumerate(VOCABULARY) if text not in kept)
+
+    def model(self, version: int) -> Qwen2ForCausalLM:
+        """The policy at a version: other weights in every tensor."""
+        return self._models.setdefault(version, make_model(is_tied=self.is_tied, seed=version))
+
+    def update(
+        self, version: int, *, without: str | None = None, should_clear_caches: bool = True
+    ) -> WeightUpdate:
+        model = self.model(version)
+        token_ids = probe_tokens(
+            seed=0,
+            policy_version=version,
+            vocab_size=len(VOCABULARY),
+            special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
+            num_tokens=32,
+        )
+        tensors = [(name, t) for name, t in model.named_parameters() if name != without]
+        return WeightUpdate(
+            policy_version=version,
+            transport="shared_files",
+            payload=write_weights(tensors, self.folder, version, torch.float32),
+            probe=Probe(
+                token_ids=token_ids,
+                logprobs=tuple(
+                    tuple(self.reference(version, ids[:1], ids[1:]).tolist()) for ids in token_ids
+                ),
+                tolerance=1e-4,
+            ),
+            should_clear_caches=should_clear_caches,
+        )
+
+    async def push(self, **arguments: Any) -> WeightReceipt:
+        self.version += 1
+        return await self.engine.receive(self.update(self.version, **arguments))
+
+    def logits(self, version: int, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([[*prompt, *(int(token) for token in token_ids)]])
+        with torch.no_grad():
+            return self.model(version)(ids).logits[0, len(prompt) - 1 : -1]
+
+    def reference(
+        self,
+        version: int,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        sampling: Sampling | None = None,
+    ) -> np.ndarray:
+        """Log-probabilities by transformers, of the distribution that the settings describe."""
+        sampling = sampling or Sampling()
+        logits = self.logits(version, prompt, token_ids)
+        logits[:, list(sampling.banned_token_ids)] = -torch.inf
+        logits /= sampling.temperature or 1.0
+        if sampling.top_k:
+            smallest = logits.topk(sampling.top_k).values[:, -1:]
+            logits[logits < smallest] = -torch.inf
+        if sampling.top_p < 1:
+            ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+            is_out = ordered.cumsum(-1) - ordered >= sampling.top_p
+            logits[is_out.gather(-1, order.argsort(-1))] = -torch.inf
+        chosen = torch.tensor([int(token) for token in token_ids])[:, None]
+        return logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+
+    def gap(
+        self, prompt: Sequence[int], completion: Completion, sampling: Sampling | None = None
+    ) -> float:
+        """The largest |engine - transformers|, each token by the model of its own version."""
+        assert len(completion.token_ids) > 0
+        gaps = []
+        for version in set(completion.policy_versions.tolist()):
+            learner = self.reference(version, prompt, completion.token_ids.tolist(), sampling)
+            is_own = completion.policy_versions == version
+            gaps.append(np.abs(learner - completion.logprobs)[is_own].max())
+        return float(max(gaps))
+
+
+@pytest.fixture(scope="session")
+def make_broken_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], VllmEngine]:
+    """An engine whose checkpoint lacks a tensor: its core starts, and fails while loading."""
+
+    def make() -> VllmEngine:
+        folder = make_checkpoint(tmp_path_factory.mktemp("broken"), is_tied=True)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.surprise.weight"] = torch.zeros(2, 2)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return make_engine(folder)
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -92,32 +189,22 @@ def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tied"), is_tied=True)
 
 
-@pytest.fixture(scope="session")
-def untied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("untied"), is_tied=False)
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def tied_engine(tied_checkpoint: Path) -> AsyncIterator[VllmEngine]:
-    async for engine in _running(tied_checkpoint):
-        yield engine
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def untied_engine(untied_checkpoint: Path) -> AsyncIterator[VllmEngine]:
-    async for engine in _running(untied_checkpoint):
-        yield engine
-
-
-async def _running(checkpoint: Path) -> AsyncIterator[VllmEngine]:
-    engine = make_engine(checkpoint)
-    started = time.monotonic()
+async def lab(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Lab]:
+    """Parametrised with "tied" or "untied": pytest runs all tests of one engine, then the other's."""
+    is_tied = request.param == "tied"
+    engine = make_engine(make_checkpoint(tmp_path_factory.mktemp(request.param), is_tied=is_tied))
+    before = set(vllm_process.children())
     await engine.start()
-    logging.getLogger(__name__).info("engine started in %.1f s", time.monotonic() - started)
     try:
-        yield engine
+        yield Lab(engine, tmp_path_factory.mktemp("weights"), is_tied=is_tied)
     finally:
+        started = set(vllm_process.children()) - before
         await engine.close()
+    assert started, "vLLM ran without processes of its own"
+    assert not [process for process in started if process.is_running()]
 
 
 @pytest.fixture(autouse=True)

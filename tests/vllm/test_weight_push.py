@@ -1,0 +1,128 @@
+"""Weights land under running generations of a real vLLM, and the proof tells whether they did."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from raylearner.errors import EngineError, WeightTransferError
+from raylearner.types import Sampling
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+]
+tied = pytest.mark.parametrize("lab", ["tied"], indirect=True, scope="session")
+untied = pytest.mark.parametrize("lab", ["untied"], indirect=True, scope="session")
+both = pytest.mark.parametrize("lab", ["tied", "untied"], indirect=True, scope="session")
+
+RUNNING = Sampling(max_tokens=300, banned_token_ids=(1,))
+"""Never ends early."""
+
+
+async def start_running(lab, prompt: list[int], count: int = 16) -> list[asyncio.Task]:
+    running = [asyncio.create_task(lab.engine.generate(prompt, RUNNING)) for _ in range(count)]
+    await asyncio.sleep(0.25)
+    return running
+
+
+@both
+async def test_each_token_has_the_logprob_of_its_own_version(lab) -> None:
+    # Longer than a cache block: what the old weights left in the prefix cache must not be used.
+    prompt = lab.tokens("user: what is 1 + 1? " * 8)
+    first = lab.version
+    running = await start_running(lab, prompt)
+    receipt = await lab.push()
+    await asyncio.sleep(0.1)
+    again = await lab.push()
+    completions = await asyncio.gather(*running)
+    versions = {tuple(np.unique(c.policy_versions).tolist()) for c in completions}
+    assert any(len(seen) >= 2 for seen in versions), f"no request saw two versions: {versions}"
+    assert all((np.diff(c.policy_versions) >= 0).all() for c in completions)
+    assert max(lab.gap(prompt, c, RUNNING) for c in completions) < 1e-4
+    assert receipt.policy_version == first + 1
+    assert max(receipt.proof_gap, again.proof_gap) < 1e-4
+    assert 0 < receipt.update_s < receipt.pause_s
+    assert receipt.proof_s > 0
+    assert lab.engine.policy_version == lab.version == first + 2
+
+    later = await lab.engine.generate(prompt, RUNNING)
+    assert (later.policy_versions == lab.version).all()
+    assert lab.gap(prompt, later, RUNNING) < 1e-4
+
+
+@tied
+async def test_a_push_of_the_present_version_proves_it_again(lab) -> None:
+    await lab.push()
+    receipt = await lab.engine.receive(lab.update(lab.version))
+    assert receipt.policy_version == lab.engine.policy_version == lab.version
+    assert receipt.proof_gap < 1e-4
+
+
+@tied
+async def test_an_older_version_can_be_set_again(lab) -> None:
+    await lab.engine.receive(lab.update(lab.version - 1))
+    assert lab.engine.policy_version == lab.version - 1
+    completion = await lab.engine.generate(lab.tokens("abc"), RUNNING)
+    assert (completion.policy_versions == lab.version - 1).all()
+    assert lab.gap(lab.tokens("abc"), completion, RUNNING) < 1e-4
+
+
+@tied
+async def test_kept_caches_keep_old_key_values_yet_the_proof_sees_the_new_weights(lab) -> None:
+    prompt = lab.tokens("user: what is 2 + 2? " * 8)
+    running = await start_running(lab, prompt, count=4)
+    receipt = await lab.push(should_clear_caches=False)
+    completions = await asyncio.gather(*running)
+    assert receipt.proof_gap < 1e-4
+    assert max(lab.gap(prompt, c, RUNNING) for c in completions) > 1e-2
+    await lab.push()
+    completion = await lab.engine.generate(prompt, RUNNING)
+    assert lab.gap(prompt, completion, RUNNING) < 1e-4
+
+
+@tied
+async def test_a_paused_engine_stays_paused_after_a_push(lab) -> None:
+    await lab.engine.pause()
+    await lab.push()
+    late = asyncio.create_task(lab.engine.generate(lab.tokens("a"), Sampling(max_tokens=1)))
+    await asyncio.sleep(0.3)
+    assert not late.done()
+    await lab.engine.resume()
+    assert (await late).policy_versions.tolist() == [lab.version]
+
+
+@tied
+async def test_weights_refused_by_name_condemn_the_engine(lab) -> None:
+    """The last test of this engine."""
+    missing = "model.layers.1.self_attn.k_proj.weight"
+    running = await start_running(lab, lab.tokens("abc"))
+    with pytest.raises(
+        WeightTransferError, match=r"came in part: .*layers\.1\.self_attn\.qkv_proj"
+    ):
+        await lab.push(without=missing)
+    async with asyncio.timeout(5):
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+    assert all(isinstance(outcome, EngineError) for outcome in outcomes)
+    async with asyncio.timeout(1):
+        with pytest.raises(EngineError, match="did not arrive"):
+            await lab.engine.generate(lab.tokens("abc"), RUNNING)
+        with pytest.raises(EngineError, match="did not arrive"):
+            await lab.push()
+
+
+@untied
+async def test_a_withheld_head_fails_the_proof_and_condemns_the_engine(lab) -> None:
+    """The last test of this engine."""
+    lab.version += 1
+    update = lab.update(lab.version, without="lm_head.weight")
+    update = replace(update, payload={**update.payload, "is_partial": True})
+    running = await start_running(lab, lab.tokens("abc"))
+    with pytest.raises(WeightTransferError, match=r"proof of policy version \d+ failed.*allowed"):
+        await lab.engine.receive(update)
+    async with asyncio.timeout(5):
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+    assert any(isinstance(outcome, EngineError) for outcome in outcomes)
+    with pytest.raises(EngineError, match="differ from the learner's"):
+        await lab.engine.generate(lab.tokens("abc"), RUNNING)
