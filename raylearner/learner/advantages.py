@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from raylearner.learner.rows import dense_ids
+
 GroupOfOne = Literal["zero", "raw"]
 """What a group with a single scorable episode gets: no advantage, or its raw reward (as in verl)."""
 
@@ -51,8 +53,7 @@ def _group(rewards: Tensor, groups: Tensor) -> _Grouped:
         raise ValueError(f"rewards and groups: want [E] each, got {rewards.shape}, {groups.shape}")
     scorable = ~rewards.isnan()
     values = torch.where(scorable, rewards.double(), 0.0)
-    ids, index = torch.unique(groups, return_inverse=True)
-    num_groups = len(ids)
+    index, num_groups = dense_ids(groups)
     zeros = values.new_zeros(num_groups)
     size = zeros.index_add(0, index, scorable.double())
     mean = zeros.index_add(0, index, values) / size.clamp(min=1)

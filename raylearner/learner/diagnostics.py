@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raylearner.learner.advantages import zero_variance
 from raylearner.learner.metric import Correlation, Max, Mean, Metrics, Min, Std, summary
-from raylearner.learner.rows import LOG_RATIO_LIMIT, Rows, clamp_log_ratio, select
+from raylearner.learner.rows import LOG_RATIO_LIMIT, Rows, clamp_log_ratio, dense_ids, select
 
 
 def logprob_gap(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Metrics:
@@ -108,8 +108,7 @@ def groups(rewards: Tensor, group_ids: Tensor) -> Metrics:
 
     A group counts as zero-variance when its scorable rewards are equal, a group of one included.
     """
-    _, index = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(index.max()) + 1 if len(index) else 0
+    index, num_groups = dense_ids(group_ids)
     flat = zero_variance(rewards, group_ids).double()
     of_groups = flat.new_zeros(num_groups).scatter_reduce(0, index, flat, "amax")
     scorable = ~rewards.isnan()

@@ -68,6 +68,10 @@ def _power_sums(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.stack([count, values.sum(), values.square().sum()])
 
 
+def _numbers(parts: Tensor) -> list[float]:
+    return [float(part) for part in parts.cpu().unbind()]
+
+
 def _variance(count: float, total: float, squares: float, *, ddof: int) -> float:
     if count <= ddof:
         return math.nan
@@ -116,7 +120,8 @@ class Std(_Sums):
         return cls(_power_sums(values, mask), ddof)
 
     def value(self) -> float:
-        return math.sqrt(_variance(*self.parts.tolist(), ddof=self.ddof))
+        count, total, squares = _numbers(self.parts)
+        return math.sqrt(_variance(count, total, squares, ddof=self.ddof))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class EffectiveFraction(_Sums):
         return cls(_power_sums(weights, mask))
 
     def value(self) -> float:
-        count, total, squares = self.parts.tolist()
+        count, total, squares = _numbers(self.parts)
         return total**2 / (count * squares) if count * squares else math.nan
 
 
@@ -144,7 +149,7 @@ class Correlation(_Sums):
         return cls(torch.cat([one, two[1:], product]))
 
     def value(self) -> float:
-        count, x, xx, y, yy, xy = self.parts.tolist()
+        count, x, xx, y, yy, xy = _numbers(self.parts)
         power = _variance(count, x, xx, ddof=1) * _variance(count, y, yy, ddof=1)
         if not power > 0:
             return math.nan
@@ -163,7 +168,7 @@ class ExplainedVariance(_Sums):
         return cls(torch.cat([_power_sums(targets, mask), residual[1:]]))
 
     def value(self) -> float:
-        count, total, squares, residual, residual_squares = self.parts.tolist()
+        count, total, squares, residual, residual_squares = _numbers(self.parts)
         unexplained = _variance(count, residual, residual_squares, ddof=1)
         return 1 - unexplained / (_variance(count, total, squares, ddof=1) + self.epsilon)
 

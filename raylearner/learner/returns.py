@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raylearner.learner.advantages import grpo
 from raylearner.learner.masked import whiten
-from raylearner.learner.rows import Rows, clamp_log_ratio, select
+from raylearner.learner.rows import Rows, clamp_log_ratio, dense_ids, select
 
 
 def reverse_scan(addends: Tensor, factors: Tensor) -> Tensor:
@@ -262,10 +262,8 @@ def otb(
     counted = mask if align == "token" else torch.ones_like(mask)
     slot = (_row_cumsum(counted.double(), rows) - 1).long().clamp(min=0)
     lengths = rows.count(mask)  # [R]
-    _, group = torch.unique(groups, return_inverse=True)
+    group, num_groups = dense_ids(groups)
     present = (lengths > 0) | count_empty_rows
-    num_groups = int(group.max()) + 1 if len(group) else 0
-
     num_slots = int(slot.max()) + 1 if len(slot) else 0
     cell = rows.spread(group) * num_slots + slot
     cells = returns.new_zeros(num_groups * num_slots)
@@ -354,8 +352,8 @@ def gigpo(
     """
     everywhere = torch.ones_like(step_rewards, dtype=torch.bool)
     step_returns = rewards_to_go(step_rewards, everywhere, steps, gamma=gamma)
-    pairs = torch.stack([steps.spread(groups), anchors], dim=1)
-    _, step_groups = torch.unique(pairs, dim=0, return_inverse=True)
+    anchor, num_anchors = dense_ids(anchors)
+    step_groups = steps.spread(dense_ids(groups)[0]) * num_anchors + anchor
     of_steps = grpo(step_returns, step_groups, scale=scale, epsilon=epsilon)
     of_episodes = grpo(rewards, groups, scale=scale, epsilon=epsilon)
     return steps.spread(of_episodes) + step_weight * of_steps

@@ -76,6 +76,12 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def dense_ids(ids: Tensor) -> tuple[Tensor, int]:
+    """Any integers renumbered 0, 1, ... in ascending order, and how many there are: `[N] -> [N]`."""
+    found: tuple[Tensor, Tensor] = torch.unique(ids, return_inverse=True)
+    return found[1], len(found[0])
+
+
 def terminal_rewards(rewards: Tensor, mask: Tensor, rows: Rows) -> Tensor:
     """Put each row's outcome `rewards [R]` on its last selected token, 0 elsewhere: `[T]`.
 

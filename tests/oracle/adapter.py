@@ -858,9 +858,6 @@ def _trl_inputs(case: _Case, mask_name: str) -> LossInputs:
     if "importance_sampling_ratio" in case:
         ratio = case["importance_sampling_ratio"]
         weights = ratio.expand(case[mask_name].shape).reshape(-1)
-    entropy = torch.zeros_like(old)
-    if "entropies" in case:
-        entropy = case.flat("entropies")
     return LossInputs(
         logprobs=case.flat("per_token_logps").requires_grad_(),
         proximal_logprobs=old,
@@ -871,8 +868,15 @@ def _trl_inputs(case: _Case, mask_name: str) -> LossInputs:
         mask=mask,
         rows=rows,
         weights=weights,
-        entropy=entropy,
+        entropy=_entropy(case),
     )
+
+
+def _entropy(case: _Case) -> Tensor:
+    """Entropies where the case has them; TRL's stub returns zeros elsewhere."""
+    if "entropies" in case:
+        return case.flat("entropies")
+    return torch.zeros_like(case.flat("per_token_logps"))
 
 
 def _clip_ratio_metrics(values: dict[str, float], prefix: str = "") -> Outputs:
@@ -910,7 +914,7 @@ def _rloo_loss(case: _Case) -> Outputs:
     )
     loss = output.aggregate(inputs, mode="token_mean", num_tokens=0, num_rows=inputs.rows.num_rows)
     values = metric.values(output.metrics)
-    _, measured = losses.entropy_bonus(inputs.entropy, inputs.mask)
+    _, measured = losses.entropy_bonus(_entropy(case), inputs.mask)
     return {
         "loss": loss,
         "grad_per_token_logps": _with_gradient(loss, inputs.logprobs),
@@ -942,7 +946,7 @@ def _grpo_advantages(case: _Case) -> Outputs:
     old, sampled = case.flat("old_per_token_logps"), case.flat("sampling_per_token_logps")
     log_ratio = corrections.log_ratios(old, sampled, mask)
     every = torch.ones_like(mask)  # TRL's ratio is 1 off the mask
-    options = {
+    options: dict[str, Any] = {
         "level": level,
         "mode": mode,
         "low": case.option("clip_min", None),
@@ -1023,10 +1027,10 @@ def _trl_loss(case: _Case, kind: str, options: dict[str, Any], prefix: str) -> O
         chosen.append(
             corrections.opsm_mask(drift, inputs.advantages, mask, rows, threshold=threshold)
         )
-    if case.option("top_entropy_quantile", 1.0) < 1.0 and inputs.entropy is not None:
+    if case.option("top_entropy_quantile", 1.0) < 1.0:
         fraction = case.params["top_entropy_quantile"]
         chosen.append(
-            corrections.high_entropy_mask(inputs.entropy, mask, rows, top_fraction=fraction)
+            corrections.high_entropy_mask(_entropy(case), mask, rows, top_fraction=fraction)
         )
     if inputs.weights is not None:
         weights = torch.where(mask, inputs.weights, 0.0)
@@ -1045,7 +1049,7 @@ def _trl_loss(case: _Case, kind: str, options: dict[str, Any], prefix: str) -> O
     }
     loss = output.aggregate(combined, **counts)
     values = metric.values(output.metrics)
-    _, measured = losses.entropy_bonus(inputs.entropy, mask)
+    _, measured = losses.entropy_bonus(_entropy(case), mask)
     outputs: Outputs = {"metric:entropy": measured["entropy"].value()}
     beta = case.option("beta", 0.0)
     if beta:
