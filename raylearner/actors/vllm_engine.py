@@ -83,8 +83,8 @@ class VllmEngine:
         self._log = vllm_process.ErrorLog()
         try:
             vllm_process.set_environment(kv_cache_gib=self._config.kv_cache_gib)
-            self._llm = await asyncio.to_thread(self._create, self._log.configuration())
-            await self._initialize(self._llm)
+            await asyncio.to_thread(self._create, self._log.configuration())
+            await self._initialize()
         except BaseException as error:
             cause = self._log.cause(error)
             await self._end(set(vllm_process.children()) - before)
@@ -156,7 +156,7 @@ class VllmEngine:
         if self._log is not None:
             self._log.remove()
 
-    def _create(self, log_configuration: str) -> "AsyncLLM":
+    def _create(self, log_configuration: str) -> None:
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -179,11 +179,16 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend=self._weight_transport),
             "worker_extension_cls": EXTENSION,
         }
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | config.extra_arguments)))
+        # Not returned: frames that vLLM keeps would hold the result beyond `close`.
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**(arguments | config.extra_arguments))
+        )
 
-    async def _initialize(self, llm: "AsyncLLM") -> None:
+    async def _initialize(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        llm = self._llm
+        assert llm is not None
         self._end_token_ids = _end_token_ids(llm)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await llm.update_weight_version(str(self._policy_version))
