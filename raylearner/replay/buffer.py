@@ -126,7 +126,11 @@ class ReplayBuffer:
             if sample.state is SampleState.PENDING and attempt >= sample.attempt:
                 return self._refuse(None, f"the claim {first.episode_key} was never given")
             return self._count_late(episode)
-        rule = broken_rule(episode, self.ledger.prompt_of(group).prompt_id)
+        rule = broken_rule(
+            episode,
+            prompt_id=self.ledger.prompt_of(group).prompt_id,
+            policy_version=self.policy_version,
+        )
         if rule is not None:
             return self._refuse((group, index), rule)
         self._store(group, index, sorted(episode, key=lambda t: t.segment))

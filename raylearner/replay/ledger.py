@@ -72,18 +72,17 @@ class Ledger:
     def held_oldest_first(self) -> list[GroupRecord]:
         return [self.held[group_id] for group_id in self._held_order]
 
-    def why_lagging(self, engine_version: PolicyVersion) -> str | None:
-        """Why an engine at `engine_version` gets no claim at all."""
+    def why_unfit(self, engine_version: PolicyVersion) -> str | None:
+        """Why an engine at `engine_version` gets no claim at all.
+
+        An engine ahead of the learner holds weights that a rollback threw away.
+        """
         lag = self.policy_version - engine_version
-        if lag < 0:
-            return (
-                f"its engine is at version {engine_version}, ahead of the learner's "
-                f"{self.policy_version}: a rollback has not reached it yet"
-            )
-        if lag <= self.config.max_staleness:
+        if 0 <= lag <= self.config.max_staleness:
             return None
+        where = f"{lag} behind" if lag > 0 else "ahead of"
         return (
-            f"its engine is at version {engine_version}, {lag} behind the learner's "
+            f"its engine is at version {engine_version}, {where} the learner's "
             f"{self.policy_version}; max_staleness is {self.config.max_staleness}"
         )
 
@@ -104,7 +103,7 @@ class Ledger:
     ) -> list[Claim]:
         """Up to `max_claims` samples: those of admitted groups first, oldest first, then new ones."""
         claims: list[Claim] = []
-        if self.why_lagging(engine_version) is not None:
+        if self.why_unfit(engine_version) is not None:
             return claims
         while len(claims) < max_claims:
             found = self._pop_pending()

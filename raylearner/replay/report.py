@@ -67,8 +67,8 @@ def describe(
             key = (group.group_id, index, sample.attempt)
             line += f", the oldest {key} for {age_s:.1f} s"
         version = engine_versions.get(actor_id)
-        lag = None if version is None else ledger.why_lagging(version)
-        lines.append(line if lag is None else f"{line}; it gets no claim: {lag}")
+        unfit = None if version is None else ledger.why_unfit(version)
+        lines.append(line if unfit is None else f"{line}; it gets no claim: {unfit}")
     num_pending = sum(g.num_in(SampleState.PENDING) for g in ledger.running.values())
     full = ledger.why_full()
     lines.append(

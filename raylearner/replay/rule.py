@@ -2,11 +2,17 @@
 
 from collections.abc import Sequence
 
-from raylearner.types import StopReason, Trajectory
+from raylearner.types import PolicyVersion, StopReason, Trajectory
 
 
-def broken_rule(episode: Sequence[Trajectory], prompt_id: str) -> str | None:
-    """The first rule that an episode breaks, in words."""
+def broken_rule(
+    episode: Sequence[Trajectory], *, prompt_id: str, policy_version: PolicyVersion
+) -> str | None:
+    """The first rule that an episode breaks, in words.
+
+    Weights are published after the commit that makes them, so a token of a version above
+    `policy_version` comes from weights that a rollback threw away.
+    """
     key, reward = episode[0].episode_key, episode[0].reward
     if any(segment.episode_key != key for segment in episode):
         return "the segments of an episode carry the same claim"
@@ -22,4 +28,6 @@ def broken_rule(episode: Sequence[Trajectory], prompt_id: str) -> str | None:
         rule = segment.broken_rule()
         if rule is not None:
             return rule
+        if segment.max_policy_version > policy_version:
+            return f"no token is of a version after the learner's, got {segment.max_policy_version}"
     return None

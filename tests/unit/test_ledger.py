@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from itertools import chain
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_prompts_never_end_and_each_epoch_shuffles_anew() -> None:
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     again = PromptSource(make_prompts(20), seed=1)
-    assert [again.next_index() for _ in range(60)] == sum(epochs, [])
+    assert [again.next_index() for _ in range(60)] == list(chain(*epochs))
 
 
 def test_a_restored_prompt_source_goes_on_where_it_was() -> None:
@@ -94,6 +95,10 @@ def test_a_lagging_engine_gets_nothing_not_even_a_retry() -> None:
     ledger.policy_version = 5
     assert claim(ledger, 100, version=3) == []
     assert claim(ledger, 1, version=4)[0].key == (0, 0, 1)
+
+
+def test_an_engine_ahead_of_the_learner_holds_lost_weights_and_gets_nothing() -> None:
+    assert claim(make_ledger(), 1, version=1) == []
 
 
 def test_retries_come_before_new_groups_and_need_no_capacity() -> None:

@@ -271,7 +271,7 @@ class ReplayMachine(RuleBasedStateMachine):
             self.buffer = self.make_buffer()
             self.void_claims.clear()
             self.issued.clear()
-            self.issued |= {key for key in model.open_claims}
+            self.issued |= set(model.open_claims)
             self.model.open_claims.clear()
         else:
             self.void(self.model.open_claims)
@@ -335,7 +335,7 @@ class ReplayMachine(RuleBasedStateMachine):
             return
         if self.model.leased:
             self.commit(1)
-        for limits_passed in range(3):
+        for _ in range(3):
             for _ in range(4 * self.buffer.ledger.capacity):
                 if self.serve_one_round():
                     break
@@ -344,7 +344,7 @@ class ReplayMachine(RuleBasedStateMachine):
                 continue
             break
         else:
-            raise AssertionError(f"no take after {limits_passed} limits: {self.buffer.describe()}")
+            raise AssertionError(f"no take after three time limits: {self.buffer.describe()}")
 
     def serve_one_round(self) -> bool:
         version = self.model.policy_version

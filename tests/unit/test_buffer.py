@@ -1,0 +1,658 @@
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raylearner.config.schema import ReplaySection
+from raylearner.errors import CheckpointError, ReplayError, TooManyFailures
+from raylearner.replay import snapshot
+from raylearner.replay.buffer import ReplayBuffer, Take
+from raylearner.replay.record import SampleState
+from raylearner.replay.tally import error_kind
+from raylearner.types import (
+    Claim,
+    CompletionStop,
+    Prompt,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+PROMPTS = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(4)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_buffer(clock: Clock | None = None, **values) -> ReplayBuffer:
+    config = ReplaySection(**{"groups_per_step": 2, "group_size": 2, "max_staleness": 1} | values)
+    return ReplayBuffer(config, PROMPTS, seed=0, clock=clock or Clock())
+
+
+def make_episode(
+    claim: Claim,
+    *,
+    reward: float | None = 1.0,
+    versions: tuple[int, ...] = (0, 0),
+    error: str | None = None,
+    images: tuple[bytes, ...] = (),
+    num_segments: int = 1,
+) -> list[Trajectory]:
+    loss_mask = np.array([False] + [True] * len(versions))
+    turn = Turn(
+        start=1,
+        end=1 + len(versions),
+        reply_end=1 + len(versions),
+        text="42",
+        reply="",
+        stop_reason=CompletionStop.END,
+        min_policy_version=min(versions, default=0),
+        max_policy_version=max(versions, default=0),
+    )
+    segment = Trajectory(
+        group_id=claim.group_id,
+        sample_index=claim.sample_index,
+        attempt=claim.attempt,
+        prompt_id=claim.prompt.prompt_id,
+        token_ids=np.arange(1 + len(versions), dtype=np.int32),
+        loss_mask=loss_mask,
+        train_mask=loss_mask.copy(),
+        behavior_logprobs=np.where(loss_mask, -0.5, np.nan).astype(np.float32),
+        policy_versions=np.array([-1, *versions], np.int32),
+        claim_policy_version=claim.policy_version,
+        turns=(turn,),
+        images=images,
+        reward=reward,
+        rewards={"exact_answer": reward, "format": None},
+        stop_reason=StopReason.END if error is None else StopReason.ERROR,
+        error=error,
+        metrics={"num_calls": 1.0},
+    )
+    return [replace(segment, segment=i) for i in range(num_segments)]
+
+
+def claim(buffer: ReplayBuffer, count: int, *, actor: str = "a") -> list[Claim]:
+    return buffer.claim(actor, buffer.policy_version, count).claims
+
+
+def fill(buffer: ReplayBuffer, num_groups: int, **values) -> list[Claim]:
+    """Plays `num_groups` groups with rewards 0, 1, 0, .. in each."""
+    claims = claim(buffer, num_groups * buffer.config.group_size)
+    for each in claims:
+        reward = float(each.sample_index % 2)
+        assert buffer.put(make_episode(each, **{"reward": reward} | values)) == "accepted"
+    return claims
+
+
+def taken(take: Take | None) -> list[int]:
+    assert take is not None
+    return [group.group_id for group in take.groups]
+
+
+# -- put -----------------------------------------------------------------------------------------
+
+
+def test_a_group_is_complete_at_group_size_of_its_samples() -> None:
+    buffer = make_buffer(extra=2)
+    a, b, c, d = claim(buffer, 4)
+    assert [buffer.put(make_episode(d)), buffer.put(make_episode(b))] == ["accepted"] * 2
+    assert buffer.metrics()["buffer/groups/held"] == 1
+    reply = buffer.claim("a", 0, 0)
+    assert sorted(reply.cancelled) == [a.key, c.key]
+    assert [buffer.put(make_episode(a)), buffer.put(make_episode(c))] == ["late", "late"]
+    assert buffer.metrics()["buffer/dropped/late"] == 2
+
+
+def test_an_episode_counts_once_whatever_its_segments() -> None:
+    buffer = make_buffer()
+    first, second = claim(buffer, 2)
+    buffer.put(list(reversed(make_episode(first, num_segments=3))))
+    assert buffer.metrics()["buffer/groups/held"] == 0
+    buffer.put(make_episode(second))
+    fill(buffer, 1)
+    take = buffer.take(2, 0)
+    assert taken(take) == [0, 1]
+    segments = [(t.sample_index, t.segment) for t in take.groups[0].trajectories]
+    assert segments == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_duplicates_are_ignored_and_counted() -> None:
+    buffer = make_buffer()
+    first, second = claim(buffer, 2)
+    assert buffer.put(make_episode(first, reward=0.0)) == "accepted"
+    assert buffer.put(make_episode(first, reward=5.0)) == "duplicate"
+    buffer.put(make_episode(second))
+    assert buffer.put(make_episode(second)) == "duplicate"
+    assert buffer.metrics()["buffer/dropped/duplicate"] == 2
+    assert buffer.metrics()["buffer/size"] == 2
+    assert buffer.episodes[0][0][0].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"behavior_logprobs": np.zeros(3, np.float32)}, "finite exactly where"),
+        ({"policy_versions": np.array([-1, 0, 1], np.int32)}, "after the learner's, got 1"),
+        ({"prompt_id": "other"}, "the prompt is the claim's"),
+        ({"stop_reason": StopReason.ABORTED}, "an aborted episode is played again"),
+        ({"stop_reason": StopReason.ERROR}, "needs a cause"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_by_name_and_played_again(change: dict, rule: str) -> None:
+    buffer = make_buffer()
+    [first] = claim(buffer, 1)
+    [segment] = make_episode(first)
+    outcome = buffer.put([replace(segment, **change)])
+    assert outcome.startswith("refused: ")
+    assert rule in outcome
+    assert buffer.metrics()["buffer/dropped/refused"] == 1
+    assert buffer.metrics()["buffer/size"] == 0
+    [again] = claim(buffer, 1)
+    assert again.key == (0, 0, 1)
+    assert buffer.put(make_episode(first)) == "late"
+    assert buffer.put(make_episode(again)) == "accepted"
+
+
+def test_an_episode_is_refused_whole_for_one_bad_segment() -> None:
+    buffer = make_buffer()
+    [first] = claim(buffer, 1)
+    good, other = make_episode(first, num_segments=2)
+    assert "numbered apart" in buffer.put([good, replace(other, segment=0)])
+    [again] = claim(buffer, 1)
+    good, other = make_episode(again, num_segments=2)
+    assert "same reward" in buffer.put([good, replace(other, reward=0.25)])
+    assert buffer.metrics()["buffer/size"] == 0
+
+
+def test_what_was_never_claimed_is_refused() -> None:
+    buffer = make_buffer()
+    [first] = claim(buffer, 1)
+    [segment] = make_episode(first)
+    for change in ({"group_id": 9}, {"sample_index": 7}, {"sample_index": 1}):
+        assert "never given" in buffer.put([replace(segment, **change)])
+    assert "at least one segment" in buffer.put([])
+
+
+def test_refused_too_often_a_sample_is_a_failed_member() -> None:
+    buffer = make_buffer(max_attempts=2)
+    for _ in range(2):
+        [first] = claim(buffer, 1)
+        buffer.put([replace(make_episode(first)[0], prompt_id="other")])
+    [second] = claim(buffer, 1)
+    buffer.put(make_episode(second))
+    fill(buffer, 1)
+    group = buffer.take(2, 0).groups[0]
+    assert group.is_partial
+    assert [t.sample_index for t in group.trajectories] == [1]
+
+
+def test_a_failed_episode_keeps_its_place_without_reward_or_tokens() -> None:
+    buffer = make_buffer()
+    first, second = claim(buffer, 2)
+    buffer.put(make_episode(first, reward=0.5, error="tool: search is down"))
+    buffer.put(make_episode(second))
+    fill(buffer, 1)
+    group = buffer.take(2, 0).groups[0]
+    assert group.rewards == {0: None, 1: 1.0}
+    assert not group.is_partial
+    assert group.trajectories[0].num_trained_tokens == 0
+    assert buffer.metrics()["rollout/errors/tool"] == 1
+
+
+def test_stored_arrays_share_no_memory_with_what_came() -> None:
+    buffer = make_buffer()
+    [first] = claim(buffer, 1)
+    [segment] = make_episode(first)
+    buffer.put([segment])
+    segment.token_ids[:] = 99
+    segment.train_mask[:] = False
+    [stored] = buffer.episodes[0][0]
+    assert stored.token_ids.tolist() == [0, 1, 2]
+    assert stored.num_trained_tokens == 2
+
+
+def test_images_are_kept_once_and_go_with_their_last_trajectory() -> None:
+    buffer = make_buffer()
+    for each in claim(buffer, 4):
+        image = bytes([each.sample_index])
+        buffer.put(make_episode(each, images=(b"shared", image, b"sha" + b"red")))
+    assert buffer.metrics()["buffer/images"] == 3
+    stored = [episode[0].images for group in buffer.episodes.values() for episode in group.values()]
+    assert len({id(images[0]) for images in stored} | {id(images[2]) for images in stored}) == 1
+    buffer.take(2, 0)
+    buffer.commit([0, 1], 1)
+    assert buffer.metrics()["buffer/images"] == 0
+
+
+# -- completion by time --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("partial_groups", "num_done", "is_held"),
+    [("train", 2, True), ("train", 1, False), ("drop", 2, False)],
+)
+def test_at_the_time_limit_the_partial_group_rule_decides(
+    partial_groups: str, num_done: int, is_held: bool
+) -> None:
+    clock = Clock()
+    buffer = make_buffer(clock, group_size=3, group_time_limit_s=60, partial_groups=partial_groups)
+    claims = claim(buffer, 3)
+    for each in claims[:num_done]:
+        buffer.put(make_episode(each, reward=float(each.sample_index)))
+    clock.now_s = 60.0
+    buffer.close_expired()
+    metrics = buffer.metrics()
+    assert metrics["buffer/groups/held"] == is_held
+    assert metrics["buffer/dropped/time_limit"] == (not is_held)
+    assert buffer.put(make_episode(claims[2])) == "late"
+    assert claims[2].key in buffer.claim("a", 0, 0).cancelled
+    if is_held:
+        group = buffer.take(1, 0).groups[0]
+        assert group.is_partial
+        assert len(group.rewards) == 2
+
+
+def test_failed_members_do_not_make_a_partial_group() -> None:
+    clock = Clock()
+    buffer = make_buffer(clock, group_size=4, group_time_limit_s=60)
+    a, b, c, _ = claim(buffer, 4)
+    buffer.put(make_episode(a))
+    buffer.put(make_episode(b, error="tool: down"))
+    buffer.put(make_episode(c, error="tool: down"))
+    clock.now_s = 60.0
+    buffer.close_expired()
+    assert buffer.metrics()["buffer/dropped/time_limit"] == 1
+
+
+# -- filters and failure limits --------------------------------------------------------------------
+
+
+def test_groups_without_variance_are_dropped_and_refilled() -> None:
+    buffer = make_buffer(should_drop_zero_variance=True, max_staleness=0)
+    fill(buffer, 2, reward=1.0)
+    assert buffer.metrics()["buffer/dropped/zero_variance"] == 2
+    assert buffer.take(2, 0) is None
+    fill(buffer, 2)
+    assert taken(buffer.take(2, 0)) == [2, 3]
+
+
+def test_groups_whose_members_all_failed_are_dropped() -> None:
+    buffer = make_buffer()
+    fill(buffer, 1, error="engine: gone")
+    assert buffer.metrics()["buffer/dropped/all_failed"] == 1
+    assert buffer.metrics()["buffer/size"] == 0
+
+
+def test_too_many_filtered_groups_in_a_row_end_the_run_with_the_reason() -> None:
+    buffer = make_buffer(should_drop_zero_variance=True, max_filtered_groups=3)
+    fill(buffer, 2, reward=0.0)
+    fill(buffer, 1)
+    fill(buffer, 2, reward=0.0)
+    assert buffer.take(2, 0) is None, "a usable group in between starts the count anew"
+    fill(buffer, 1, reward=0.0)
+    with pytest.raises(
+        TooManyFailures, match=r"3 groups in a row were filtered \(3 zero_variance\)"
+    ):
+        buffer.take(2, 0)
+
+
+def test_too_many_errors_in_a_window_end_the_run_with_cause_and_example() -> None:
+    buffer = make_buffer(groups_per_step=9, error_window=4, max_error_fraction=0.5)
+    claims = claim(buffer, 12)
+    for each, error in zip(claims, ["tool: a", None, None, "tool: b"], strict=False):
+        buffer.put(make_episode(each, error=error))
+    assert buffer.take(9, 0) is None, "half of the window is not more than half"
+    buffer.put(make_episode(claims[4], error="engine: c"))
+    assert buffer.take(9, 0) is None
+    buffer.put(make_episode(claims[5], error="tool: search answers 503"))
+    expected = "3 of the last 4 episodes failed, 2 of them by 'tool', for example: tool: search ans"
+    with pytest.raises(TooManyFailures, match=expected):
+        buffer.take(9, 0)
+
+
+def test_error_kinds_come_before_the_colon() -> None:
+    assert error_kind("tool: http://x: 503") == "tool"
+    assert error_kind("it broke") == "other"
+    assert error_kind("no kind: x") == "other"
+
+
+# -- take, commit, release -------------------------------------------------------------------------
+
+
+def test_take_leases_the_oldest_complete_groups_in_order() -> None:
+    buffer = make_buffer(max_staleness=2)
+    claims = claim(buffer, 8)
+    for each in reversed(claims):
+        if each.group_id != 1:
+            buffer.put(make_episode(each, reward=float(each.sample_index)))
+    assert taken(buffer.take(2, 0)) == [0, 2]
+    assert buffer.take(2, 0) is None
+    for each in claims[2:4]:
+        buffer.put(make_episode(each, reward=float(each.sample_index)))
+    assert taken(buffer.take(2, 0)) == [1, 3]
+
+
+def test_commit_trains_once_and_a_skipped_step_keeps_the_version() -> None:
+    buffer = make_buffer()
+    fill(buffer, 2)
+    buffer.take(2, 0)
+    buffer.commit([0, 1], 0)
+    assert buffer.policy_version == 0
+    assert buffer.metrics()["buffer/groups/trained"] == 2
+    with pytest.raises(ReplayError, match="not leased"):
+        buffer.commit([0, 1], 1)
+    assert buffer.policy_version == 0
+
+
+def test_release_brings_leased_groups_back_in_order() -> None:
+    buffer = make_buffer()
+    fill(buffer, 4)
+    assert taken(buffer.take(2, 0)) == [0, 1]
+    buffer.release()
+    assert taken(buffer.take(2, 0)) == [0, 1]
+
+
+def test_a_learner_behind_the_replay_must_load_first() -> None:
+    buffer = make_buffer()
+    fill(buffer, 2)
+    buffer.take(2, 0)
+    buffer.commit([0, 1], 3)
+    with pytest.raises(ReplayError, match="roll back first"):
+        buffer.take(2, 2)
+
+
+def test_a_take_beyond_the_capacity_is_refused() -> None:
+    with pytest.raises(ReplayError, match="the capacity is 4"):
+        make_buffer().take(5, 0)
+
+
+def test_the_take_reports_staleness_masks_and_mixed_versions() -> None:
+    buffer = make_buffer(max_staleness=1)
+    first, *others = claim(buffer, 4)
+    buffer.commit([], 2)
+    buffer.put(make_episode(first, versions=(0, 1, 2)))
+    for each in others:
+        buffer.put(make_episode(each, versions=(2, 2)))
+    take = buffer.take(2, 2)
+    assert take.staleness_histogram == [7, 1]
+    assert take.metrics["buffer/staleness/mean"] == 0.25
+    assert take.metrics["buffer/staleness/max"] == 1
+    assert take.metrics["buffer/masked_tokens"] == 1
+    assert take.metrics["buffer/mixed_version_fraction"] == 0.25
+    assert take.metrics["buffer/over_stale_trained"] == 0
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "drop", "wait"])
+def test_complete_groups_that_grew_too_old_make_room(on_stale: str) -> None:
+    buffer = make_buffer(max_staleness=1, on_stale=on_stale)
+    fill(buffer, 4)
+    buffer.commit([], 2)
+    assert buffer.take(2, 2) is None
+    assert buffer.metrics()["buffer/dropped/stale"] == 4
+    assert buffer.metrics()["buffer/size"] == 0
+    fill(buffer, 2, versions=(2,))
+    assert taken(buffer.take(2, 2)) == [4, 5]
+
+
+def test_train_takes_what_is_too_old_and_counts_it() -> None:
+    buffer = make_buffer(max_staleness=1, on_stale="train")
+    fill(buffer, 2)
+    assert buffer.take(2, 2).metrics["buffer/over_stale_trained"] == 8
+
+
+def test_nothing_but_stale_groups_ends_the_run() -> None:
+    buffer = make_buffer(max_staleness=0, max_filtered_groups=4)
+    for version in (1, 2):
+        fill(buffer, 2, versions=(version - 1,))
+        buffer.commit([], version)
+        if version == 1:
+            assert buffer.take(2, version) is None
+    with pytest.raises(TooManyFailures, match="4 complete groups in a row were dropped as stale"):
+        buffer.take(2, 2)
+
+
+# -- wait ------------------------------------------------------------------------------------------
+
+
+def waiting_buffer(clock: Clock) -> tuple[ReplayBuffer, list[Claim]]:
+    """Two complete groups at version 1, and group 0 running since version 0."""
+    buffer = make_buffer(clock, on_stale="wait", max_staleness=1, group_time_limit_s=60)
+    slow = claim(buffer, 2, actor="slow")
+    buffer.commit([], 1)
+    fill(buffer, 2, versions=(1, 1))
+    return buffer, slow
+
+
+def test_wait_holds_a_take_back_for_a_group_that_it_would_make_too_old() -> None:
+    buffer, slow = waiting_buffer(Clock())
+    assert buffer.take(2, 1) is None
+    assert "held back" in buffer.describe()[-1]
+    for each in slow:
+        buffer.put(make_episode(each, versions=(0, 1)))
+    assert taken(buffer.take(2, 1)) == [0, 1]
+
+
+def test_wait_ends_at_the_groups_time_limit_though_its_claimant_is_silent() -> None:
+    clock = Clock()
+    buffer, _ = waiting_buffer(clock)
+    clock.now_s = 59.0
+    assert buffer.take(2, 1) is None
+    clock.now_s = 60.0
+    assert taken(buffer.take(2, 1)) == [1, 2]
+    assert buffer.metrics()["buffer/dropped/time_limit"] == 1
+
+
+def test_wait_holds_nothing_back_for_a_dead_claimants_samples() -> None:
+    buffer, _ = waiting_buffer(Clock())
+    buffer.fail_actor("slow")
+    assert claim(buffer, 1)[0].key == (0, 0, 1), "another actor may still save the group"
+    assert taken(buffer.take(2, 1)) == [1, 2], "its samples will be of a version that is new enough"
+
+
+def test_groups_admitted_while_a_take_waits_do_not_hold_it() -> None:
+    clock = Clock()
+    buffer, slow = waiting_buffer(clock)
+    assert buffer.take(2, 1) is None
+    late = buffer.claim("lagging", 0, 2).claims
+    assert late[0].group_id == 3
+    for each in slow:
+        buffer.put(make_episode(each, versions=(0,)))
+    assert taken(buffer.take(2, 1)) == [0, 1]
+
+
+# -- what the watchdog sees --------------------------------------------------------------------------
+
+
+def test_describe_names_who_runs_what_and_what_take_waits_for() -> None:
+    clock = Clock()
+    buffer = make_buffer(clock)
+    claim(buffer, 3, actor="rollout-1")
+    buffer.commit([], 4)
+    buffer.claim("rollout-0", 1, 4)
+    clock.now_s = 12.0
+    buffer.take(2, 4)
+    text = "\n".join(buffer.describe())
+    assert "rollout-1 runs 3 episodes, the oldest (0, 0, 0) for 12.0 s" in text
+    assert (
+        "rollout-0 runs 0 episodes; it gets no claim: its engine is at version 1, 3 behind" in text
+    )
+    assert "group 0 runs for 12.0 s (limit 600 s): 0 of 2 done, 2 running, 0 pending" in text
+    assert "take of 2 groups at version 4 waits: 0 complete, 2 running, 0 leased" in text
+
+
+def test_length_distributions_show_what_started_finished_and_trained() -> None:
+    clock = Clock()
+    buffer = make_buffer(clock)
+    fill(buffer, 2, versions=(0,) * 9)
+    claim(buffer, 1)
+    clock.now_s = 7.0
+    buffer.take(2, 0)
+    assert buffer.metrics()["buffer/trained/tokens/mean"] == 0
+    buffer.commit([0, 1], 1)
+    metrics = buffer.metrics()
+    assert (metrics["buffer/started/count"], metrics["buffer/started/age_s/p95"]) == (1, 7.0)
+    assert metrics["buffer/finished/tokens/p50"] == metrics["buffer/trained/tokens/mean"] == 10
+
+
+# -- save and load ---------------------------------------------------------------------------------
+
+
+def busy_buffer() -> ReplayBuffer:
+    """Something in every state: trained, dropped, leased, held, running with one done, pending."""
+    buffer = make_buffer(group_size=3, groups_per_step=3, should_drop_zero_variance=True)
+    fill(buffer, 1, reward=1.0)
+    fill(buffer, 3)
+    buffer.take(1, 0)
+    buffer.commit([1], 0)
+    buffer.take(1, 0)
+    a, b = claim(buffer, 2)
+    buffer.put(make_episode(a, images=(b"png",), num_segments=2, error="tool: down"))
+    buffer.put(make_episode(b, versions=()))
+    claim(buffer, 2)
+    return buffer
+
+
+def same(left: Trajectory, right: Trajectory) -> bool:
+    if replace(left, **NO_ARRAYS) != replace(right, **NO_ARRAYS):
+        return False
+    pairs = [(getattr(left, name), getattr(right, name)) for name in snapshot.ARRAYS]
+    return all(
+        a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs
+    )
+
+
+NO_ARRAYS = dict.fromkeys(snapshot.ARRAYS)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_load_gives_back_what_was_saved(tmp_path: Path) -> None:
+    buffer = busy_buffer()
+    snapshot.cut(buffer).save(tmp_path)
+    resumed = make_buffer(group_size=3, groups_per_step=3, should_drop_zero_variance=True)
+    snapshot.load(resumed, tmp_path)
+    assert sorted(resumed.ledger.held) == [2, 3], "leased is done again"
+    assert resumed.ledger.counts.reissued == 2
+    assert resumed.policy_version == buffer.policy_version
+    assert resumed.episodes.keys() == buffer.episodes.keys()
+    for group_id, episodes in buffer.episodes.items():
+        assert resumed.episodes[group_id].keys() == episodes.keys()
+        for index, episode in episodes.items():
+            pairs = zip(resumed.episodes[group_id][index], episode, strict=True)
+            assert all(same(left, right) for left, right in pairs)
+    states = [sample.state for sample in resumed.ledger.running[4].samples]
+    assert states == [SampleState.DONE, SampleState.DONE, SampleState.PENDING]
+    changed = {"buffer/groups/held", "buffer/groups/leased", "buffer/samples/reissued"}
+    changed |= {k for k in buffer.metrics() if k.startswith(("buffer/started", "buffer/staleness"))}
+    before, after = buffer.metrics(), resumed.metrics()
+    assert {k: before[k] for k in before if k not in changed} == {
+        k: after[k] for k in after if k not in changed
+    }
+
+
+def test_a_resumed_replay_goes_on_like_the_uninterrupted_one(tmp_path: Path) -> None:
+    buffer = make_buffer()
+    fill(buffer, 3)
+    snapshot.cut(buffer).save(tmp_path)
+    resumed = make_buffer()
+    snapshot.load(resumed, tmp_path)
+    for _ in range(6):
+        takes: list[TrajectoryGroup] = []
+        plays: list[list[tuple]] = []
+        for each in (buffer, resumed):
+            claims = fill(each, 2, versions=(each.policy_version,))
+            plays.append([(c.key, c.seed, c.prompt.prompt_id) for c in claims])
+            take = each.take(2, each.policy_version)
+            takes.append(taken(take))
+            each.commit(takes[-1], each.policy_version + 1)
+        assert plays[0] == plays[1]
+        assert takes[0] == takes[1]
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    buffer = busy_buffer()
+    snapshot.cut(buffer).save(tmp_path / "a")
+    snapshot.cut(buffer).save(tmp_path / "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert {"ledger.json", "buffer.npz"} < digest(tmp_path / "a").keys()
+    image = hashlib.sha256(b"png").hexdigest()
+    assert (tmp_path / "a" / "images" / image).read_bytes() == b"png"
+
+
+def test_a_cut_does_not_see_what_comes_after_it(tmp_path: Path) -> None:
+    buffer = busy_buffer()
+    cut = snapshot.cut(buffer)
+    cut.save(tmp_path / "a")
+    buffer.release()
+    buffer.take(2, 0)
+    buffer.commit([2, 3], 1)
+    claim(buffer, 9)
+    cut.save(tmp_path / "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+def test_a_folder_without_a_whole_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole replay state"):
+        snapshot.load(make_buffer(), tmp_path)
+    snapshot.cut(busy_buffer()).save(tmp_path)
+    (tmp_path / "buffer.npz").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="no whole replay state"):
+        snapshot.load(make_buffer(), tmp_path)
+
+
+def test_another_format_is_refused() -> None:
+    metadata, arrays = snapshot.cut(busy_buffer()).state()
+    with pytest.raises(CheckpointError, match="format 99"):
+        snapshot.restore(make_buffer(), metadata | {"format": 99}, arrays, {})
+
+
+def test_metadata_is_json(tmp_path: Path) -> None:
+    metadata, arrays = snapshot.cut(busy_buffer()).state()
+    assert json.loads(json.dumps(metadata)) == json.loads(json.dumps(metadata, sort_keys=True))
+    assert all(array.dtype.kind != "O" for array in arrays.values())
+
+
+def test_the_error_window_survives_a_resume() -> None:
+    values = {"groups_per_step": 9, "error_window": 4, "max_error_fraction": 0.5}
+    buffer = make_buffer(**values)
+    claims = claim(buffer, 8)
+    for each in claims[:2]:
+        buffer.put(make_episode(each, error="tool: down"))
+    metadata, arrays = snapshot.cut(buffer).state()
+    resumed = make_buffer(**values)
+    snapshot.restore(resumed, json.loads(json.dumps(metadata)), arrays, {})
+    first, second = claim(resumed, 2)
+    resumed.put(make_episode(first))
+    resumed.put(make_episode(second, error="tool: down"))
+    with pytest.raises(TooManyFailures, match="3 of the last 4"):
+        resumed.take(9, 0)
+
+
+def test_rollback_plays_again_what_a_lost_policy_sampled() -> None:
+    buffer = make_buffer()
+    old, new, running = claim(buffer, 3)
+    buffer.commit([], 1)
+    buffer.put(make_episode(old, versions=(0, 0)))
+    buffer.put(make_episode(new, versions=(0, 1)))
+    assert buffer.metrics()["buffer/groups/held"] == 1
+    assert buffer.rollback(0) == 1
+    assert buffer.metrics()["buffer/dropped/rolled_back"] == 1
+    assert buffer.policy_version == 0
+    assert buffer.claim("a", 1, 9).claims == [], "the engine still holds the lost policy"
+    assert [c.key[:2] for c in claim(buffer, 2)] == [(0, 1), (1, 0)]
+    assert buffer.put(make_episode(running)) == "late"
