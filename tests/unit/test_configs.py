@@ -7,8 +7,8 @@ import yaml
 
 from raylearner.config.loader import load
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = sorted(CONFIGS.glob("**/*.yaml"))
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
 REQUIRED = {"model", "data", "environment", "actors"}
 
 
@@ -20,9 +20,9 @@ def is_overlay(path: Path) -> bool:
 def test_every_config_loads(path: Path) -> None:
     files = [str(path)]
     if is_overlay(path):
-        files.insert(0, str(CONFIGS / "quickstart.yaml"))
+        files.insert(0, str(ROOT / "configs" / "quickstart.yaml"))
     load(files, [])
 
 
 def test_there_are_configs() -> None:
-    assert CONFIGS / "quickstart.yaml" in FILES
+    assert ROOT / "configs" / "quickstart.yaml" in FILES
