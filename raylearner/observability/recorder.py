@@ -65,7 +65,9 @@ class Recorder:
         version = numbers.pop("policy_version", None)
         head = {"step": step} if version is None else {"step": step, "policy_version": int(version)}
         row = {**head, **{key: value for key, value in numbers.items() if key != "step"}}
-        row["observability/non_finite"] = sum(not math.isfinite(value) for value in numbers.values())
+        row["observability/non_finite"] = sum(
+            not math.isfinite(value) for value in numbers.values()
+        )
         self._metrics.write(row)
         if self._tensorboard is not None:
             self._tensorboard.write(step, {k: v for k, v in row.items() if k != "step"})
