@@ -1,0 +1,206 @@
+"""A system-call filter for the sandbox: what no program of a model needs is refused with EPERM.
+
+Second line of defence behind the namespaces: kernel interfaces that are not namespaced, or that
+reach into the supervisor, or whose memory no process is charged for. The program is classic BPF
+(`linux/filter.h`), assembled here since no library for it is on the usual machines.
+"""
+
+import errno
+import platform
+import struct
+from dataclasses import dataclass
+
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_X32_BIT = 0x40000000
+_NAMESPACE_FLAGS = 0x7E020000
+_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET and AF_INET6: the others (netlink, packet, vsock) are refused."""
+
+
+_DENIED = """
+acct 163 89
+add_key 248 217
+adjtimex 159 171
+bpf 321 280
+chroot 161 51
+clock_adjtime 305 266
+clock_settime 227 112
+create_module 174 -
+delete_module 176 106
+fanotify_init 300 262
+finit_module 313 273
+fsconfig 431 431
+fsmount 432 432
+fsopen 430 430
+fspick 433 433
+get_kernel_syms 177 -
+init_module 175 105
+io_uring_enter 426 426
+io_uring_register 427 427
+io_uring_setup 425 425
+ioperm 173 -
+iopl 172 -
+ioprio_set 251 30
+kcmp 312 272
+kexec_file_load 320 294
+kexec_load 246 104
+keyctl 250 219
+lookup_dcookie 212 18
+memfd_create 319 279
+memfd_secret 447 447
+migrate_pages 256 238
+modify_ldt 154 -
+mount 165 40
+mount_setattr 442 442
+move_mount 429 429
+move_pages 279 239
+mq_open 240 180
+msgctl 71 187
+msgget 68 186
+msgrcv 70 188
+msgsnd 69 189
+name_to_handle_at 303 264
+nfsservctl 180 42
+open_by_handle_at 304 265
+open_tree 428 428
+perf_event_open 298 241
+personality 135 92
+pidfd_getfd 438 438
+pivot_root 155 41
+process_madvise 440 440
+process_vm_readv 310 270
+process_vm_writev 311 271
+ptrace 101 117
+query_module 178 -
+quotactl 179 60
+quotactl_fd 443 443
+reboot 169 142
+request_key 249 218
+semctl 66 191
+semget 64 190
+semop 65 193
+semtimedop 220 192
+setdomainname 171 162
+sethostname 170 161
+setns 308 268
+settimeofday 164 170
+shmat 30 196
+shmctl 31 195
+shmdt 67 197
+shmget 29 194
+swapoff 168 225
+swapon 167 224
+sysfs 139 -
+syslog 103 116
+umount2 166 39
+unshare 272 97
+uselib 134 -
+userfaultfd 323 282
+ustat 136 -
+vhangup 153 58
+vmsplice 278 75
+"""
+"""Name, number on x86_64, number on aarch64: System V IPC, tracing, mounts, modules, clocks, keys,
+io_uring, bpf, and other ways around namespaces and accounting."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """What `linux/audit.h` calls it, and the calls that are allowed with some arguments only."""
+
+    audit: int
+    column: int
+    own_only: tuple[int, ...]
+    """sched_setparam, sched_setscheduler, sched_setaffinity, prlimit64, sched_setattr: for process
+    0, the caller, alone."""
+    set_priority: int
+    clone: int
+    clone3: int
+    socket: int
+
+    @property
+    def denied(self) -> tuple[int, ...]:
+        rows = [line.split() for line in _DENIED.split("\n") if line]
+        return tuple(int(row[self.column]) for row in rows if row[self.column] != "-")
+
+
+_ARCHITECTURES = {
+    "x86_64": _Architecture(
+        audit=0xC000003E,
+        column=1,
+        own_only=(142, 144, 203, 302, 314),
+        set_priority=141,
+        clone=56,
+        clone3=435,
+        socket=41,
+    ),
+    "aarch64": _Architecture(
+        audit=0xC00000B7,
+        column=2,
+        own_only=(118, 119, 122, 261, 274),
+        set_priority=140,
+        clone=220,
+        clone3=435,
+        socket=198,
+    ),
+}
+
+
+def program(machine: str | None = None) -> bytes | None:
+    """The filter for this machine's architecture; None where its numbers are not known."""
+    known = _ARCHITECTURES.get(machine or platform.machine())
+    if known is None:
+        return None
+    refuse = [_instruction(_RETURN, _ERRNO | errno.EPERM)]
+    code = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_JUMP_EQUAL, known.audit, yes=1),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
+        _instruction(_JUMP_AT_LEAST, _X32_BIT, no=1),
+        *refuse,
+    ]
+    for number in known.denied:
+        code += [_instruction(_JUMP_EQUAL, number, no=1), *refuse]
+    code += [
+        _instruction(_JUMP_EQUAL, known.clone3, no=1),  # its flags cannot be seen: use clone
+        _instruction(_RETURN, _ERRNO | errno.ENOSYS),
+    ]
+    for number in known.own_only:
+        code += _when(number, [_argument(0), _instruction(_JUMP_EQUAL, 0, yes=1), *refuse])
+    code += _when(
+        known.set_priority,
+        [
+            _argument(0),
+            _instruction(_JUMP_EQUAL, 0, no=2),
+            _argument(1),
+            _instruction(_JUMP_EQUAL, 0, yes=1),
+            *refuse,
+        ],
+    )
+    code += _when(
+        known.clone, [_argument(0), _instruction(_JUMP_ANY_BIT, _NAMESPACE_FLAGS, no=1), *refuse]
+    )
+    families = [
+        _instruction(_JUMP_EQUAL, family, yes=len(_FAMILIES) - place)
+        for place, family in enumerate(_FAMILIES)
+    ]
+    code += _when(known.socket, [_argument(0), *families, *refuse])
+    code.append(_instruction(_RETURN, _ALLOW))
+    return b"".join(code)
+
+
+def _when(number: int, body: list[bytes]) -> list[bytes]:
+    """`body` for one system call only; it either refuses or falls through to an end that allows."""
+    whole = [*body, _instruction(_RETURN, _ALLOW)]
+    return [_instruction(_JUMP_EQUAL, number, no=len(whole)), *whole]
+
+
+def _argument(index: int) -> bytes:
+    return _instruction(_LOAD, _ARGUMENTS + 8 * index)
+
+
+def _instruction(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, yes, no, value)

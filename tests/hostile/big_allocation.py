@@ -1,0 +1,3 @@
+# ends: error
+# ruff: noqa
+bytearray(10 * 2**30)

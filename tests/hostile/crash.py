@@ -1,0 +1,5 @@
+# ends: error
+# ruff: noqa
+import ctypes
+
+ctypes.string_at(0)

@@ -1,0 +1,4 @@
+# ends: wall cpu
+# ruff: noqa
+while True:
+    pass

@@ -1,0 +1,6 @@
+# ends: processes error cpu
+# ruff: noqa
+import os
+
+while True:
+    os.fork()

@@ -1,0 +1,6 @@
+# ends: files cpu
+# ruff: noqa
+import os
+
+for number in range(10_000_000):
+    os.mkdir(f"folder{number}")
