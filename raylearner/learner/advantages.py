@@ -95,7 +95,7 @@ def grpo(
 ) -> Tensor:
     """(r - mean_g) / (std + epsilon), std with ddof 1 of the group or of the batch.
 
-    DeepSeekMath 2402.03300, section 4.1.2. epsilon is 1e-6 in verl and 1e-4 in TRL.
+    DeepSeekMath 2402.03300, section 4.1. epsilon is 1e-6 in verl and 1e-4 in TRL.
     """
     grouped = _group(rewards, groups)
     advantages = grouped.rewards - grouped.mean
@@ -116,7 +116,7 @@ def grpo(
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor, *, group_of_one: GroupOfOne = "zero") -> Tensor:
-    """r - mean_g (2503.20783, section 3.2); pair it with `sequence_mean_of_sums_scaled`."""
+    """r - mean_g (2503.20783); pair it with `sequence_mean_of_sums_scaled`."""
     return grpo(rewards, groups, scale="none", group_of_one=group_of_one)
 
 
@@ -131,7 +131,7 @@ def rloo(
     epsilon: float = 1e-4,
     group_of_one: GroupOfOne = "zero",
 ) -> Tensor:
-    """r minus the mean of the other episodes of the group (2402.14740, eq. 8).
+    """r minus the mean of the other episodes of the group (2402.14740).
 
     As in TRL the reward is first clipped to `clip_low..clip_high`, then `kl_penalty` is subtracted
     (so it is never clipped), and `normalize` whitens the result over the batch with ddof 1,
@@ -161,7 +161,7 @@ def reinforce_plus_plus_baseline(
     group_of_one: GroupOfOne = "zero",
     epsilon: float = 1e-8,
 ) -> Tensor:
-    """r - mean_g, then whitened over the trained tokens of the batch (2501.03262, section 3).
+    """r - mean_g, then whitened over the trained tokens of the batch (2501.03262).
 
     `num_tokens` counts each episode's trained tokens: long episodes weigh more in the statistics. A
     group of equal rewards is therefore not exactly 0 afterwards.
@@ -183,7 +183,7 @@ def opo(
     num_tokens: Tensor,  # [E]
     group_of_one: GroupOfOne = "zero",
 ) -> Tensor:
-    """r - sum_g(n r) / sum_g(n), the length-weighted optimal baseline (2505.23585, eq. 7).
+    """r - sum_g(n r) / sum_g(n), the length-weighted optimal baseline (2505.23585).
 
     A group without any token falls back to its plain mean.
     """
@@ -258,7 +258,7 @@ def pass_at_k(
 ) -> Tensor:
     """The best episode of a group gets (best - second) / (std_g + epsilon), all others 0.
 
-    2503.19595, section 3. Ties and groups of one give 0.
+    2503.19595. Ties and groups of one give 0.
     """
     grouped = _group(rewards, groups)
     best = grouped.extreme("amax")

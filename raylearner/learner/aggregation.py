@@ -16,7 +16,7 @@ AggregationMode = Literal[
     "sequence_mean_of_means",
     "sequence_mean_of_sums_scaled",
 ]
-"""token_mean: DAPO (2503.14476, eq. 8). sequence_mean_of_means: GRPO (2402.03300, eq. 3).
+"""token_mean: DAPO (2503.14476). sequence_mean_of_means: GRPO (2402.03300, eq. 3).
 sequence_mean_of_sums: plain policy gradient. sequence_mean_of_sums_scaled: Dr.GRPO (2503.20783)."""
 
 

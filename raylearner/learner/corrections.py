@@ -297,7 +297,7 @@ def opsm_mask(
     *,
     threshold: float = 0.5,
 ) -> Correction:
-    """Off-policy sequence mask of DeepSeek-V3.2 (2512.02556, eq. 9): drop stale negative rows.
+    """Off-policy sequence mask of DeepSeek-V3.2 (2512.02556): drop stale negative rows.
 
     The tokens of every row that `opsm_rows` keeps, by the mean advantage of the row.
     """
@@ -327,7 +327,7 @@ def veto_mask(
 def m2po_mask(log_ratio: Tensor, mask: Tensor, rows: Rows, *, threshold: float) -> Correction:
     """Drop the tokens with the largest squared log-ratios until the mean of the rest is below.
 
-    The second-moment trust region of M2PO (2510.01161, section 4.2); at least one token stays.
+    The second-moment trust region of M2PO (2510.01161); at least one token stays.
     The mean is over the tokens passed in.
     """
     place = torch.nonzero(mask).squeeze(1)
@@ -345,7 +345,7 @@ def m2po_mask(log_ratio: Tensor, mask: Tensor, rows: Rows, *, threshold: float) 
 def high_entropy_mask(
     entropy: Tensor, mask: Tensor, rows: Rows, *, top_fraction: float
 ) -> Correction:
-    """Train only the `top_fraction` most uncertain tokens passed in (2506.01939, eq. 6)."""
+    """Train only the `top_fraction` most uncertain tokens passed in (2506.01939)."""
     known = entropy.detach()[mask]
     keep = mask
     if known.numel():

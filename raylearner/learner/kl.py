@@ -64,7 +64,7 @@ def kl_loss(
     """KL values still to be aggregated and scaled by a coefficient, 0 off the mask: `[T]`.
 
     With `proximal_logprobs` each value is multiplied by the ratio current / proximal, gradient
-    through it, which makes the estimate unbiased off-policy (DeepSeek-V3.2, 2512.02556, eq. 7).
+    through it, which makes the estimate unbiased off-policy (DeepSeek-V3.2, 2512.02556).
     """
     logprobs = select(logprobs, mask)
     reference = select(reference_logprobs, mask)

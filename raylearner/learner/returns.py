@@ -68,7 +68,7 @@ def reinforce_plus_plus(
     *,
     gamma: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Discounted returns whitened over all trained tokens of the batch (2501.03262, section 3).
+    """Discounted returns whitened over all trained tokens of the batch (2501.03262).
 
     Returns `(advantages [T], returns [T])`, both 0 off the mask.
     """
@@ -84,7 +84,7 @@ def remax(
     *,
     off_mask: Literal["zero", "return"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Return minus the reward of a greedy rollout of the same prompt (2310.10505, eq. 6).
+    """Return minus the reward of a greedy rollout of the same prompt (2310.10505).
 
     Returns `(advantages [T], returns [T])`. Off the mask a return is that of what follows in the
     row, and an advantage is 0 or, with `off_mask="return"` as in verl, the same.
@@ -343,7 +343,7 @@ def gigpo(
     scale: Literal["group", "none"] = "none",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """A_episode + step_weight * A_step for each step: `[S]` (GiGPO 2505.10978, eq. 3 to 8).
+    """A_episode + step_weight * A_step for each step: `[S]` (GiGPO 2505.10978).
 
     A_episode is GRPO over the episodes of a prompt. A_step is GRPO over all steps of that prompt
     taken from the same anchor state (`anchors` numbers equal states alike), each with its discounted

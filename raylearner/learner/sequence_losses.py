@@ -111,7 +111,7 @@ def gspo(
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossOutput:
-    """-A exp(mean x'), x' = x clipped to [-clip_low, clip_high] on A's side (2507.20673, eq. 4).
+    """-A exp(mean x'), x' = x clipped to [-clip_low, clip_high] on A's side (2507.20673).
 
     The clip is in log space: 0.4 lets ratios reach e^0.4. Row losses; a row's weight is the
     geometric mean of its tokens'. `clip_fraction_positive` and `_negative` count tokens outside the
@@ -149,7 +149,7 @@ def luspo(
     clip_high: float = 2.5e-3,
     count_empty_rows: bool = False,
 ) -> LossOutput:
-    """n max(-A s, -A clip(s)), s = exp(mean x), n the row's trained tokens (2602.05261, eq. 6).
+    """n max(-A s, -A clip(s)), s = exp(mean x), n the row's trained tokens (2602.05261).
 
     GSPO without its bias toward short rows. Row losses; weights enter as their sum in the place of n.
     """
@@ -206,7 +206,7 @@ def vespo(
     lambda_negative: float = 2.0,
     count_empty_rows: bool = False,
 ) -> LossOutput:
-    """-phi(W) A log pi with `vespo_weights` (2602.10693, eq. 11). Token losses.
+    """-phi(W) A log pi with `vespo_weights` (2602.10693). Token losses.
 
     Correction weights enter W and do not multiply the loss, except that rejected tokens (weight 0)
     lose theirs.
@@ -240,7 +240,7 @@ def dro(
     beta: float = 0.05,
     form: Literal["token", "sequence"] = "token",
 ) -> LossOutput:
-    """-(A log pi - beta / 2 x^2): squared regression instead of a ratio (Kimi k1.5 2501.12599, eq. 3).
+    """-(A log pi - beta / 2 x^2): squared regression instead of a ratio (Kimi k1.5 2501.12599).
 
     `token` takes x per token (direct reward optimization, token losses); `sequence` sums log pi and
     x over the row as Kimi writes it (row losses). beta > 0, else ValueError. No `exp`, so no clamp.

@@ -35,7 +35,7 @@ def ppo(
     """max(-A R, -A clip(R, 1-clip_low, 1+clip_high)), R = pi / old (1707.06347, eq. 7).
 
     clip_high > clip_low is DAPO's clip-higher (2503.14476; 0.28). Where A < 0 the loss is at most
-    -A * dual_clip (1912.09729, eq. 5; > 1, None for off). `delta` caps the unclipped ratio: the
+    -A * dual_clip (1912.09729; > 1, None for off). `delta` caps the unclipped ratio: the
     two-sided clip of INTELLECT-2 (2505.07291; > 1 + clip_high). Raises ValueError for a dual_clip
     of 1 or less.
     """
@@ -73,7 +73,7 @@ def decoupled_ppo(
     behavior_mode: Literal["filter", "cap"] = "filter",
     behavior_level: Literal["token", "geometric"] = "token",
 ) -> LossOutput:
-    """PPO around the proximal policy, times old / mu (AReaL 2505.24298, eq. 5).
+    """PPO around the proximal policy, times old / mu (AReaL 2505.24298).
 
     A weight outside `behavior_low..behavior_cap` is set to 0 (`filter`, as AReaL does) or clamped
     (`cap`); filtered tokens stay in the denominators. `geometric` takes one weight per row, the
@@ -106,7 +106,7 @@ def decoupled_ppo(
 
 
 def cispo(inputs: LossInputs, *, ratio_min: float = 0.0, ratio_max: float = 5.0) -> LossOutput:
-    """-sg(clip(R, ratio_min, ratio_max)) A log pi, R = pi / old (MiniMax-M1 2506.13585, eq. 4).
+    """-sg(clip(R, ratio_min, ratio_max)) A log pi, R = pi / old (MiniMax-M1 2506.13585).
 
     Bounds are on the ratio itself: ratio_max 5 is ScaleRL's (2510.13786) and TRL's `epsilon_high`;
     verl's clip_ratio_high is ratio_max - 1. Every token keeps a gradient.
@@ -129,7 +129,7 @@ def cispo(inputs: LossInputs, *, ratio_min: float = 0.0, ratio_max: float = 5.0)
 def sapo(
     inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> LossOutput:
-    """-A (4 / tau) sigmoid(tau (R - 1)), tau by the sign of A (2511.20347, eq. 6 to 8).
+    """-A (4 / tau) sigmoid(tau (R - 1)), tau by the sign of A (2511.20347).
 
     A smooth gate in the place of a clip; meant for `sequence_mean_of_means`.
     """
@@ -199,7 +199,7 @@ def dppo_kl(
 
 
 def gppo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """PPO's value, but a clipped ratio keeps a gradient: bound * R / sg(R) (2508.07629, eq. 9).
+    """PPO's value, but a clipped ratio keeps a gradient: bound * R / sg(R) (2508.07629).
 
     The released code also caps negative advantages as a dual clip of 1, which the paper does not
     have and which stops their gradient wherever R > 1; it is left out here.
@@ -236,7 +236,7 @@ def clip_cov(
     covariance_high: float = 5.0,
     generator: torch.Generator | None = None,
 ) -> LossOutput:
-    """PPO without a random `drop_ratio` of the tokens of high covariance (2505.22617, section 4).
+    """PPO without a random `drop_ratio` of the tokens of high covariance (2505.22617).
 
     Candidates are tokens that PPO does not clip and whose covariance of A and log pi lies strictly
     between the bounds; max(1, int(drop_ratio * tokens)) of them get no gradient. Means and counts
@@ -264,7 +264,7 @@ def clip_cov(
 def kl_cov(
     inputs: LossInputs, *, top_ratio: float = 0.0002, kl_coefficient: float = 1.0
 ) -> LossOutput:
-    """-A R, plus kl_coefficient |log R| on the tokens of highest covariance (2505.22617, eq. 13).
+    """-A R, plus kl_coefficient |log R| on the tokens of highest covariance (2505.22617).
 
     max(1, int(top_ratio * tokens)) tokens of those passed in are penalized.
     """
@@ -287,7 +287,7 @@ def kl_cov(
 
 
 def gpg(inputs: LossInputs) -> LossOutput:
-    """-A log pi, the plain policy gradient (2504.02546, eq. 4); weights make it any reweighing."""
+    """-A log pi, the plain policy gradient (2504.02546); weights make it any reweighing."""
     inputs = inputs.selected()
     values = weigh(-inputs.advantages * inputs.logprobs, inputs.weights)
     log_ratio = inputs.logprobs - inputs.proximal_logprobs
@@ -329,7 +329,7 @@ def topr(
     level: Literal["token", "sequence"] = "sequence",
     ratio_cap: float = 1.0,
 ) -> LossOutput:
-    """-A log pi for good rows, -sg(min(pi / mu, ratio_cap)) A log pi for bad ones (2503.14286, eq. 7).
+    """-A log pi for good rows, -sg(min(pi / mu, ratio_cap)) A log pi for bad ones (2503.14286).
 
     Good rows have a reward > 0 or, when no rewards are given, an advantage > 0: their gradient is
     not reweighed, that of bad ones is tapered. The paper's ratio is the whole row's.

@@ -980,7 +980,7 @@ _TRL_MODES = {
     "cispo": "token_mean",
     "vespo": "token_mean",
     "dr_grpo": "sequence_mean_of_sums_scaled",
-    "luspo": "sequence_mean_of_means",
+    "luspo": "sequence_mean_of_sums",
 }
 
 
@@ -988,19 +988,25 @@ def _grpo_kind(case: _Case) -> tuple[str, dict[str, Any], str]:
     """Our kind, its options and the prefix of its clip metrics for a loss of TRL's GRPO trainer."""
     kind = case.params["loss_type"]
     clip = {"clip_low": case.params["epsilon_low"], "clip_high": case.params["epsilon_high"]}
+    delta = case.option("delta", None)
+    is_sequence = case.option("importance_sampling_level", "token") == "sequence"
+    if is_sequence and (kind in ("cispo", "sapo") or delta is not None or case.option("beta", 0.0)):
+        raise Deviation("CISPO, SAPO, the two-sided clip and a weighed KL take ratios of tokens")
     if kind == "cispo":
         return "cispo", {"ratio_max": case.params["epsilon_high"]}, ""
     if kind == "sapo":
-        return "sapo", {}, ""
+        taus = {
+            "tau_positive": case.option("sapo_temperature_pos", 1.0),
+            "tau_negative": case.option("sapo_temperature_neg", 1.05),
+        }
+        return "sapo", taus, ""
     if kind == "vespo":
         return "vespo", {"count_empty_rows": True}, ""
-    if case.option("importance_sampling_level", "token") == "sequence":
-        if kind == "luspo":
-            return "luspo", {**clip, "count_empty_rows": True}, ""
+    if is_sequence and kind == "luspo":
+        return "luspo", {**clip, "count_empty_rows": True}, ""
+    if is_sequence:
         return "gspo", {**clip, "count_empty_rows": True}, "row_"
-    if kind == "luspo":
-        raise Deviation("LUSPO is a loss of whole rows; TRL's token level averages over padding")
-    return "ppo", {**clip, "dual_clip": None, "delta": case.option("delta", None)}, ""
+    return "ppo", {**clip, "dual_clip": None, "delta": delta}, ""
 
 
 def _grpo_loss(case: _Case) -> Outputs:
