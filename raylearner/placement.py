@@ -39,7 +39,8 @@ def connect(config: ClusterSection) -> None:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"cluster.address {address!r} cannot be joined: {error}; start it with"
-                " `ray start --head`, or leave the address out for a local cluster"
+                " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
+                " or leave the address out for a local cluster"
             ) from error
         return
     ray.init(
@@ -194,7 +195,7 @@ class RolloutFleet:
         ).remote(actor_id, self._sections, self._model_path, self._replay)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                await actor.start.remote()
+                pid = await actor.start.remote()
         except TimeoutError as error:
             ray.kill(actor)
             raise EngineError(
@@ -205,6 +206,7 @@ class RolloutFleet:
             ray.kill(actor)
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise EngineError(f"{actor_id}: the engine did not start: {cause}") from error
+        logger.info("%s runs as process %d", actor_id, pid)
         self.actors[actor_id] = actor
         return actor_id
 

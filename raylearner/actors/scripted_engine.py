@@ -44,7 +44,7 @@ class RandomTokens:
     ) -> tuple[list[int], list[float]]:
         rng = random.Random(f"{sampling.seed}/{len(token_ids)}")
         if self._delay_s:
-            await asyncio.sleep(self._delay_s * (1 + 4 * rng.random()))
+            await asyncio.sleep(self._delay_s * (1 + 4 * random.random()))
         count = min(rng.randint(self._min_tokens, self._max_tokens), sampling.max_tokens)
         sampled = [rng.randrange(self._vocab_size) for _ in range(count)]
         return sampled, [-3.0 * rng.random() - 0.01 for _ in range(count)]

@@ -1,129 +1,46 @@
-"""What the loop tests share: a scripted configuration and the ways to run it."""
+"""Fixtures of the loop tests: one cluster for all of them, as a user who keeps one running."""
 
-import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
-
-SCRIPTED: dict[str, Any] = {
-    "run": {"name": "scripted", "num_steps": 5, "checkpoint_every_steps": 0, "seed": 3},
-    "cluster": {"num_cpus": 8, "object_store_bytes": 150_000_000},
-    "model": {
-        "kind": "tiny",
-        "hidden_size": 64,
-        "num_layers": 1,
-        "num_heads": 2,
-        "intermediate_size": 128,
-    },
-    "data": {"train": {"kind": "calculator", "num_prompts": 40}},
-    "environment": {"kind": "single_turn"},
-    "renderer": {"max_prompt_tokens": 64, "max_response_tokens": 64},
-    "sampling": {"max_turn_tokens": 64},
-    "rewards": {"functions": [{"kind": "response_length", "arguments": {"target_tokens": 12}}]},
-    "actors": {
-        "num_actors": 2,
-        "cpus_per_actor": 0.5,
-        "max_concurrent_episodes": 8,
-        "engine": {
-            "kind": "scripted",
-            "script": "raylearner.actors.scripted_engine:RandomTokens",
-            "arguments": {"vocab_size": 200, "max_tokens": 24, "delay_s": 0.002},
-        },
-    },
-    "replay": {"groups_per_step": 3, "group_size": 4, "max_staleness": 0},
-    "learner": {
-        "cpus_per_rank": 0.5,
-        "compute_dtype": "float64",
-        "learning_rate": 1e-3,
-        "max_tokens_per_micro_batch": 256,
-    },
-    "evaluation": {"num_prompts": 8},
-    "observability": {"tensorboard": False},
-}
+from loop import ENVIRONMENT, Launcher, wait_for
 
 
-def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in change.items():
-        is_both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if is_both else value
-    return out
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-class Launcher:
-    """Runs `python -m raylearner train` as a user would, one cluster at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._processes: list[subprocess.Popen[str]] = []
-
-    def start(self, name: str, change: dict[str, Any], *arguments: str) -> "subprocess.Popen[str]":
-        config = self.folder / f"{name}.yaml"
-        config.write_text(yaml.safe_dump(merged(SCRIPTED, change)))
-        return self.start_with(str(config), f"run.dir={self.folder / name}", *arguments)
-
-    def start_with(self, *arguments: str) -> "subprocess.Popen[str]":
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'ray'}",
-            "OMP_NUM_THREADS": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        environment.pop("RAY_ADDRESS", None)
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a small local cluster, ended with everything it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=8"),
+        *("--object-store-memory=150000000", "--include-dashboard=false"),
+    ]
+    log = tmp_path_factory.mktemp("cluster") / "log.txt"
+    with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "raylearner", "train", *arguments],
-            env=environment,
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            command, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True
         )
-        self._processes.append(process)
-        return process
-
-    def run(self, name: str, change: dict[str, Any], *arguments: str, code: int = 0) -> str:
-        return finish(self.start(name, change, *arguments), code=code)
-
-    def resume(self, name: str, *arguments: str, code: int = 0) -> str:
-        return finish(self.start_with("--resume", str(self.folder / name), *arguments), code=code)
-
-    def close(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def finish(process: "subprocess.Popen[str]", *, code: int, timeout_s: float = 150) -> str:
-    output, _ = process.communicate(timeout=timeout_s)
-    assert process.returncode == code, output[-4000:]
-    return output
-
-
-def wait_for(condition: Callable[[], bool], *, timeout_s: float = 90, what: str = "") -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what or condition}"
-        time.sleep(0.05)
+    try:
+        wait_for(lambda: "Ray runtime started" in log.read_text(), what="the cluster")
+        yield f"127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Any:
-    launcher = Launcher(tmp_path)
+def launcher(tmp_path: Path, cluster: str) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path, address=cluster)
     yield launcher
     launcher.close()

@@ -1,0 +1,122 @@
+"""Resume after `kill -9`, at random moments and during a checkpoint write."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from loop import SCRIPTED, Launcher, finish, merged, rows, wait_for
+from reference import reference_loop
+from transformers import AutoModelForCausalLM
+
+from raylearner.config.schema import RunConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+
+
+def checkpoints(folder: Path, pattern: str = "step_??????") -> list[Path]:
+    return sorted((folder / "checkpoints").glob(pattern))
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_synchronous_run_killed_twice_ends_with_the_parameters_of_one_that_was_not(
+    launcher: Launcher,
+) -> None:
+    """Once at a random moment after the first checkpoint, once while the next is being written."""
+    change = {"run": {"num_steps": 6, "checkpoint_every_steps": 1}}
+    folder = launcher.folder / "run"
+    process = launcher.start("run", change)
+    wait_for(lambda: bool(checkpoints(folder)), what="the first checkpoint")
+    wait_for(lambda: random.random() < 0.2)
+    kill(process)
+    if not checkpoints(folder, "step_000006"):
+        process = launcher.start_with("--resume", str(folder))
+        before = len(rows(folder / "metrics.jsonl"))
+        wait_for(
+            lambda: (
+                bool(checkpoints(folder, "*.partial"))
+                or len(rows(folder / "metrics.jsonl")) >= max(5, before + 1)
+            ),
+            pause_s=0.001,
+        )
+        kill(process)
+    launcher.resume("run")
+    config = RunConfig.model_validate(merged(SCRIPTED, change))
+    _, parameters = reference_loop(config, folder / "model")
+    trained = AutoModelForCausalLM.from_pretrained(
+        folder / "checkpoints" / "step_000006" / "model", dtype=torch.float64
+    ).state_dict()
+    for name, expected in parameters.items():
+        assert torch.allclose(trained[name], expected, atol=1e-6, rtol=0), name
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_asynchronous_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(
+    launcher: Launcher,
+) -> None:
+    change = {
+        "run": {"num_steps": 8, "checkpoint_every_steps": 2},
+        "replay": {"max_staleness": 2, "extra": 1},
+        "actors": {"engine": {"arguments": {"delay_s": 0.02}}},
+    }
+    folder = launcher.folder / "run"
+    process = launcher.start("run", change)
+    wait_for(lambda: bool(checkpoints(folder)), what="the first checkpoint")
+    kill(process)
+    launcher.resume("run")
+    trained: Counter[tuple[int, int]] = Counter()
+    groups: set[int] = set()
+    for path in sorted((folder / "trajectories").glob("step_*.jsonl")):
+        for row in rows(path):
+            trained[row["group_id"], row["sample_index"]] += 1
+            groups.add(row["group_id"])
+    assert max(trained.values()) == 1
+    assert len(groups) == 8 * 3
+    ledger = json.loads((checkpoints(folder)[-1] / "replay" / "ledger.json").read_text())
+    counts, ledger = ledger["ledger"]["counts"], ledger["ledger"]
+    num_open = len(ledger["running"]) + len(ledger["held"]) + len(ledger["leased"])
+    assert counts["admitted"] == num_open + counts["trained"] + sum(counts["dropped"].values())
+    assert counts["admitted"] == ledger["next_group_id"]
+    assert counts["trained"] == len(groups)
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_actors_and_learner_that_die_are_replaced_and_the_run_goes_on(launcher: Launcher) -> None:
+    change = {
+        "run": {"num_steps": 12, "checkpoint_every_steps": 2},
+        "replay": {"max_staleness": 2},
+        "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
+    }
+    folder = launcher.folder / "run"
+    process = launcher.start("run", change)
+    pids = folder / "log.txt"
+    wait_for(lambda: bool(checkpoints(folder)), what="the first checkpoint")
+    os.kill(started(pids, "rollout-0"), signal.SIGKILL)
+    wait_for(lambda: "rollout-0 died and is replaced" in pids.read_text(), what="the loss")
+    os.kill(started(pids, "learner-0"), signal.SIGKILL)
+    output = finish(process, code=0)
+    assert "rolling back" in output
+    metrics = rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, 13))
+    assert metrics[-1]["rollout/restarts"] == 1
+    trained = Counter(
+        (row["group_id"], row["sample_index"])
+        for path in (folder / "trajectories").glob("step_*.jsonl")
+        for row in rows(path)
+    )
+    assert max(trained.values()) == 1
+
+
+def started(log: Path, name: str) -> int:
+    """The process id that the log gives for an actor."""
+    lines = [line for line in log.read_text().splitlines() if f"{name} runs as process" in line]
+    return int(lines[-1].rsplit(" ", 1)[1])
