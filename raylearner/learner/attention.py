@@ -26,12 +26,13 @@ Backend = Literal["sdpa", "flash_attn", "varlen"]
 
 
 @lru_cache(maxsize=4)
-def choose_backend(device_type: str) -> Backend:
-    """flash-attn where installed, else torch's own varlen kernel; SDPA on the CPU."""
+def choose_backend(device_type: str, dtype: torch.dtype) -> Backend:
+    """On GPUs flash-attn where installed, else torch's own varlen kernel; both know half precision
+    only. SDPA everywhere else."""
     backend: Backend = "sdpa"
-    if device_type == "cuda":
+    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         backend = "flash_attn" if find_spec("flash_attn") else "varlen"
-    log.info("packed attention on %s: %s", device_type, backend)
+    log.info("packed attention on %s in %s: %s", device_type, dtype, backend)
     return backend
 
 
@@ -59,7 +60,7 @@ def packed_attention(
     ]
     if unsupported:
         raise ValueError(f"packed attention does not know {', '.join(unsupported)}")
-    backend = BACKENDS[choose_backend(query.device.type)]
+    backend = BACKENDS[choose_backend(query.device.type, query.dtype)]
     window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
     out = backend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, window)
     return out.unsqueeze(0), None
@@ -74,7 +75,7 @@ def _sdpa(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:  # [T, H, D]
-    """One call per bucket of sequences of similar length.
+    """One call per bucket of sequences of similar length; any device, any precision.
 
     They are padded at the end, where causality keeps padding from every real token: the result is
     that of one sequence at a time, without a mask.
@@ -84,7 +85,11 @@ def _sdpa(
     out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
     for gather, scatter in _buckets(lengths):
         size = gather.shape[1]
-        mask = None if window is None or size <= window else _window_mask(size, window)
+        mask = (
+            None
+            if window is None or size <= window
+            else _window_mask(size, window).to(query.device)
+        )
         attended = F.scaled_dot_product_attention(
             query[:, gather].transpose(0, 1),  # [r, H, size, D]
             key[:, gather].transpose(0, 1),

@@ -113,7 +113,7 @@ class Learner:
         measured: list[Metrics] = []
         for epoch in range(self._config.num_epochs):
             for (mini, micros), known in zip(work, proximal, strict=True):
-                loss = 0.0
+                loss = torch.zeros((), dtype=torch.float64, device=self._device)
                 for micro, start in zip(micros, known, strict=True):
                     logprobs, entropy = self._forward(micro.tokens, self._temperature)
                     start = logprobs.detach() if start is None else start
@@ -127,7 +127,7 @@ class Learner:
                         mini=mini,
                     )
                     share.backward()
-                    loss += share.item()
+                    loss += share.detach()
                     measured.append(metrics)
                     if epoch == 0:
                         measured.append(off_policy_metrics(self._config, micro, start))
@@ -179,7 +179,6 @@ class Learner:
     @torch.no_grad()
     def _forward_only(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
         logprobs, _ = self._forward(tokens, temperature)
-        # Without a backward the root keeps its gathered parameters, which would outlive an update.
         self._model.reshard()
         return logprobs
 
@@ -193,10 +192,9 @@ class Learner:
             temperature,
         )
 
-    def _update(self, loss_share: float) -> _Update:
+    def _update(self, loss: Tensor) -> _Update:
         """Clip and step, unless the loss or the gradient over all ranks is not finite."""
-        total = torch.tensor(loss_share, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total)
+        dist.all_reduce(loss)
         parameters = list(self._model.parameters())
         norm = optimizer.global_grad_norm(parameters)
         learning_rate = optimizer.learning_rate_at(
@@ -206,14 +204,14 @@ class Learner:
             warmup=self._config.warmup_steps,
             num_updates=self._num_updates_of_run,
         )
-        is_finite = math.isfinite(total.item()) and math.isfinite(norm)
+        is_finite = math.isfinite(loss.item()) and math.isfinite(norm)
         if is_finite:
             optimizer.scale_grads(parameters, norm=norm, max_norm=self._config.max_grad_norm)
             optimizer.set_learning_rate(self._optimizer, learning_rate)
             self._optimizer.step()
             self._progress = replace(self._progress, num_updates=self._progress.num_updates + 1)
         self._optimizer.zero_grad(set_to_none=True)
-        return _Update(total.item(), norm, learning_rate, is_finite)
+        return _Update(loss.item(), norm, learning_rate, is_finite)
 
     def _commit(self, updates: Sequence[_Update]) -> bool:
         """Count the step, advance the version if any update was made; returns whether it was not."""

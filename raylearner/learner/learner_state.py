@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylearner.errors import CheckpointError
 from raylearner.learner.model import PackedModel
@@ -52,7 +54,7 @@ def save_state(
     rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder / "tensors"), save_distributed=True)
-    dcp.save(_tensors(model, optimizer), storage_writer=writer)
+    save(_tensors(model, optimizer), storage_writer=writer)
     if rank == 0:
         content = {**asdict(progress), "num_ranks": dist.get_world_size()}
         (folder / "progress.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -73,6 +75,7 @@ def restore_state(folder: Path, model: PackedModel, optimizer: torch.optim.Optim
     saved = {
         name: tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if saved != wanted:
@@ -81,7 +84,7 @@ def restore_state(folder: Path, model: PackedModel, optimizer: torch.optim.Optim
             f"{folder}: a checkpoint of another model: {name} is {saved.get(name)} there and "
             f"{wanted.get(name)} here"
         )
-    dcp.load(tensors, storage_reader=reader)
+    load(tensors, storage_reader=reader)
     for state in optimizer.state.values():
         state["step"].fill_(progress.num_updates)
     random_file = folder / f"rng_{dist.get_rank():05d}.json"

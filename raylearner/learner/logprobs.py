@@ -64,7 +64,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """d logp/dz = onehot - p; dH/dz = -p (log p + H); z are the logits over temperature."""
         grad_logprobs, grad_entropy = grads
         hidden, weight, bias, targets, entropy = ctx.saved_tensors

@@ -40,9 +40,9 @@ def connect(
         if port is None and world_size != 1:
             raise ValueError(f"port: {world_size} ranks need one to meet at")
         store = (
-            dist.HashStore()
+            dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             if port is None
-            else dist.TCPStore(
+            else dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
                 address,
                 port,
                 world_size,

@@ -70,6 +70,7 @@ class PackedModel(nn.Module):
             use_cache=False,
         ).last_hidden_state[0]  # [T, H]
         head = self.causal_lm.get_output_embeddings()
+        assert head is not None
         logprobs, entropy = chunked_logprobs(
             states[scored - 1],
             head.weight,
@@ -80,6 +81,12 @@ class PackedModel(nn.Module):
         )
         zeros = logprobs.new_zeros(len(input_ids))
         return zeros.index_copy(0, scored, logprobs), zeros.index_copy(0, scored, entropy)
+
+    def reshard(self) -> None:
+        """Free gathered parameters, as a backward would: they must not outlive an update."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, outermost first."""

@@ -13,7 +13,7 @@ from raylearner.learner import advantages
 from raylearner.learner.aggregation import aggregate
 from raylearner.learner.corrections import importance_weights, log_ratios
 from raylearner.learner.diagnostics import logprob_gap
-from raylearner.learner.losses import LossInputs, decoupled_ppo
+from raylearner.learner.losses import LossInputs, decoupled_ppo, entropy_bonus
 from raylearner.learner.metric import Mean, Metrics
 from raylearner.learner.micro_batch import MicroBatch
 from raylearner.types import LearnerBatch, MiniBatch
@@ -87,9 +87,10 @@ def loss_share(
         num_rows=mini.num_episodes,
         row_num_tokens=row_num_tokens,
     )
+    bonus, entropy_metrics = entropy_bonus(entropy, micro.train_mask)
     if config.entropy_coefficient:
-        share = share - config.entropy_coefficient * aggregate(
-            entropy,
+        share = share + config.entropy_coefficient * aggregate(
+            bonus,
             micro.train_mask,
             micro.rows,
             mode=config.aggregation,
@@ -97,7 +98,7 @@ def loss_share(
             num_rows=mini.num_episodes,
             row_num_tokens=row_num_tokens,
         )
-    return share, {**output.metrics, "entropy": Mean.of(entropy, micro.train_mask)}
+    return share, {**output.metrics, **entropy_metrics}
 
 
 def off_policy_metrics(

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, pre_tokenizers
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from tokenizers import pre_tokenizers
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.config.schema import TinyModel
@@ -37,7 +37,7 @@ def make_tokenizer(max_length: int) -> Qwen2Tokenizer:
     tokenizer = Qwen2Tokenizer(
         vocab={text: index for index, text in enumerate((*SPECIAL, *alphabet))},
         merges=[],
-        unk_token=None,
+        unk_token=None,  # pyright: ignore[reportArgumentType]
         eos_token=END_OF_TURN,
         pad_token=PAD,
         extra_special_tokens=["<|im_start|>"],
@@ -45,7 +45,10 @@ def make_tokenizer(max_length: int) -> Qwen2Tokenizer:
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tags: list[str | AddedToken] = [
+        AddedToken(tag, special=False, normalized=False) for tag in TAGS
+    ]
+    tokenizer.add_tokens(tags)
     return tokenizer
 
 
@@ -58,7 +61,7 @@ def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
             f"even, equal and at least {MIN_HEAD_SIZE} wide"
         )
     tokenizer = make_tokenizer(config.max_length)
-    end, pad = tokenizer.convert_tokens_to_ids([END_OF_TURN, PAD])
+    end, pad = (tokenizer.get_vocab()[token] for token in (END_OF_TURN, PAD))
     model_config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -77,7 +80,7 @@ def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(model_config).to(torch.float32)
+        model = Qwen2ForCausalLM(model_config)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
     disable_progress_bar()
     model.save_pretrained(folder)
