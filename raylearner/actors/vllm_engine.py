@@ -111,14 +111,13 @@ class VllmEngine:
             try:
                 return await self._receive(llm, update)
             except BaseException as error:
-                await self._condemn(
+                reason = (
                     f"policy version {update.policy_version} did not arrive: {self._cause(error)}"
                 )
+                await self._condemn(reason)
                 if isinstance(error, WeightTransferError) or not isinstance(error, Exception):
                     raise
-                raise WeightTransferError(
-                    f"policy version {update.policy_version} did not arrive: {self._cause(error)}"
-                ) from error
+                raise WeightTransferError(reason) from error
 
     async def pause(self) -> None:
         """Freeze running requests where they are; new ones wait. Nothing is cleared."""

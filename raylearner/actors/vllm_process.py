@@ -20,6 +20,8 @@ PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
 """What the command line of a core holds: its title, before that how it was started."""
 EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
 
+POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
+
 
 def set_environment(*, kv_cache_gib: int) -> None:
     """What vLLM reads from the environment, set before its first import here and in children."""
@@ -50,6 +52,7 @@ class ErrorLog:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="raylearner-vllm-"))
         self._errors = self._folder / "errors.log"
+        self._num_read = 0
 
     def configuration(self) -> str:
         """The path of a logging configuration: the console as usual, errors to the file too."""
@@ -91,14 +94,24 @@ class ErrorLog:
         return str(path)
 
     def cause(self, error: BaseException) -> str:
-        """The first exception that vLLM's processes logged, or else the error itself."""
-        with contextlib.suppress(FileNotFoundError):
-            for line in self._errors.read_text(errors="replace").splitlines():
-                if EXCEPTION_LINE.match(line):
-                    return line
+        """The error itself, or the logged one that vLLM's message only points to.
+
+        What was logged before the last call is old news and never a cause.
+        """
+        logged = self._first_exception()
+        if logged is not None and POINTS_TO_LOG.search(str(error)):
+            return logged
         if isinstance(error, EngineError | WeightTransferError):
             return str(error)
         return f"{type(error).__name__}: {error}".strip()
+
+    def _first_exception(self) -> str | None:
+        try:
+            text = self._errors.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+        new, self._num_read = text[self._num_read :], len(text)
+        return next((line for line in new.splitlines() if EXCEPTION_LINE.match(line)), None)
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

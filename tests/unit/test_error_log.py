@@ -1,0 +1,50 @@
+"""Which line of what vLLM logged becomes the cause of an engine's failure."""
+
+import json
+import logging.config
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raylearner.actors.vllm_process import ErrorLog
+from raylearner.errors import EngineError
+
+
+@pytest.fixture
+def log() -> Iterator[ErrorLog]:
+    log = ErrorLog()
+    logging.config.dictConfig(json.loads(Path(log.configuration()).read_text()))
+    yield log
+    logging.getLogger("vllm").handlers.clear()
+    log.remove()
+
+
+def log_failure(message: str) -> None:
+    try:
+        raise ValueError(message)
+    except ValueError:
+        logging.getLogger("vllm.worker").exception("WorkerProc failed.")
+
+
+POINTING = RuntimeError("Engine core initialization failed. See root cause above.")
+
+
+def test_an_error_that_points_to_the_log_gets_the_first_exception_logged(log: ErrorLog) -> None:
+    log_failure("no tensor of that name")
+    log_failure("worker died")
+    assert log.cause(POINTING) == "ValueError: no tensor of that name"
+
+
+def test_an_error_that_tells_its_cause_keeps_it(log: ErrorLog) -> None:
+    log_failure("something else")
+    assert log.cause(OSError("no such model")) == "OSError: no such model"
+    assert log.cause(EngineError("refused")) == "refused"
+
+
+def test_what_was_logged_before_the_last_failure_is_no_cause(log: ErrorLog) -> None:
+    log_failure("an old one")
+    log.cause(EngineError("refused"))
+    assert log.cause(POINTING) == f"RuntimeError: {POINTING}"
+    log_failure("a new one")
+    assert log.cause(POINTING) == "ValueError: a new one"
