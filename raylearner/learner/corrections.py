@@ -86,11 +86,11 @@ def importance_weights(
     `truncate` clamps to `low..high`: truncated importance sampling (TIS, fengyao.notion.site/
     off-policy-rl), cap 2. `mask` sets weights outside to 0: IcePop (2510.18855; 0.5..5) and masked
     importance sampling (MIS). `importance_ratio/...` metrics are before, `importance_weight/...`
-    after; fractions low and high count against 1/high where `low` is None. Raises ValueError for an
-    unknown level or mode, or a bound that is not positive.
+    after; `fraction_low` counts against 1/high where `low` is None. Raises ValueError for an unknown
+    level or mode, and for bounds that hold nothing.
     """
-    if high is not None and high <= 0:
-        raise ValueError(f"high: want > 0, got {high!r}")
+    if high is not None and (high <= 0 or (low is not None and low > high)):
+        raise ValueError(f"high: want > 0 and >= low, got {high!r} with low {low!r}")
     log_ratio = select(log_ratio.detach(), mask)
     if level == "sequence":
         log_ratio = rows.spread(rows.sum(log_ratio))

@@ -78,7 +78,7 @@ def test_importance_ratio_quantiles_are_close() -> None:
     for name, quantile in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
         wanted = float(log_ratio.quantile(quantile))
         assert math.log(measured[f"importance_ratio/{name}"]) == pytest.approx(
-            wanted, rel=0.06, abs=0.003
+            wanted, rel=0.02, abs=0.003
         )
 
 
@@ -256,6 +256,15 @@ def test_interpolated_proximal_lies_between_behavior_and_current(space: Any) -> 
         wanted = [-3.0, -3.0, *(math.log(p) for p in mixed)]
     torch.testing.assert_close(found[:4], torch.tensor(wanted))
     assert found[4].isnan()  # nothing was sampled here: the behavior's value, whatever it is
+
+
+@pytest.mark.parametrize(
+    "options", [{"high": 0.0}, {"low": 3.0}, {"level": "word"}, {"mode": "word"}]
+)
+def test_weights_that_make_no_sense_are_refused(options: Any) -> None:
+    log_ratio, mask, rows = make_batch()
+    with pytest.raises(ValueError, match=r"high|level|mode"):
+        corrections.importance_weights(log_ratio, mask, rows, **options)
 
 
 def test_weights_carry_no_gradient() -> None:
