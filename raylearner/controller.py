@@ -17,7 +17,7 @@ from raylearner import placement
 from raylearner.actors.rollout_actor import RolloutSections
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig, TinyModel
-from raylearner.errors import ConfigError, LearnerDied, RunStopped, StalledError
+from raylearner.errors import LearnerDied, RunStopped, StalledError
 from raylearner.evaluation import Evaluator
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
@@ -46,11 +46,8 @@ def run(config: RunConfig, *, resume: Path | None = None) -> None:
     Scorer(config.rewards)
     if not isinstance(config.model, TinyModel):
         Renderer.from_pretrained(config.model.path, config.renderer)
-    folder = resume or run_directory(config)
-    if resume is None and folder.exists():
-        raise ConfigError(
-            f"run.dir {str(folder)!r} exists; continue it with --resume {folder}, or name another"
-        )
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
     placement.connect(config.cluster)
     try:
         placement.check_supply(config)
@@ -58,12 +55,6 @@ def run(config: RunConfig, *, resume: Path | None = None) -> None:
         asyncio.run(_train(config, folder, training, held_out, is_resumed=resume is not None))
     finally:
         ray.shutdown()
-
-
-def run_directory(config: RunConfig) -> Path:
-    """`run.dir`, or `runs/<name>-<time>`."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(config.run.dir or f"runs/{config.run.name}-{stamp}").absolute()
 
 
 def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -82,8 +73,7 @@ async def _train(
     *,
     is_resumed: bool,
 ) -> None:
-    if not is_resumed:
-        (folder / "config.yaml").write_text(resolved_yaml(config))
+    (folder / "config.yaml").write_text(resolved_yaml(config))
     recorder = Recorder(folder, config.observability, num_steps=config.run.num_steps)
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
@@ -391,13 +381,14 @@ class Controller:
         latest = checkpoint.latest(self._folder / "checkpoints")
         if latest is None:
             logger.warning("%s holds no whole checkpoint: the run starts over", self._folder)
+            self._recorder.rewind(-1)
             self.step = 0
         else:
             await learner.restore(latest.folder)
             await self._replay.load.remote(str(latest.folder / "replay"))
             self.step = latest.step
+            self._recorder.rewind(self.step)
             logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
-        self._recorder.rewind(self.step)
 
     async def _roll_back(self, learner: LearnerGroup, error: LearnerDied) -> None:
         """Learner, ledger and buffer go back to one cut; engines are set to its version."""
