@@ -44,6 +44,7 @@ def connect(config: ClusterSection) -> None:
             ) from error
         return
     ray.init(
+        address="local",
         num_cpus=config.num_cpus,
         object_store_memory=config.object_store_bytes,
         include_dashboard=config.dashboard,
