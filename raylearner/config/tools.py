@@ -117,6 +117,8 @@ class PageSearchTool(_Tool):
     """Address of the service, without the path."""
     top_n: PositiveInt = 3
     """Pages per query."""
+    contents: Literal["image", "text"] = "image"
+    """What the service sends as a page: an image in base64, or its text."""
     image: ImageSection = ImageSection()
     """Which images are accepted."""
     batch_window_s: PositiveFloat = 0.003
@@ -137,6 +139,8 @@ class PageFetchTool(_Tool):
     """Tag in the tags dialect."""
     url: str
     """Address of the service, without the path."""
+    contents: Literal["image", "text"] = "image"
+    """What the service sends as a page: an image in base64, or its text."""
     image: ImageSection = ImageSection()
     """Which images are accepted."""
     batch_window_s: PositiveFloat = 0.003

@@ -59,7 +59,7 @@ class ToolUseEnvironment:
         self._num_tool_calls += 1
         tool = self._tools[tag]
         observation = await tool.call(argument, prompt=self._prompt)
-        return self._reply(observation, tool=tool.name, is_valid=True)
+        return self._reply(observation.text, tool=tool.name, is_valid=True)
 
     def outcome(self) -> Outcome:
         num_invalid = self._num_turns - self._num_valid

@@ -4,7 +4,11 @@ import ast
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
+from raylearner.tools.failure import FailureRule
+from raylearner.tools.http import ToolMetrics
+from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.types import Prompt
 
 MAX_EXPRESSION_CHARACTERS = 200
@@ -21,11 +25,34 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 class Calculator:
     """`<calc>12*(3+4)</calc>` answers `84`; whatever cannot be computed answers `error: why`."""
 
-    name = "calculator"
-    tag = "calc"
+    def __init__(self, *, name: str = "calculator", tag: str = "calc") -> None:
+        self.name = name
+        self.tag = tag
+        self._metrics = ToolMetrics(name)
+        self._rule = FailureRule(name, "observation", self._metrics)
 
-    async def call(self, argument: str, *, prompt: Prompt) -> str:
-        return calculate(argument)
+    @property
+    def schema(self) -> dict[str, Any]:
+        return function_schema(
+            self.name,
+            "Computes an expression of numbers with + - * / and parentheses, exactly.",
+            {"expression": {"type": "string", "description": "For instance 12*(3+4)."}},
+        )
+
+    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
+        return await self._rule.apply(self._call(arguments))
+
+    def drain_metrics(self) -> dict[str, float]:
+        return self._metrics.drain()
+
+    async def close(self) -> None:
+        return None
+
+    async def _call(self, arguments: Arguments) -> Observation:
+        text = calculate(
+            arguments if isinstance(arguments, str) else text_argument(arguments, "expression")
+        )
+        return Observation(text=text, is_error=text.startswith("error:"))
 
 
 def calculate(expression: str) -> str:

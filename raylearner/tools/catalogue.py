@@ -1,12 +1,45 @@
-"""Tools by the name that the YAML uses."""
+"""Tools by the `kind` that the YAML uses."""
 
 from collections.abc import Callable, Sequence
 
+from raylearner.config.tools import (
+    CalculatorTool,
+    CodeExecutionTool,
+    FunctionTool,
+    PageFetchTool,
+    PageSearchTool,
+    SearchTool,
+    ToolSection,
+)
 from raylearner.tools.calculator import Calculator
+from raylearner.tools.code_execution import CodeExecution
+from raylearner.tools.function import Function
+from raylearner.tools.pages import PageFetch, PageSearch
 from raylearner.tools.protocol import Tool
+from raylearner.tools.search import Search
 
 TOOLS: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
 
 
 def make_tools(names: Sequence[str]) -> list[Tool]:
     return [TOOLS[name]() for name in names]
+
+
+def make_tool(section: ToolSection) -> Tool:
+    """One tool for all episodes of an actor: it owns connections, batches and metrics.
+
+    Raises `ConfigError` when its function cannot be imported or its sandbox cannot isolate.
+    """
+    match section:
+        case CalculatorTool():
+            return Calculator(name=section.name, tag=section.tag)
+        case SearchTool():
+            return Search(section)
+        case PageSearchTool():
+            return PageSearch(section)
+        case PageFetchTool():
+            return PageFetch(section)
+        case CodeExecutionTool():
+            return CodeExecution(section)
+        case FunctionTool():
+            return Function(section)

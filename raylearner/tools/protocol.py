@@ -1,18 +1,88 @@
-"""What a tool is: a name, a tag and one call."""
+"""What a tool is: a name, a tag, a schema and one call that gives an observation."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 from raylearner.types import Prompt
 
+Arguments: TypeAlias = str | Mapping[str, Any]
+"""Text between tags, or the object of a JSON call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the policy is shown: text, and images with the page id of each."""
+
+    text: str
+    images: tuple[bytes, ...] = ()
+    ids: tuple[str, ...] = ()
+    """Ids of the passages or pages shown; with images, one for each image in order."""
+    is_error: bool = False
+
 
 class Tool(Protocol):
-    """Turns the text of a call into the text of an observation.
+    """Turns the arguments of a call into an observation; one instance serves many episodes.
 
-    `call` raises `ToolError` when the tool or the service behind it fails; bad arguments of the
-    policy are no failure, they come back as an observation that says what is wrong.
+    `call` raises `ToolError` when the tool or the service behind it fails and its section says
+    that the trajectory then fails; bad arguments of the policy are no failure, they come back as an
+    observation that says what is wrong.
     """
 
     name: str
     tag: str
 
-    async def call(self, argument: str, *, prompt: Prompt) -> str: ...
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The function's JSON schema in the form that chat templates take."""
+        ...
+
+    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation: ...
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Counts and latencies since the last time."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class BadArguments(ValueError):
+    """The policy called a tool wrongly; the message is shown to it."""
+
+
+def text_argument(arguments: Arguments, name: str) -> str:
+    """The one text that a tool takes, from either dialect. Raises `BadArguments`."""
+    if isinstance(arguments, str):
+        value: object = arguments
+    else:
+        unknown = sorted(set(arguments) - {name})
+        if unknown:
+            raise BadArguments(f"unknown argument {unknown[0]!r}; expected {name!r}")
+        value = arguments.get(name)
+    if not isinstance(value, str):
+        raise BadArguments(f"expected a text {name!r}, got {type(value).__name__}")
+    if not value.strip():
+        raise BadArguments(f"{name} is empty")
+    return value.strip()
+
+
+def function_schema(
+    name: str, description: str, parameters: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A schema whose parameters are all required."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: dict(value) for key, value in parameters.items()},
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+def refused(error: BadArguments) -> Observation:
+    return Observation(text=f"error: {error}", is_error=True)

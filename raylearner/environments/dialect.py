@@ -1,0 +1,241 @@
+"""How a turn's text names its actions: tags, or the model's own JSON tool calls.
+
+A dialect turns text into actions and knows nothing of tools beyond their names. What is malformed
+becomes an `Invalid` action whose reason is shown to the policy.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+from raylearner.errors import ConfigError
+
+MAX_CALLS_PER_TURN = 16
+SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of the tool `name`: the text between its tags, or the object of its JSON."""
+
+    name: str
+    arguments: str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The policy's answer; it ends the episode."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """Neither a call nor an answer, and why, in words for the policy."""
+
+    reason: str
+
+
+Action: TypeAlias = ToolCall | Answer | Invalid
+
+
+class Dialect(Protocol):
+    """Never raises on what a policy writes; gives at least one action."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end a turn; they stay in its text."""
+        ...
+
+    def parse(self, text: str) -> list[Action]: ...
+
+
+class TagDialect:
+    """`<search>query</search>` calls, `<answer>text</answer>` ends; one action a turn.
+
+    `match` says which pair counts: `first` is the one that closes first, `last` is found from the
+    right, closing tag before opening tag. A kind of lower precedence counts only in a turn without
+    the other.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, str],
+        *,
+        answer_tag: str = "answer",
+        match: Literal["first", "last"] = "first",
+        precedence: Literal["tool", "answer"] = "tool",
+    ) -> None:
+        """`tools` maps each tag to its tool's name."""
+        for tag in (*tools, answer_tag):
+            if not re.fullmatch(r"[A-Za-z_][\w.-]*", tag):
+                raise ConfigError(
+                    f"environment: {tag!r} is no tag; expected letters, digits, - _ ."
+                )
+        if answer_tag in tools:
+            raise ConfigError(
+                f"environment: tag {answer_tag!r} is both the answer and {tools[answer_tag]!r}"
+            )
+        self._tools = dict(tools)
+        self._answer_tag = answer_tag
+        self._match = match
+        self._precedence = precedence
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return tuple(f"</{tag}>" for tag in (*self._tools, self._answer_tag))
+
+    def parse(self, text: str) -> list[Action]:
+        found = [
+            (tag, *pair)
+            for tag in (*self._tools, self._answer_tag)
+            if (pair := self._pair(text, tag))
+        ]
+        calls = [pair for pair in found if pair[0] != self._answer_tag]
+        answers = [pair for pair in found if pair[0] == self._answer_tag]
+        first, second = (calls, answers) if self._precedence == "tool" else (answers, calls)
+        candidates = first or second
+        if not candidates:
+            return [Invalid(self._complaint(text))]
+        choose = min if self._match == "first" else max
+        tag, start, end = choose(candidates, key=lambda pair: pair[2])
+        content = text[start:end]
+        if tag == self._answer_tag:
+            return [Answer(content.strip())]
+        return [ToolCall(self._tools[tag], content)]
+
+    def _pair(self, text: str, tag: str) -> tuple[int, int] | None:
+        """Start and end of the content of the pair that counts."""
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if self._match == "last":
+            end = text.rfind(closing)
+            start = text.rfind(opening, 0, end) if end >= 0 else -1
+        else:
+            start = text.find(opening)
+            end = text.find(closing, start) if start >= 0 else -1
+        return (start + len(opening), end) if start >= 0 and end >= 0 else None
+
+    def _complaint(self, text: str) -> str:
+        for tag in (*self._tools, self._answer_tag):
+            if f"<{tag}>" in text:
+                return f"<{tag}> is not closed with </{tag}>"
+            if f"</{tag}>" in text:
+                return f"</{tag}> has no <{tag}> before it"
+        forms = " or ".join(f"<{tag}>...</{tag}>" for tag in self._tools)
+        calls = f"call a tool with {forms}, or " if forms else ""
+        return f"{calls}answer with <{self._answer_tag}>...</{self._answer_tag}>"
+
+
+class JsonDialect:
+    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several a turn, as Hermes and Qwen do.
+
+    Reasoning in `<think>` is not looked at. With an answer tag, that pair is the answer; without
+    one, a turn without calls is the answer as a whole. Calls win over an answer.
+    """
+
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+
+    def __init__(
+        self,
+        tools: Sequence[str],
+        *,
+        answer_tag: str | None = None,
+        max_calls: int = MAX_CALLS_PER_TURN,
+    ) -> None:
+        self._tools = tuple(tools)
+        self._answers = TagDialect({}, answer_tag=answer_tag) if answer_tag else None
+        self._max_calls = max_calls
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end of the assistant's message ends a turn; an answer tag does too."""
+        return self._answers.stop if self._answers else ()
+
+    def parse(self, text: str) -> list[Action]:
+        said = _without_thoughts(text)
+        blocks = self._blocks(said)
+        if not blocks:
+            if self.closing in said:
+                return [Invalid(f"{self.closing} has no {self.opening} before it")]
+            if self._answers is None:
+                return [Answer(said.strip())] if said.strip() else [Invalid("the turn is empty")]
+            return self._answers.parse(said)
+        actions: list[Action] = [
+            self._action(block, f"tool call {number}" if len(blocks) > 1 else "the tool call")
+            for number, block in enumerate(blocks[: self._max_calls], start=1)
+        ]
+        if len(blocks) > self._max_calls:
+            actions.append(
+                Invalid(f"{len(blocks)} tool calls in one turn, at most {self._max_calls} are run")
+            )
+        return actions
+
+    def _blocks(self, text: str) -> list[str]:
+        """What is between the tags; a last one that is not closed goes to the end of the text."""
+        return [part.partition(self.closing)[0].strip() for part in text.split(self.opening)[1:]]
+
+    def _action(self, block: str, which: str) -> ToolCall | Invalid:
+        try:
+            value = json.loads(block)
+        except json.JSONDecodeError as error:
+            near = block[max(0, error.pos - 20) : error.pos + 20]
+            return Invalid(
+                f"{which} is no JSON: {error.msg} at character {error.pos}, near"
+                f" {near[:SHOWN_CHARACTERS]!r}"
+            )
+        except (RecursionError, ValueError) as error:  # too deep, or an integer too long
+            return Invalid(f"{which} is no JSON that can be read: {error}")
+        form = 'expected {"name": .., "arguments": {..}}'
+        if not isinstance(value, dict):
+            return Invalid(f"{which} is a JSON {_json_kind(value)}; {form}")
+        fields = cast(dict[str, Any], value)
+        name = fields.get("name")
+        if not isinstance(name, str):
+            return Invalid(f"{which} has no name; {form}")
+        if name not in self._tools:
+            shown = name[:SHOWN_CHARACTERS]
+            return Invalid(
+                f"{which} names {shown!r}; there is {', '.join(self._tools) or 'no tool'}"
+            )
+        return self._with_arguments(
+            name, fields.get("arguments", fields.get("parameters", {})), which
+        )
+
+    def _with_arguments(self, name: str, arguments: Any, which: str) -> ToolCall | Invalid:
+        if isinstance(arguments, str):  # some models put JSON in a string, as the wire form does
+            try:
+                arguments = json.loads(arguments)
+            except (RecursionError, ValueError):
+                return Invalid(
+                    f"{which}: the arguments of {name} are a text that is no JSON object"
+                )
+        if not isinstance(arguments, dict):
+            kind = _json_kind(arguments)
+            return Invalid(
+                f"{which}: the arguments of {name} are a JSON {kind}, expected an object"
+            )
+        return ToolCall(name, cast(dict[str, Any], arguments))
+
+
+def _without_thoughts(text: str) -> str:
+    """The text after reasoning; one that never ends leaves nothing."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def _json_kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "text"
+        case list():
+            return "list"
+        case _:
+            return "object"

@@ -1,0 +1,91 @@
+"""Runs the policy's Python and shows what it wrote, each stream cut."""
+
+import re
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from raylearner.config.tools import CodeExecutionTool
+from raylearner.tools.failure import FailureRule
+from raylearner.tools.http import BadReply, Service, ToolMetrics
+from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
+from raylearner.tools.sandbox import Sandbox
+from raylearner.types import Prompt
+
+_FORM = '{"status": text, "run_result": {"stdout": text, "stderr": text, "return_code": number}}'
+_FENCE = re.compile(r"\A```[a-zA-Z0-9]*\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
+MAX_MESSAGE_CHARACTERS = 200
+
+
+class _Run(BaseModel):
+    stdout: str | None = None
+    stderr: str | None = None
+    return_code: int | None = None
+
+
+class _Reply(BaseModel):
+    status: str
+    message: str = ""
+    run_result: _Run | None = None
+
+
+_REPLY = TypeAdapter(_Reply)
+
+
+class CodeExecution:
+    """The SandboxFusion wire form where a url is given, the local sandbox otherwise."""
+
+    def __init__(self, section: CodeExecutionTool) -> None:
+        self.name, self.tag = section.name, section.tag
+        self._section = section
+        self._metrics = ToolMetrics(section.name)
+        self._rule = FailureRule(section.name, section.on_failure, self._metrics)
+        self._service = (
+            Service(section.name, section.url, section.http, self._metrics) if section.url else None
+        )
+        self._sandbox = Sandbox(section.sandbox) if self._service is None else None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return function_schema(
+            self.name,
+            "Runs a Python program on its own and answers what it prints.",
+            {"code": {"type": "string", "description": "The whole program."}},
+        )
+
+    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
+        return await self._rule.apply(self._call(arguments))
+
+    def drain_metrics(self) -> dict[str, float]:
+        return self._metrics.drain()
+
+    async def close(self) -> None:
+        if self._service is not None:
+            await self._service.close()
+
+    async def _call(self, arguments: Arguments) -> Observation:
+        code = text_argument(arguments, "code")
+        if fenced := _FENCE.match(code):
+            code = fenced.group(1)
+        stdout, stderr, return_code = await self._run(code)
+        most = self._section.max_stream_characters
+        return Observation(
+            text=f"Code output: {stdout[:most]}\nErrors: {stderr[:most]}",
+            is_error=return_code != 0,
+        )
+
+    async def _run(self, code: str) -> tuple[str, str, int]:
+        if self._sandbox is not None:
+            result = await self._sandbox.run(code)
+            return result.stdout, result.stderr, result.return_code
+        assert self._service is not None
+        body = {"code": code, "language": "python"}
+        reply = await self._service.post("/run_code", body, _REPLY, expected=_FORM)
+        if reply.run_result is None:
+            raise BadReply(
+                f"{self.name}: the service could not run code: status {reply.status!r}"
+                f" {reply.message[:MAX_MESSAGE_CHARACTERS]}"
+            )
+        run = reply.run_result
+        code_given = -1 if run.return_code is None else run.return_code
+        return run.stdout or "", run.stderr or "", code_given

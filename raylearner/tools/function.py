@@ -1,0 +1,187 @@
+"""A Python function of the user's as a tool: its signature and docstring become the schema."""
+
+import asyncio
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, cast, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from raylearner.config.tools import FunctionTool
+from raylearner.errors import ConfigError, ToolError
+from raylearner.tools.failure import FailureRule
+from raylearner.tools.http import ToolMetrics
+from raylearner.tools.protocol import Arguments, BadArguments, Observation
+from raylearner.types import Prompt
+
+MAX_PROBLEMS = 3
+PROMPT_PARAMETER = "prompt"
+"""A parameter of this name is filled with the episode's prompt, and not shown to the policy."""
+
+
+class Function:
+    """Calls the function; a sync one runs in a thread of the tool's own.
+
+    Arguments that do not fit the signature are an observation; an exception of the function, or a
+    call past its time limit, is a `ToolError`. A thread cannot be stopped: one that never returns
+    keeps its place.
+    """
+
+    def __init__(self, section: FunctionTool) -> None:
+        self._function = load_function(section.function)
+        bare_name = section.function.rpartition(":")[2].rpartition(".")[2]
+        self.name = section.name or bare_name
+        self.tag = section.tag or bare_name
+        self._section = section
+        self._metrics = ToolMetrics(self.name)
+        self._rule = FailureRule(self.name, section.on_failure, self._metrics)
+        self._takes_prompt, self._model = _model(self._function, section)
+        self._places = asyncio.Semaphore(section.max_concurrent)
+        self._threads = ThreadPoolExecutor(section.max_concurrent, thread_name_prefix=self.name)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        parameters = self._model.model_json_schema()
+        parameters.pop("title", None)
+        for field in parameters.get("properties", {}).values():
+            field.pop("title", None)
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": inspect.getdoc(self._function) or "",
+                "parameters": parameters,
+            },
+        }
+
+    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
+        return await self._rule.apply(self._call(arguments, prompt))
+
+    def drain_metrics(self) -> dict[str, float]:
+        return self._metrics.drain()
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
+        keywords = {**self._validated(arguments), **self._section.arguments}
+        if self._takes_prompt:
+            keywords[PROMPT_PARAMETER] = prompt
+        call = partial(self._function, **keywords)
+        async with self._places:
+            limit = asyncio.timeout(self._section.timeout_s)
+            try:
+                async with limit:
+                    if inspect.iscoroutinefunction(self._function):
+                        value = await call()
+                    else:
+                        loop = asyncio.get_running_loop()
+                        value = await loop.run_in_executor(self._threads, call)
+            except Exception as error:  # the user's function: whatever it raises is its failure
+                if isinstance(error, TimeoutError) and limit.expired():
+                    said = f"took longer than {self._section.timeout_s:g} s"
+                else:
+                    said = f"raised {type(error).__name__}: {error}"
+                raise ToolError(f"{self.name}: {self._section.function} {said}") from error
+        return _observation(value)
+
+    def _validated(self, arguments: Arguments) -> dict[str, Any]:
+        try:
+            given = self._model.model_validate(self._by_name(arguments))
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_input=False)
+            said = [
+                f"{'.'.join(map(str, p['loc'])) or 'arguments'}: {p['msg']}"
+                for p in problems[:MAX_PROBLEMS]
+            ]
+            raise BadArguments("; ".join(said)) from error
+        return {name: getattr(given, name) for name in type(given).model_fields}
+
+    def _by_name(self, arguments: Arguments) -> dict[str, Any]:
+        """Text between tags is the one parameter itself, or a JSON object of several."""
+        if not isinstance(arguments, str):
+            return dict(arguments)
+        text = arguments.strip()
+        fields = self._model.model_fields
+        if len(fields) == 1:
+            name, field = next(iter(fields.items()))
+            return {name: text if field.annotation is str else _json_or_text(text)}
+        if not text and not fields:
+            return {}
+        value = _json_or_text(text)
+        if not isinstance(value, dict):
+            raise BadArguments(f"expected a JSON object with {', '.join(fields)}")
+        return cast(dict[str, Any], value)
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at `module:function`. Raises `ConfigError`."""
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        raise ConfigError(f"tools.function: {path!r} must be written module:function")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"tools.function: {path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"tools.function: {path!r} is not callable")
+    return cast(Callable[..., Any], found)
+
+
+def _model(function: Callable[..., Any], section: FunctionTool) -> tuple[bool, type[BaseModel]]:
+    """Whether the function takes the prompt, and what the policy may give as a pydantic model."""
+    try:
+        signature, hints = inspect.signature(function), get_type_hints(function)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"tools.function: {section.function!r}: {error}") from error
+    unknown = sorted(set(section.arguments) - set(signature.parameters))
+    if unknown:
+        raise ConfigError(f"tools.arguments: {section.function!r} takes no {unknown[0]!r}")
+    fields: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"tools.function: {section.function!r} takes {parameter}; expected parameters that"
+                " can be passed by name"
+            )
+        if name == PROMPT_PARAMETER or name in section.arguments:
+            continue
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints.get(name, Any), default)
+    try:
+        model = create_model(
+            section.function.rpartition(":")[2].replace(".", "_"),
+            __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False),
+            **fields,
+        )
+        model.model_json_schema()
+    except Exception as error:  # pydantic has many ways to say that a type has no schema
+        raise ConfigError(
+            f"tools.function: {section.function!r} has a parameter without a JSON schema: {error}"
+        ) from error
+    return PROMPT_PARAMETER in signature.parameters, model
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _observation(value: object) -> Observation:
+    match value:
+        case Observation():
+            return value
+        case None:
+            return Observation(text="")
+        case str():
+            return Observation(text=value)
+        case _:
+            return Observation(text=json.dumps(value, default=str, ensure_ascii=False))

@@ -1,0 +1,52 @@
+"""Images from services: decoded once to see that they are whole and of a sensible size."""
+
+import asyncio
+import base64
+import binascii
+import io
+
+from PIL import Image
+
+from raylearner.config.tools import ImageSection
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_ASPECT_RATIO = 200
+"""Vision models refuse longer strips."""
+
+
+class BadImage(ValueError):
+    """An image that no model should see; the message says why."""
+
+
+async def image_from_text(contents: str, section: ImageSection) -> bytes:
+    """The bytes behind url-safe base64, checked in a thread. Raises `BadImage`."""
+    if len(contents) > section.max_bytes * 4 // 3 + 4:
+        raise BadImage(f"image longer than {section.max_bytes} bytes")
+    try:
+        encoded = base64.b64decode(contents.encode("ascii"), altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as error:
+        raise BadImage("image is not whole url-safe base64") from error
+    await asyncio.to_thread(check_image, encoded, section)
+    return encoded
+
+
+def check_image(encoded: bytes, section: ImageSection) -> None:
+    """Raises `BadImage` unless the image decodes; its size is checked before that costs memory."""
+    try:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+            width, height = image.size
+            _check_size(width, height, section)
+            image.load()
+    except BadImage:
+        raise
+    except Exception as error:  # codecs raise whatever they like on hostile bytes
+        raise BadImage(f"image does not decode as {', '.join(FORMATS)}") from error
+
+
+def _check_size(width: int, height: int, section: ImageSection) -> None:
+    if width * height > section.max_pixels:
+        raise BadImage(f"image of {width}x{height} has more than {section.max_pixels} pixels")
+    if min(width, height) < section.min_side:
+        raise BadImage(f"image of {width}x{height} is smaller than {section.min_side} pixels")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise BadImage(f"image of {width}x{height} is longer than {MAX_ASPECT_RATIO} to 1")

@@ -1,0 +1,178 @@
+"""Pages of documents: search finds pages within the prompt's document, fetch shows one by its id."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from raylearner.config.tools import PageFetchTool, PageSearchTool
+from raylearner.tools.failure import FailureRule
+from raylearner.tools.http import Batcher, Service, ToolMetrics
+from raylearner.tools.image import BadImage, image_from_text
+from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
+from raylearner.types import Prompt
+
+ERROR_ID = "error"
+"""The service's way of saying that `contents` is an error text for the policy."""
+NOTHING_FOUND = "no page found"
+_PAGE_FORM = '{"contents": text, "id": text}'
+_SEARCH_FORM = f"per query a list of {_PAGE_FORM}"
+_FETCH_FORM = f"per query one {_PAGE_FORM}"
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    text: str
+    doc_id: str
+
+
+class _Page(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    contents: str
+    id: str
+
+
+class _Pages(Generic[Row]):
+    """What search and fetch share: batches of (query, document id) to one path of one service."""
+
+    def __init__(
+        self,
+        section: PageSearchTool | PageFetchTool,
+        *,
+        path: str,
+        reply: TypeAdapter[list[Row]],
+        form: str,
+        extra: dict[str, object],
+    ) -> None:
+        self._section = section
+        self._path, self._reply, self._form, self._extra = path, reply, form, extra
+        self.metrics = ToolMetrics(section.name)
+        self.rule = FailureRule(section.name, section.on_failure, self.metrics)
+        self._service = Service(section.name, section.url, section.http, self.metrics)
+        self._batcher: Batcher[_Question, Row] = Batcher(
+            self._ask,
+            send_alone=self._ask_alone,
+            window_s=section.batch_window_s,
+            max_batch=section.max_batch,
+        )
+
+    async def ask(self, text: str, prompt: Prompt) -> Row:
+        return await self._batcher.call(_Question(text, prompt.doc_id or ""))
+
+    async def show(self, pages: Sequence[_Page]) -> Observation:
+        """Error replies as text, images that do not decode as text that says so."""
+        lines: list[str] = []
+        images: list[bytes] = []
+        ids: list[str] = []
+        for page in pages:
+            if page.id == ERROR_ID:
+                lines.append(page.contents)
+            elif self._section.contents == "text":
+                lines.append(f"page {page.id}\n{page.contents}")
+                ids.append(page.id)
+            else:
+                try:
+                    images.append(await image_from_text(page.contents, self._section.image))
+                except BadImage as error:
+                    lines.append(f"page {page.id}: error: {error}")
+                else:
+                    lines.append(f"page {page.id}")
+                    ids.append(page.id)
+        return Observation(
+            text="\n\n".join(lines) or NOTHING_FOUND,
+            images=tuple(images),
+            ids=tuple(ids),
+            is_error=bool(pages) and not ids,
+        )
+
+    async def close(self) -> None:
+        await self._batcher.close()
+        await self._service.close()
+
+    async def _ask(self, questions: Sequence[_Question], *, should_retry: bool = True) -> list[Row]:
+        body = {
+            "query": [question.text for question in questions],
+            "id": [question.doc_id for question in questions],
+            **self._extra,
+        }
+        rows = await self._service.post(
+            self._path, body, self._reply, expected=self._form, should_retry=should_retry
+        )
+        return self._service.matched(self._path, rows, questions)
+
+    async def _ask_alone(self, question: _Question) -> Row:
+        return (await self._ask([question], should_retry=False))[0]
+
+
+class PageSearch:
+    """`POST /batch_search`: the pages of the prompt's document that fit a query."""
+
+    def __init__(self, section: PageSearchTool) -> None:
+        self.name, self.tag = section.name, section.tag
+        self._pages = _Pages(
+            section,
+            path="/batch_search",
+            reply=TypeAdapter(list[list[_Page]]),
+            form=_SEARCH_FORM,
+            extra={"top_n": section.top_n},
+        )
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return function_schema(
+            self.name,
+            "Searches the pages of the document and shows those that fit best.",
+            {"query": {"type": "string", "description": "What to search for."}},
+        )
+
+    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
+        return await self._pages.rule.apply(self._call(arguments, prompt))
+
+    def drain_metrics(self) -> dict[str, float]:
+        return self._pages.metrics.drain()
+
+    async def close(self) -> None:
+        await self._pages.close()
+
+    async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
+        return await self._pages.show(
+            await self._pages.ask(text_argument(arguments, "query"), prompt)
+        )
+
+
+class PageFetch:
+    """`POST /batch_fetch`: one page of the prompt's document."""
+
+    def __init__(self, section: PageFetchTool) -> None:
+        self.name, self.tag = section.name, section.tag
+        self._pages = _Pages(
+            section,
+            path="/batch_fetch",
+            reply=TypeAdapter(list[_Page]),
+            form=_FETCH_FORM,
+            extra={},
+        )
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return function_schema(
+            self.name,
+            "Shows one page of the document.",
+            {"page": {"type": "string", "description": "Id of the page."}},
+        )
+
+    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
+        return await self._pages.rule.apply(self._call(arguments, prompt))
+
+    def drain_metrics(self) -> dict[str, float]:
+        return self._pages.metrics.drain()
+
+    async def close(self) -> None:
+        await self._pages.close()
+
+    async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
+        page = await self._pages.ask(text_argument(arguments, "page"), prompt)
+        return await self._pages.show([page])
