@@ -1,5 +1,6 @@
 """Policy and value losses: naive loops, gradients, extremes, packing and micro-batches."""
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -428,3 +429,26 @@ def test_value_loss_without_a_clip_is_half_the_squared_error() -> None:
     assert torch.autograd.gradcheck(
         lambda v: critic_loss.value_loss(v, old, returns, mask)[0], (leaf,)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ppo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("decoupled_ppo", {"behavior_cap": 5.0, "behavior_mode": "filter"}),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("luspo", {"clip_low": 2e-3, "clip_high": 2.5e-3}),
+        ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}),
+        ("cispo", {"ratio_min": 0.0, "ratio_max": 5.0}),
+        ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("dppo_tv", {"divergence_low": 0.15, "divergence_high": 0.15, "ratio_cap": 20.0}),
+        ("dppo_kl", {"divergence_low": 0.05, "divergence_high": 0.05, "ratio_cap": 20.0}),
+        ("clip_cov", {"drop_ratio": 2e-4, "covariance_low": 1.0, "covariance_high": 5.0}),
+        ("kl_cov", {"top_ratio": 2e-4, "kl_coefficient": 1.0}),
+        ("reinforce", {"level": "token", "ratio_cap": 2.0}),
+        ("topr", {"level": "sequence", "ratio_cap": 1.0}),
+    ],
+)
+def test_defaults_are_those_of_the_papers(kind: str, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(POLICY_LOSSES[kind]).parameters
+    assert {name: parameters[name].default for name in options} == options
