@@ -31,7 +31,7 @@ class Outbox:
     """
 
     def __init__(
-        self, call: SendCall, *, max_episodes: int = 32, max_delay_s: float = 0.02
+        self, call: SendCall, *, max_episodes: int = 64, max_delay_s: float = 0.02
     ) -> None:
         if max_episodes < 1:
             raise ValueError(f"max_episodes must be >= 1, got {max_episodes}")

@@ -24,6 +24,7 @@ from raylearner.replay.staleness import (
     rule_on_stale,
     should_wait_for,
     staleness_histogram,
+    trained_versions,
 )
 from raylearner.replay.tally import Tally
 from raylearner.types import (
@@ -80,7 +81,7 @@ class ReplayBuffer:
         self.num_changes = 0
         """Rises with every claim, put, take and commit."""
         self._clock = clock
-        self._last_take = take_metrics([], 0, 0, 0)
+        self._last_take = take_metrics([], [], 0)
         self._wanted: tuple[int, PolicyVersion] | None = None
         self._engine_versions: dict[str, PolicyVersion] = {}
         self._waiting_for: tuple[PolicyVersion, int] | None = None
@@ -164,16 +165,18 @@ class ReplayBuffer:
         self._wanted = self._waiting_for = None
         self.num_changes += 1
         trajectories = [t for group in groups for t in group.trajectories]
+        versions = [trained_versions(t) for t in trajectories]
         self._last_take = take_metrics(
             trajectories,
+            versions,
             policy_version,
-            sum(ruling.num_masked_tokens for ruling in rulings),
-            sum(ruling.num_over_stale_tokens for ruling in rulings),
+            num_masked_tokens=sum(ruling.num_masked_tokens for ruling in rulings),
+            num_over_stale_tokens=sum(ruling.num_over_stale_tokens for ruling in rulings),
         )
         return Take(
             groups=groups,
             metrics=self.metrics(),
-            staleness_histogram=staleness_histogram(trajectories, policy_version),
+            staleness_histogram=staleness_histogram(versions, policy_version),
         )
 
     def commit(self, group_ids: Sequence[int], policy_version: PolicyVersion) -> None:
@@ -267,7 +270,7 @@ class ReplayBuffer:
         self.episodes = {}
         self.num_trajectories = len(trajectories)
         self.images = ImageStore()
-        self._last_take = take_metrics([], 0, 0, 0)
+        self._last_take = take_metrics([], [], 0)
         self._wanted = self._waiting_for = None
         for trajectory in trajectories:
             owned = replace(trajectory, images=self.images.add(trajectory.images))
@@ -302,8 +305,8 @@ class ReplayBuffer:
         owned = tuple(self._own(segment) for segment in episode)
         self.episodes.setdefault(group.group_id, {})[index] = owned
         self.num_trajectories += len(owned)
-        trained = [t.policy_versions[t.train_mask] for t in owned if t.train_mask.any()]
-        version = min((int(versions.min()) for versions in trained), default=None)
+        trained = [trained_versions(segment) for segment in owned]
+        version = min((int(versions.min()) for versions in trained if len(versions)), default=None)
         self.ledger.finish(group, index, version)
         self.tally.count_finished(owned)
         self.tally.count_accepted(episode)
@@ -386,12 +389,7 @@ class ReplayBuffer:
         if len(self.ledger.held) < num_groups:
             return rulings
         for record in self.ledger.held_oldest_first():
-            ruling = rule_on_stale(
-                self._group(record),
-                self.policy_version,
-                max_staleness=self.config.max_staleness,
-                on_stale=self.config.on_stale,
-            )
+            ruling = self._rule(record)
             if ruling.group is None:
                 self._drop(record, "stale")
             else:
@@ -399,6 +397,17 @@ class ReplayBuffer:
                 if len(rulings) == num_groups:
                     break
         return rulings
+
+    def _rule(self, record: GroupRecord) -> Ruling:
+        group, oldest_allowed = self._group(record), self.policy_version - self.config.max_staleness
+        if min(record.versions, default=oldest_allowed) >= oldest_allowed:
+            return Ruling(group=group)
+        return rule_on_stale(
+            group,
+            self.policy_version,
+            max_staleness=self.config.max_staleness,
+            on_stale=self.config.on_stale,
+        )
 
     def _should_wait(self) -> bool:
         """Whether `wait` holds a take back.

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raylearner.replay.ledger import Ledger
 from raylearner.replay.record import GroupRecord, SampleRecord, SampleState
-from raylearner.replay.staleness import is_mixed_version, staleness
+from raylearner.replay.staleness import is_mixed_version
 from raylearner.replay.tally import distribution
 from raylearner.types import PolicyVersion, Trajectory
 
@@ -30,12 +33,17 @@ def buffer_metrics(ledger: Ledger, *, now_s: float) -> dict[str, float]:
 
 def take_metrics(
     trajectories: Sequence[Trajectory],
+    versions: Sequence[NDArray[np.int32]],
     policy_version: PolicyVersion,
-    num_masked_tokens: int,
-    num_over_stale_tokens: int,
+    *,
+    num_masked_tokens: int = 0,
+    num_over_stale_tokens: int = 0,
 ) -> dict[str, float]:
-    """What a take holds; staleness is that of its trajectories' trained tokens."""
-    ages = [staleness(t, policy_version) for t in trajectories if t.train_mask.any()]
+    """What a take holds. Staleness is that of each trajectory's oldest trained token.
+
+    `versions` are those of the trained tokens of each trajectory.
+    """
+    ages = [policy_version - int(array.min()) for array in versions if len(array)]
     num_mixed = sum(is_mixed_version(t) for t in trajectories)
     return {
         "buffer/staleness/mean": sum(ages) / len(ages) if ages else 0.0,

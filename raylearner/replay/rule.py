@@ -28,6 +28,7 @@ def broken_rule(
         rule = segment.broken_rule()
         if rule is not None:
             return rule
-        if segment.max_policy_version > policy_version:
-            return f"no token is of a version after the learner's, got {segment.max_policy_version}"
+        newest = int(segment.policy_versions.max())
+        if newest > policy_version:
+            return f"no token is of a version after the learner's, got {newest}"
     return None

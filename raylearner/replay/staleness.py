@@ -26,14 +26,9 @@ class Ruling:
     """Trained although beyond the bound: `train` only."""
 
 
-def staleness(trajectory: Trajectory, policy_version: PolicyVersion) -> int:
-    """Versions between the oldest trained token and the learner.
-
-    For a trajectory that trains nothing, from its oldest sampled token or its claim.
-    """
-    versions = trajectory.policy_versions[trajectory.train_mask]
-    oldest = int(versions.min()) if len(versions) else trajectory.min_policy_version
-    return policy_version - oldest
+def trained_versions(trajectory: Trajectory) -> NDArray[np.int32]:
+    """The policy versions of its trained tokens."""
+    return trajectory.policy_versions[trajectory.train_mask]
 
 
 def over_stale(
@@ -86,14 +81,14 @@ def should_wait_for(
 
 
 def staleness_histogram(
-    trajectories: Sequence[Trajectory], policy_version: PolicyVersion
+    versions: Sequence[NDArray[np.int32]], policy_version: PolicyVersion
 ) -> list[int]:
     """Trained tokens by staleness: entry `k` counts those sampled `k` versions ago."""
-    versions = [t.policy_versions[t.train_mask] for t in trajectories]
     ages = policy_version - np.concatenate(versions) if versions else np.empty(0, np.int64)
     return np.bincount(np.maximum(ages, 0)).tolist()
 
 
 def is_mixed_version(trajectory: Trajectory) -> bool:
     """Whether weights landed while the trajectory was being sampled."""
-    return trajectory.min_policy_version != trajectory.max_policy_version
+    versions = trajectory.policy_versions[trajectory.loss_mask]
+    return len(versions) > 0 and bool(versions.min() != versions.max())

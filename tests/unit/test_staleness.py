@@ -8,8 +8,8 @@ from raylearner.replay.staleness import (
     over_stale,
     rule_on_stale,
     should_wait_for,
-    staleness,
     staleness_histogram,
+    trained_versions,
 )
 from raylearner.types import Trajectory, TrajectoryGroup
 
@@ -39,14 +39,10 @@ def make_group(*trajectories: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
 
 
-def test_staleness_is_that_of_the_oldest_trained_token() -> None:
-    assert staleness(make_trajectory([-1, 3, 4]), 5) == 2
-    assert staleness(make_trajectory([-1, 3, 4], trained=[False, False, True]), 5) == 1
-
-
-def test_staleness_without_trained_tokens_is_that_of_sampling_or_the_claim() -> None:
-    assert staleness(make_trajectory([-1, 3], trained=[False, False]), 5) == 2
-    assert staleness(make_trajectory([-1], claim=4), 5) == 1
+def test_trained_versions_leave_out_what_does_not_train() -> None:
+    assert trained_versions(make_trajectory([-1, 3, 4])).tolist() == [3, 4]
+    partly = make_trajectory([-1, 3, 4], trained=[False, False, True])
+    assert trained_versions(partly).tolist() == [4]
 
 
 def test_the_bound_is_inclusive() -> None:
@@ -107,7 +103,7 @@ def test_histogram_counts_trained_tokens() -> None:
         make_trajectory([-1, 1, 3, 3]),
         make_trajectory([-1, 2, 3], trained=[False, False, True]),
     ]
-    assert staleness_histogram(trajectories, 3) == [3, 0, 1]
+    assert staleness_histogram([trained_versions(t) for t in trajectories], 3) == [3, 0, 1]
     assert staleness_histogram([], 3) == []
 
 
@@ -129,7 +125,9 @@ def test_no_trained_token_exceeds_the_bound(
     group = make_group(*(make_trajectory(v, index=i) for i, v in enumerate(versions)))
     ruling = rule_on_stale(group, policy_version, max_staleness=max_staleness, on_stale=on_stale)
     if ruling.group is not None:
-        histogram = staleness_histogram(ruling.group.trajectories, policy_version)
+        histogram = staleness_histogram(
+            [trained_versions(t) for t in ruling.group.trajectories], policy_version
+        )
         assert len(histogram) <= max_staleness + 1
         num_sampled = sum(t.num_sampled_tokens for t in group.trajectories)
         assert sum(histogram) == num_sampled - ruling.num_masked_tokens
