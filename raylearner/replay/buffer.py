@@ -6,7 +6,7 @@ None when it cannot serve yet, and `describe` says what it lacks. Not thread-saf
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import ReplayError, TooManyFailures
-from raylearner.replay.images import ImageStore
 from raylearner.replay.ledger import Ledger
 from raylearner.replay.record import OPEN_STATES, GroupRecord, SampleState
 from raylearner.replay.report import buffer_metrics, describe, take_metrics
@@ -26,20 +25,18 @@ from raylearner.replay.staleness import (
     staleness_histogram,
     trained_versions,
 )
+from raylearner.replay.store import EpisodeStore
 from raylearner.replay.tally import Tally
 from raylearner.types import (
     ClaimReply,
     PolicyVersion,
     Prompt,
-    StopReason,
     Trajectory,
     TrajectoryGroup,
 )
 
 MIN_PARTIAL_EPISODES = 2
 """Scored episodes that a group needs at its time limit to train: fewer give no baseline."""
-
-Episode = tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +72,7 @@ class ReplayBuffer:
             max_error_fraction=config.max_error_fraction,
             max_filtered_groups=config.max_filtered_groups,
         )
-        self.episodes: dict[int, dict[int, Episode]] = {}  # group_id, sample_index
-        self.num_trajectories = 0
-        self.images = ImageStore()
+        self.store = EpisodeStore()
         self.num_changes = 0
         """Rises with every claim, put, take and commit."""
         self._clock = clock
@@ -120,7 +115,7 @@ class ReplayBuffer:
                 return self._count_late(episode)
             return self._refuse(None, f"the claim {first.episode_key} was never given")
         sample = group.samples[index]
-        if sample.attempt == attempt and index in self.episodes.get(group_id, {}):
+        if sample.attempt == attempt and index in self.store.groups.get(group_id, {}):
             self.tally.duplicate += 1
             return "duplicate"
         if sample.state is not SampleState.RUNNING or sample.attempt != attempt:
@@ -134,7 +129,7 @@ class ReplayBuffer:
         )
         if rule is not None:
             return self._refuse((group, index), rule)
-        self._store(group, index, sorted(episode, key=lambda t: t.segment))
+        self._store(group, index, episode)
         self._settle(group)
         return "accepted"
 
@@ -187,7 +182,7 @@ class ReplayBuffer:
         self._advance(policy_version)
         for group_id in group_ids:
             self.ledger.train(group_id)
-            for episode in self._forget(group_id):
+            for episode in self.store.pop_group(group_id):
                 self.tally.count_trained(episode)
         self.num_changes += 1
 
@@ -213,14 +208,14 @@ class ReplayBuffer:
         self.ledger.void_running()
         self._wanted = self._waiting_for = None
         num_dropped = 0
-        for group_id, episodes in list(self.episodes.items()):
+        for group_id, episodes in list(self.store.groups.items()):
             above = [
                 index
                 for index, episode in episodes.items()
                 if any(segment.max_policy_version > policy_version for segment in episode)
             ]
             for index in above:
-                self._discard(episodes.pop(index))
+                self.store.remove(group_id, index)
             if above:
                 group = self.ledger.find(group_id)
                 assert group is not None
@@ -241,8 +236,8 @@ class ReplayBuffer:
     def metrics(self) -> dict[str, float]:
         """Counters are totals of the run; `buffer/staleness/*` and the like are the last take's."""
         return {
-            "buffer/size": self.num_trajectories,
-            "buffer/images": len(self.images),
+            "buffer/size": self.store.num_trajectories,
+            "buffer/images": len(self.store.images),
             **buffer_metrics(self.ledger, now_s=self._clock()),
             **self.tally.metrics(),
             **self._last_take,
@@ -267,16 +262,9 @@ class ReplayBuffer:
         """Takes over a dump, whatever was here; see `Ledger.restore` for what ran or was leased."""
         self.ledger.restore(ledger, prompt_order, now_s=self._clock())
         self.tally.restore(tally)
-        self.episodes = {}
-        self.num_trajectories = len(trajectories)
-        self.images = ImageStore()
+        self.store.restore(trajectories)
         self._last_take = take_metrics([], [], 0)
         self._wanted = self._waiting_for = None
-        for trajectory in trajectories:
-            owned = replace(trajectory, images=self.images.add(trajectory.images))
-            episodes = self.episodes.setdefault(owned.group_id, {})
-            index = owned.sample_index
-            episodes[index] = (*episodes.get(index, ()), owned)
         for group in list(self.ledger.running.values()):  # group_size may differ from the dump's
             self._settle(group)
 
@@ -301,41 +289,13 @@ class ReplayBuffer:
         self.tally.count_finished(episode)
         return "late"
 
-    def _store(self, group: GroupRecord, index: int, episode: list[Trajectory]) -> None:
-        owned = tuple(self._own(segment) for segment in episode)
-        self.episodes.setdefault(group.group_id, {})[index] = owned
-        self.num_trajectories += len(owned)
+    def _store(self, group: GroupRecord, index: int, episode: Sequence[Trajectory]) -> None:
+        owned = self.store.add(episode)
         trained = [trained_versions(segment) for segment in owned]
         version = min((int(versions.min()) for versions in trained if len(versions)), default=None)
         self.ledger.finish(group, index, version)
         self.tally.count_finished(owned)
-        self.tally.count_accepted(episode)
-
-    def _own(self, trajectory: Trajectory) -> Trajectory:
-        """A copy that shares no memory with what came; what failed trains nothing."""
-        is_error = trajectory.stop_reason is StopReason.ERROR
-        train_mask = trajectory.train_mask
-        return replace(
-            trajectory,
-            token_ids=np.array(trajectory.token_ids, np.int32),
-            loss_mask=np.array(trajectory.loss_mask, np.bool_),
-            train_mask=np.zeros_like(train_mask) if is_error else np.array(train_mask, np.bool_),
-            behavior_logprobs=np.array(trajectory.behavior_logprobs, np.float32),
-            policy_versions=np.array(trajectory.policy_versions, np.int32),
-            images=self.images.add(trajectory.images),
-            reward=None if is_error else trajectory.reward,
-        )
-
-    def _forget(self, group_id: int) -> list[Episode]:
-        episodes = list(self.episodes.pop(group_id, {}).values())
-        for episode in episodes:
-            self._discard(episode)
-        return episodes
-
-    def _discard(self, episode: Episode) -> None:
-        self.num_trajectories -= len(episode)
-        for segment in episode:
-            self.images.remove(segment.images)
+        self.tally.count_accepted(owned)
 
     def _settle(self, group: GroupRecord) -> None:
         """Closes a running group that is complete, or that nothing can complete any more."""
@@ -345,41 +305,37 @@ class ReplayBuffer:
             self._close_incomplete(group)
 
     def _close_incomplete(self, group: GroupRecord) -> None:
-        scored = [reward for reward in self._rewards(group) if reward is not None]
+        scored = self.store.scored_rewards(group.group_id)
         if self.config.partial_groups == "train" and len(scored) >= MIN_PARTIAL_EPISODES:
             self._close(group)
         else:
             self._drop(group, "time_limit")
 
     def _close(self, group: GroupRecord) -> None:
-        scored = [reward for reward in self._rewards(group) if reward is not None]
+        scored = self.store.scored_rewards(group.group_id)
         if not scored:
             self._drop(group, "all_failed")
         elif self.config.should_drop_zero_variance and min(scored) == max(scored):
             self._drop(group, "zero_variance")
         else:
-            num_episodes = len(self.episodes[group.group_id])
+            num_episodes = len(self.store.groups[group.group_id])
             self.ledger.hold(group, is_partial=num_episodes < self.config.group_size)
             self.tally.count_usable()
 
     def _drop(self, group: GroupRecord, why: str) -> None:
         self.ledger.drop(group, why)
-        self._forget(group.group_id)
+        self.store.pop_group(group.group_id)
         if why == "stale":
             self.tally.count_stale()
         else:
             self.tally.count_filtered(why)
 
-    def _rewards(self, group: GroupRecord) -> list[float | None]:
-        return [episode[0].reward for episode in self.episodes.get(group.group_id, {}).values()]
-
     def _group(self, record: GroupRecord) -> TrajectoryGroup:
-        episodes = self.episodes[record.group_id]
         return TrajectoryGroup(
             group_id=record.group_id,
             prompt_id=self.ledger.prompt_of(record).prompt_id,
             policy_version=record.policy_version,
-            trajectories=tuple(t for index in sorted(episodes) for t in episodes[index]),
+            trajectories=tuple(self.store.trajectories(record.group_id)),
             is_partial=record.is_partial,
         )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from raylearner.errors import CheckpointError
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.replay.images import image_name
+from raylearner.replay.store import image_name
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
 FORMAT = 1
@@ -84,10 +84,9 @@ def cut(buffer: ReplayBuffer) -> Snapshot:
         metadata={"ledger": ledger, "tally": buffer.tally.state()},
         prompt_order=prompt_order,
         trajectories=[
-            segment
-            for _, episodes in sorted(buffer.episodes.items())
-            for _, episode in sorted(episodes.items())
-            for segment in episode
+            trajectory
+            for group_id in sorted(buffer.store.groups)
+            for trajectory in buffer.store.trajectories(group_id)
         ],
     )
 

@@ -46,7 +46,7 @@ class Tally:
     def count_trained(self, episode: Iterable[Trajectory]) -> None:
         self._trained.append(sum(segment.num_tokens for segment in episode))
 
-    def count_accepted(self, episode: list[Trajectory]) -> None:
+    def count_accepted(self, episode: Iterable[Trajectory]) -> None:
         failed = next((t for t in episode if t.stop_reason is StopReason.ERROR), None)
         if failed is None:
             self._recent.append(None)

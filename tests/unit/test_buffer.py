@@ -134,7 +134,7 @@ def test_duplicates_are_ignored_and_counted() -> None:
     assert buffer.put(make_episode(second)) == "duplicate"
     assert buffer.metrics()["buffer/dropped/duplicate"] == 2
     assert buffer.metrics()["buffer/size"] == 2
-    assert buffer.episodes[0][0][0].reward == 0.0
+    assert buffer.store.groups[0][0][0].reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_stored_arrays_share_no_memory_with_what_came() -> None:
     buffer.put([segment])
     segment.token_ids[:] = 99
     segment.train_mask[:] = False
-    [stored] = buffer.episodes[0][0]
+    [stored] = buffer.store.groups[0][0]
     assert stored.token_ids.tolist() == [0, 1, 2]
     assert stored.num_trained_tokens == 2
 
@@ -226,7 +226,9 @@ def test_images_are_kept_once_and_go_with_their_last_trajectory() -> None:
         image = bytes([each.sample_index])
         buffer.put(make_episode(each, images=(b"shared", image, b"sha" + b"red")))
     assert buffer.metrics()["buffer/images"] == 3
-    stored = [episode[0].images for group in buffer.episodes.values() for episode in group.values()]
+    stored = [
+        episode[0].images for group in buffer.store.groups.values() for episode in group.values()
+    ]
     assert len({id(images[0]) for images in stored} | {id(images[2]) for images in stored}) == 1
     buffer.take(2, 0)
     buffer.commit([0, 1], 1)
@@ -549,11 +551,11 @@ def test_load_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert sorted(resumed.ledger.held) == [2, 3], "leased is done again"
     assert resumed.ledger.counts.reissued == 2
     assert resumed.policy_version == buffer.policy_version
-    assert resumed.episodes.keys() == buffer.episodes.keys()
-    for group_id, episodes in buffer.episodes.items():
-        assert resumed.episodes[group_id].keys() == episodes.keys()
+    assert resumed.store.groups.keys() == buffer.store.groups.keys()
+    for group_id, episodes in buffer.store.groups.items():
+        assert resumed.store.groups[group_id].keys() == episodes.keys()
         for index, episode in episodes.items():
-            pairs = zip(resumed.episodes[group_id][index], episode, strict=True)
+            pairs = zip(resumed.store.groups[group_id][index], episode, strict=True)
             assert all(same(left, right) for left, right in pairs)
     states = [sample.state for sample in resumed.ledger.running[4].samples]
     assert states == [SampleState.DONE, SampleState.DONE, SampleState.PENDING]

@@ -305,7 +305,7 @@ class ReplayMachine(RuleBasedStateMachine):
         assert set(ledger.leased) == set(model.leased)
         stored: set[int] = set()
         for group in [*ledger.running.values(), *ledger.held.values(), *ledger.leased.values()]:
-            episodes = self.buffer.episodes.get(group.group_id, {})
+            episodes = self.buffer.store.groups.get(group.group_id, {})
             done = {
                 index
                 for index, sample in enumerate(group.samples)
@@ -326,8 +326,10 @@ class ReplayMachine(RuleBasedStateMachine):
         }
         assert not ended & model.trained_groups, "a group trains with all its accepted episodes"
         assert len(ended) <= counts.dropped.total()
-        num_stored = sum(len(e) for group in self.buffer.episodes.values() for e in group.values())
-        assert self.buffer.num_trajectories == num_stored
+        num_stored = sum(
+            len(e) for group in self.buffer.store.groups.values() for e in group.values()
+        )
+        assert self.buffer.store.num_trajectories == num_stored
 
     def teardown(self) -> None:
         """From any state, a take is served: claimants that never answer only cost time."""

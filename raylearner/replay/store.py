@@ -1,0 +1,114 @@
+"""The replay's memory: finished episodes by group, and the images that they show, each kept once."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raylearner.types import StopReason, Trajectory
+
+Episode = tuple[Trajectory, ...]
+"""The segments of one episode, in order."""
+
+
+class EpisodeStore:
+    """Owns every stored episode: copies that share no memory with what came."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, dict[int, Episode]] = {}  # group_id, sample_index
+        self.images = ImageStore()
+        self.num_trajectories = 0
+
+    def add(self, episode: Sequence[Trajectory]) -> Episode:
+        """Copies and keeps an episode; what failed trains nothing."""
+        owned = tuple(self._own(s) for s in sorted(episode, key=lambda s: s.segment))
+        group_id, index, _ = owned[0].episode_key
+        self.groups.setdefault(group_id, {})[index] = owned
+        self.num_trajectories += len(owned)
+        return owned
+
+    def remove(self, group_id: int, index: int) -> None:
+        self._release(self.groups[group_id].pop(index))
+
+    def pop_group(self, group_id: int) -> list[Episode]:
+        episodes = list(self.groups.pop(group_id, {}).values())
+        for episode in episodes:
+            self._release(episode)
+        return episodes
+
+    def scored_rewards(self, group_id: int) -> list[float]:
+        """One per episode that has a reward."""
+        rewards = [episode[0].reward for episode in self.groups.get(group_id, {}).values()]
+        return [reward for reward in rewards if reward is not None]
+
+    def trajectories(self, group_id: int) -> list[Trajectory]:
+        """By sample index and segment."""
+        episodes = self.groups.get(group_id, {})
+        return [segment for index in sorted(episodes) for segment in episodes[index]]
+
+    def restore(self, trajectories: Sequence[Trajectory]) -> None:
+        """Holds these and nothing else. They are the caller's no longer."""
+        self.groups = {}
+        self.images = ImageStore()
+        self.num_trajectories = len(trajectories)
+        for trajectory in trajectories:
+            owned = replace(trajectory, images=self.images.add(trajectory.images))
+            episodes = self.groups.setdefault(owned.group_id, {})
+            index = owned.sample_index
+            episodes[index] = (*episodes.get(index, ()), owned)
+
+    def _own(self, trajectory: Trajectory) -> Trajectory:
+        is_error = trajectory.stop_reason is StopReason.ERROR
+        train_mask = trajectory.train_mask
+        return replace(
+            trajectory,
+            token_ids=np.array(trajectory.token_ids, np.int32),
+            loss_mask=np.array(trajectory.loss_mask, np.bool_),
+            train_mask=np.zeros_like(train_mask) if is_error else np.array(train_mask, np.bool_),
+            behavior_logprobs=np.array(trajectory.behavior_logprobs, np.float32),
+            policy_versions=np.array(trajectory.policy_versions, np.int32),
+            images=self.images.add(trajectory.images),
+            reward=None if is_error else trajectory.reward,
+        )
+
+    def _release(self, episode: Episode) -> None:
+        self.num_trajectories -= len(episode)
+        for segment in episode:
+            self.images.remove(segment.images)
+
+
+class ImageStore:
+    """Owns the bytes of every image that a stored trajectory shows, counted by its references."""
+
+    def __init__(self) -> None:
+        self._images: dict[str, bytes] = {}
+        self._num_references: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._images.values()))
+
+    def add(self, images: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The same images, as the one copy of each that is kept."""
+        kept: list[bytes] = []
+        for image in images:
+            name = image_name(image)
+            kept.append(self._images.setdefault(name, image))
+            self._num_references[name] = self._num_references.get(name, 0) + 1
+        return tuple(kept)
+
+    def remove(self, images: tuple[bytes, ...]) -> None:
+        for image in images:
+            name = image_name(image)
+            self._num_references[name] -= 1
+            if self._num_references[name] == 0:
+                del self._num_references[name], self._images[name]
+
+
+def image_name(image: bytes) -> str:
+    """The SHA-256 of the encoded bytes."""
+    return hashlib.sha256(image).hexdigest()
