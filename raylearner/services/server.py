@@ -1,0 +1,77 @@
+"""What the services share: a health route, a socket, uvicorn."""
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from raylearner.errors import ConfigError
+from raylearner.observability import logs
+
+BAD_INPUT = 2
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a whole fleet of episodes comes at once."""
+KEEP_ALIVE_S = 75
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A command line with `--host` and `--port`."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    made.add_argument(
+        "--port", type=int, default=0, help="port to bind; 0 picks a free one and prints it"
+    )
+    return made
+
+
+def make_app(name: str) -> FastAPI:
+    """An application that answers `GET /health`; whoever makes it is ready when it serves."""
+
+    app = FastAPI(title=f"raylearner {name}", docs_url=None, redoc_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
+        return {"status": "ok", "service": name}
+
+    return app
+
+
+def serve(make: Callable[[], FastAPI], *, host: str, port: int) -> int:
+    """Serves until interrupted; prints the address once connections are taken. The exit code."""
+    logs.set_up()
+    try:
+        app = make()
+        bound = _bind(host, port)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_INPUT
+    address = bound.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    sys.stdout.write(f"http://{shown}:{address[1]}\n")
+    sys.stdout.flush()
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+    )
+    uvicorn.Server(config).run(sockets=[bound])
+    return 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ConfigError(f"cannot bind {host}:{port}: {error}") from error
+    return bound
