@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raylearner.config.schema import NaturalInt, PositiveFloat, PositiveInt, Section
+from raylearner.config.section import NaturalInt, PositiveFloat, PositiveInt, Section
 
 MIB = 1 << 20
 

@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(3)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
 

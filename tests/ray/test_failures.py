@@ -99,7 +99,7 @@ def test_stopping_on_request_leaves_a_checkpoint_to_go_on_from(launcher: Launche
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 2, what="two steps")
     os.kill(process.pid, signal.SIGTERM)
-    output = finish(process, code=1)
+    output = finish(process, code=143)
     assert "go on with --resume" in output
     step = rows(metrics)[-1]["step"]
     assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()

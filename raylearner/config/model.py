@@ -1,0 +1,51 @@
+"""The policy that is trained."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raylearner.config.section import Fraction, PositiveFloat, PositiveInt, Section
+
+
+class WarmStart(Section):
+    """Supervised steps on imperfect scripted demonstrations, before the first policy version."""
+
+    num_steps: PositiveInt = 300
+    """Optimizer steps."""
+    batch_size: PositiveInt = 64
+    """Demonstrations per step."""
+    learning_rate: PositiveFloat = 3e-3
+    """Peak learning rate of the warm start."""
+    tool_fraction: Fraction = 0.35
+    """Fraction of demonstrations that use the tool rightly; the rest guess an answer."""
+
+
+class TinyModel(Section):
+    """A small random model made on the spot, with its own tokenizer and chat template."""
+
+    kind: Literal["tiny"]
+    hidden_size: PositiveInt = 128
+    """Width; at least 32 per attention head for vLLM's CPU kernels."""
+    num_layers: PositiveInt = 2
+    """Transformer blocks."""
+    num_heads: PositiveInt = 4
+    """Attention heads, keys and values included."""
+    intermediate_size: PositiveInt = 512
+    """Width of the feed-forward part."""
+    max_length: PositiveInt = 512
+    """Longest sequence, in tokens."""
+    is_tied: bool = True
+    """Whether the output head shares the input embedding."""
+    warm_start: WarmStart | None = None
+    """Present: the model imitates demonstrations of the calculator task before the run."""
+
+
+class PretrainedModel(Section):
+    """A transformers causal language model."""
+
+    kind: Literal["pretrained"]
+    path: str
+    """Checkpoint directory or hub id."""
+
+
+ModelSection = Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")]

@@ -1,0 +1,120 @@
+"""Rollout actors: rendering, sampling, rewards, engines."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from raylearner.config.section import (
+    Fraction,
+    NaturalInt,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class RendererSection(Section):
+    """How messages become tokens."""
+
+    observation_role: Literal["user", "tool", "inline"] = "user"
+    """`user` and `tool` answer with a chat message; `inline` continues the assistant's own turn."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template."""
+    max_prompt_tokens: PositiveInt = 256
+    """A longer prompt is refused with its length."""
+    max_response_tokens: PositiveInt = 256
+    """Tokens after the prompt, observations included."""
+    max_observation_tokens: PositiveInt = 128
+    """An observation is cut to so many tokens, with a visible mark."""
+
+
+class SamplingSection(Section):
+    """How tokens are drawn."""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus."""
+    top_k: NaturalInt = 0
+    """0 is off."""
+    min_p: Fraction = 0.0
+    """0 is off."""
+    repetition_penalty: PositiveFloat = 1.0
+    """1 is off."""
+    max_turn_tokens: PositiveInt = 256
+    """Most tokens of one turn."""
+
+
+class RewardFunction(Section):
+    """One reward function and its weight."""
+
+    kind: str
+    """A built-in name, or `module:function`."""
+    weight: float = 1.0
+    """Factor in the weighted sum."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function as keywords."""
+
+
+class RewardSection(Section):
+    """What an episode is worth."""
+
+    functions: tuple[RewardFunction, ...] = (RewardFunction(kind="exact_answer"),)
+    """Summed by weight; None means that a function does not apply."""
+    timeout_s: PositiveFloat = 30.0
+    """A function that takes longer is an error of its trajectory."""
+
+
+class VllmEngine(Section):
+    """vLLM's AsyncLLM inside each rollout actor."""
+
+    kind: Literal["vllm"]
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Engine precision; float32 on CPUs matches the learner to about 1e-6."""
+    max_model_tokens: PositiveInt = 1024
+    """Longest sequence the engine takes."""
+    max_sequences: PositiveInt = 64
+    """Sequences decoded at once."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory."""
+    kv_cache_gib: PositiveInt = 1
+    """Key-value cache on CPUs, in GiB."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one engine."""
+    is_eager: bool = True
+    """Without CUDA graphs and compilation: starts faster, runs slower."""
+    extra_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Other AsyncEngineArgs."""
+
+
+class ScriptedEngine(Section):
+    """A deterministic stand-in for logic tests and fault injection; never a policy."""
+
+    kind: Literal["scripted"]
+    script: str
+    """`module:Class` called with the claim's tokens and seed."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the script."""
+
+
+EngineSection = Annotated[VllmEngine | ScriptedEngine, Field(discriminator="kind")]
+
+
+class ActorsSection(Section):
+    """Rollout actors."""
+
+    num_actors: PositiveInt = 2
+    """Rollout actors, one engine each."""
+    engine: EngineSection
+    """The engine inside."""
+    max_concurrent_episodes: PositiveInt = 32
+    """Episodes in flight per actor."""
+    cpus_per_actor: NonNegativeFloat = 1.0
+    """CPUs that Ray reserves for one actor."""
+    gpus_per_actor: NonNegativeFloat = 0.0
+    """GPUs of one actor; a fraction puts several engines on one GPU."""
+    max_restarts: NaturalInt = 5
+    """Replacements of dead actors before the run ends with the cause."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest an engine may take to start."""
