@@ -21,7 +21,6 @@ from raylearner.errors import LearnerDied, RunStopped, StalledError
 from raylearner.evaluation import Evaluator
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
-from raylearner.learner.demonstrations import prepare_tiny_model
 from raylearner.learner.learner_actor import LearnerGroup
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
@@ -63,6 +62,14 @@ def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     if data.evaluation is None:
         return training, []
     return training, load_prompts(data.evaluation, system_prompt=data.system_prompt)
+
+
+@ray.remote(num_cpus=1)
+def _make_tiny_model(*arguments: Any) -> float | None:
+    """In a process of its own, so that the driver never loads torch."""
+    from raylearner.learner.demonstrations import prepare_tiny_model
+
+    return prepare_tiny_model(*arguments)
 
 
 async def _train(
@@ -183,8 +190,7 @@ class Controller:
             return model.path
         path = self._folder / "model"
         if not path.exists():
-            make = ray.remote(prepare_tiny_model).options(num_cpus=1)
-            loss = await make.remote(
+            loss = await _make_tiny_model.remote(
                 model, self._config.renderer, self._training, str(path), self._config.run.seed
             )
             if loss is not None:
