@@ -39,7 +39,8 @@ class TextIndex:
 
     def search(self, query: str, *, top_n: int, scope: str | None = None) -> list[Hit]:
         """At most `top_n` hits with a positive score, best first."""
-        known = [word for word in words(query) if word in self._index.vocab_dict]
+        vocabulary = self._index.vocab_dict
+        known = [word for word in words(query) if word in vocabulary]
         if not known:
             return []
         scores = self._index.get_scores(known)

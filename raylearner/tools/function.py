@@ -137,7 +137,10 @@ def load_function(path: str) -> Callable[..., Any]:
 def _model(function: Callable[..., Any], section: FunctionTool) -> tuple[bool, type[BaseModel]]:
     """Whether the function takes the prompt, and what the policy may give as a pydantic model."""
     try:
-        signature, hints = inspect.signature(function), get_type_hints(function)
+        signature, hints = (
+            inspect.signature(function),
+            get_type_hints(function, include_extras=True),
+        )
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(f"tools.function: {section.function!r}: {error}") from error
     unknown = sorted(set(section.arguments) - set(signature.parameters))

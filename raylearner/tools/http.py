@@ -201,7 +201,7 @@ class Batcher(Generic[Item, Answer]):
         self._max_batch = max_batch
         self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], list[tuple[Item, asyncio.Future[Answer]]]] = {}
 
     async def call(self, item: Item) -> Answer:
         loop = asyncio.get_running_loop()
@@ -216,10 +216,12 @@ class Batcher(Generic[Item, Answer]):
     async def close(self) -> None:
         """Cancels what is in flight; callers see the cancellation."""
         self._flush()
-        tasks = list(self._running)
-        for task in tasks:
+        running = dict(self._running)
+        for task, batch in running.items():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            for _, future in batch:
+                future.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     def _flush(self) -> None:
         if self._timer is not None:
@@ -229,8 +231,8 @@ class Batcher(Generic[Item, Answer]):
         self._waiting.clear()
         if batch:
             task = asyncio.get_running_loop().create_task(self._run(batch))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._running[task] = batch
+            task.add_done_callback(lambda done: self._running.pop(done, None))
 
     async def _run(self, batch: list[tuple[Item, "asyncio.Future[Answer]"]]) -> None:
         try:
@@ -243,10 +245,6 @@ class Batcher(Generic[Item, Answer]):
                 _fail(batch, error)
             else:
                 await asyncio.gather(*(self._run_alone(item, future) for item, future in batch))
-        except asyncio.CancelledError:
-            for _, future in batch:
-                future.cancel()
-            raise
         except Exception as error:  # reaches every caller, who is the boundary
             _fail(batch, error)
 

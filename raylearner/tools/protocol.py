@@ -63,7 +63,7 @@ def text_argument(arguments: Arguments, name: str) -> str:
         raise BadArguments(f"expected a text {name!r}, got {type(value).__name__}")
     if not value.strip():
         raise BadArguments(f"{name} is empty")
-    return value.strip()
+    return value.strip().encode("utf-8", "replace").decode()  # a lone surrogate is no JSON
 
 
 def function_schema(
