@@ -7,10 +7,13 @@ and one JSON line. Goals: 2,000/s at 1k tokens, 300/s at 8k, cost flat up to 50,
 import argparse
 import asyncio
 import json
+import os
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import ray
@@ -83,23 +86,17 @@ class ProducerActor:
         assert outcome == "accepted", outcome
         self._num_sent += 1
 
-    async def run(self, num_episodes: int | None = None) -> tuple[int, int]:
-        """Episodes sent and calls that carried them; without a number, until it is killed."""
+    async def run(self, num_episodes: int) -> tuple[int, int]:
+        """Episodes sent so far, and calls that carried them."""
         running: set[asyncio.Task[None]] = set()
         num_claimed = 0
-        while num_episodes is None or num_claimed < num_episodes:
-            free = CONCURRENT_EPISODES - len(running)
-            if num_episodes is not None:
-                free = min(free, num_episodes - num_claimed)
+        while num_claimed < num_episodes:
+            free = min(CONCURRENT_EPISODES - len(running), num_episodes - num_claimed)
             reply = await self._replay.claim.remote(self._name, 0, free, 1.0)
             num_claimed += len(reply.claims)
             running |= {asyncio.create_task(self._play(claim)) for claim in reply.claims}
-            if len(running) == CONCURRENT_EPISODES or not reply.claims:
-                _, running = (
-                    await asyncio.wait(running, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
-                    if running
-                    else (set(), set())
-                )
+            while len(running) == CONCURRENT_EPISODES:
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         if running:
             await asyncio.wait(running)
         return self._num_sent, self._num_calls
@@ -114,6 +111,8 @@ class Flow:
     num_trajectories: int
     per_s: float
     episodes_per_call: float
+    cpu_us: float
+    """CPU time of all processes together, Ray's own included, per trajectory."""
     max_store_mb: float
 
 
@@ -121,6 +120,20 @@ def store_mb() -> float:
     """What the object store holds now, in MB."""
     free = ray.available_resources().get("object_store_memory", 0.0)
     return (ray.cluster_resources()["object_store_memory"] - free) / 1e6
+
+
+def cpu_s() -> float:
+    """CPU time so far of this process and all below it: producers, replay, Ray's own."""
+    parents, used = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid], used[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family = {os.getpid()}
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return sum(used.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 def make_replay(capacity_groups: int) -> "ray.actor.ActorHandle":
@@ -138,9 +151,8 @@ async def measure_flow(num_tokens: int, num_producers: int, num_trajectories: in
     replay = make_replay(4 * GROUPS_PER_STEP)
     producers = [ProducerActor.remote(f"p{i}", replay, num_tokens) for i in range(num_producers)]
     share = num_trajectories // num_producers
-    runs = []
     await asyncio.gather(*(producer.run.remote(0) for producer in producers))  # all are up
-    started_s = time.perf_counter()
+    started_cpu_s, started_s = cpu_s(), time.perf_counter()
     runs = [producer.run.remote(share) for producer in producers]
     num_taken, max_store_mb, looked_s = 0, 0.0, started_s
     while num_taken < share * num_producers:
@@ -153,6 +165,7 @@ async def measure_flow(num_tokens: int, num_producers: int, num_trajectories: in
             max_store_mb, looked_s = max(max_store_mb, store_mb()), time.perf_counter()
     seconds = time.perf_counter() - started_s
     sent = await asyncio.gather(*runs)
+    used_cpu_s = cpu_s() - started_cpu_s
     max_store_mb = max(max_store_mb, store_mb())
     for actor in [replay, *producers]:
         ray.kill(actor)
@@ -162,6 +175,7 @@ async def measure_flow(num_tokens: int, num_producers: int, num_trajectories: in
         num_trajectories=num_taken,
         per_s=num_taken / seconds,
         episodes_per_call=num_taken / sum(calls for _, calls in sent),
+        cpu_us=1e6 * used_cpu_s / num_taken,
         max_store_mb=max_store_mb,
     )
 
@@ -230,11 +244,11 @@ def main() -> None:
     flows, held = asyncio.run(measure(is_quick=is_quick))
     ray.shutdown()
     lines = [
-        "| tokens | producers | trajectories | per second | per call | object store, most |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| tokens | producers | trajectories | per second | per call | CPU, us each | object store, most |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
         *(
             f"| {f.num_tokens} | {f.num_producers} | {f.num_trajectories} | {f.per_s:,.0f} "
-            f"| {f.episodes_per_call:.1f} | {f.max_store_mb:.0f} MB |"
+            f"| {f.episodes_per_call:.1f} | {f.cpu_us:.0f} | {f.max_store_mb:.0f} MB |"
             for f in flows
         ),
         "",

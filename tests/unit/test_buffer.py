@@ -195,6 +195,16 @@ def test_refused_too_often_a_sample_is_a_failed_member() -> None:
     assert [t.sample_index for t in group.trajectories] == [1]
 
 
+def test_members_failed_for_good_complete_a_group_at_once() -> None:
+    buffer = make_buffer(max_attempts=1)
+    claim(buffer, 1, actor="dead")
+    [second] = claim(buffer, 1)
+    buffer.put(make_episode(second))
+    assert buffer.metrics()["buffer/groups/held"] == 0
+    assert buffer.fail_actor("dead") == 1
+    assert buffer.metrics()["buffer/groups/held"] == 1
+
+
 def test_a_failed_episode_keeps_its_place_without_reward_or_tokens() -> None:
     buffer = make_buffer()
     first, second = claim(buffer, 2)

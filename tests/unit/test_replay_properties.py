@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.replay.record import SampleState
+from raylearner.replay.record import OPEN_STATES, SampleState
 from raylearner.types import Claim, Prompt, StopReason, Trajectory
 
 TIME_LIMIT_S = 100.0
@@ -115,6 +115,7 @@ class ReplayMachine(RuleBasedStateMachine):
             assert not reply.claims
         elif len(reply.claims) < max_claims:
             assert ledger.why_full() is not None
+            assert not any(g.num_in(SampleState.PENDING) for g in ledger.running.values())
         else:
             assert len(reply.claims) == max_claims
         if len(reply.claims) <= num_pending:
@@ -303,6 +304,11 @@ class ReplayMachine(RuleBasedStateMachine):
         assert counts.admitted == ledger.next_group_id
         assert counts.trained == len(model.trained_groups)
         assert set(ledger.leased) == set(model.leased)
+        for group in ledger.running.values():
+            assert group.num_in(SampleState.DONE) < self.config.group_size
+            assert group.num_in(*OPEN_STATES) > 0, "a group that nothing can complete is closed"
+        for groups, state in ((ledger.held, "done"), (ledger.leased, "leased")):
+            assert {s.state for g in groups.values() for s in g.samples} <= {state, "dropped"}
         stored: set[int] = set()
         for group in [*ledger.running.values(), *ledger.held.values(), *ledger.leased.values()]:
             episodes = self.buffer.store.groups.get(group.group_id, {})
