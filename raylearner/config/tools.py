@@ -4,7 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raylearner.config.section import NaturalInt, PositiveFloat, PositiveInt, Section
+from raylearner.config.section import (
+    NaturalInt,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 MIB = 1 << 20
 
@@ -53,6 +59,8 @@ class HttpSection(Section):
     """Requests in flight per tool and actor; others wait."""
     max_reply_bytes: PositiveInt = 32 * MIB
     """A longer reply is an error."""
+    start_wait_s: NonNegativeFloat = 60.0
+    """How long a run waits at its start for the service to answer at all; 0 asks once."""
 
 
 class _Tool(Section):

@@ -17,11 +17,12 @@ import aiohttp
 from pydantic import TypeAdapter, ValidationError
 
 from raylearner.config.tools import HttpSection
-from raylearner.errors import ToolError
+from raylearner.errors import ConfigError, ToolError
 
 SHOWN_CHARACTERS = 200
 """Characters of a bad reply that an error quotes."""
 MAX_LATENCIES = 4096
+START_TRY_TIMEOUT_S, START_RETRY_S = 5.0, 0.5
 RETRIED_STATUSES = frozenset({408, 425, 429})
 
 log = logging.getLogger(__name__)
@@ -292,6 +293,25 @@ def _fail(batch: Sequence[tuple[object, "asyncio.Future[Any]"]], error: Exceptio
 def _shown(content: bytes) -> str:
     text = content[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace")
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
+
+
+async def wait_for_service(url: str, *, wait_s: float) -> None:
+    """Until something speaks HTTP at `url`, whatever it says. Raises `ConfigError` after `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    timeout = aiohttp.ClientTimeout(total=START_TRY_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            try:
+                async with session.get(f"{url.rstrip('/')}/health", allow_redirects=False):
+                    return
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                if time.monotonic() >= deadline:
+                    said = str(error) or type(error).__name__
+                    raise ConfigError(
+                        f"tools.url: nothing answers at {url!r} after {wait_s:g} s ({said}); start"
+                        " the service, or correct the address"
+                    ) from error
+            await asyncio.sleep(START_RETRY_S)
 
 
 async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from raylearner.config.tools import HttpSection, ToolSection
-from raylearner.errors import ToolError
+from raylearner.errors import ConfigError, ToolError
 from raylearner.tools.catalogue import make_tool
-from raylearner.tools.http import BadReply, Batcher, Service, ToolMetrics
+from raylearner.tools.http import BadReply, Batcher, Service, ToolMetrics, wait_for_service
 from raylearner.tools.protocol import Observation
 from raylearner.types import Prompt
 
@@ -228,6 +228,28 @@ async def test_connections_are_reused_and_requests_in_flight_are_limited() -> No
         assert await asyncio.gather(*calls) == [1] * 40
     assert most == 4
     assert len(connections) <= 4
+
+
+async def test_a_service_that_is_not_there_at_the_start_is_named() -> None:
+    async with service(SERVICES["status_404"]) as url:
+        await wait_for_service(url, wait_s=0)
+    for url in ("http://127.0.0.1:9", "nowhere", "http://[", "ftp://x"):
+        with pytest.raises(ConfigError, match="nothing answers at"):
+            await wait_for_service(url, wait_s=0)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"kind": "serch", "url": "x"}, "does not match any of the expected tags"),
+        ({"kind": "search"}, "Field required"),
+        ({"kind": "search", "url": "x", "topn": 1}, "Extra inputs are not permitted"),
+        ({"kind": "search", "url": "x", "http": {"retries": -1}}, "greater than or equal to 0"),
+    ],
+)
+def test_a_bad_section_is_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TypeAdapter[ToolSection](ToolSection).validate_python(section)
 
 
 def test_metrics_count_and_start_afresh() -> None:
