@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import RolloutActivity
+from raylearner.config import resources
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
 from raylearner.errors import ConfigError, EngineError, RaylearnerError
 from raylearner.observability.spans import Span
@@ -52,6 +53,14 @@ def connect(config: ClusterSection) -> None:
         _node_ip_address="127.0.0.1",
         **common,
     )
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Every `auto` as what this cluster makes of it, said once in the log."""
+    resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
+    for decision in resolved.decisions:
+        logger.info("%s", decision)
+    return resolved.config
 
 
 def check_supply(config: RunConfig) -> None:
@@ -196,7 +205,7 @@ class RolloutFleet:
         ).remote(actor_id, self._sections, self._model_path, self._replay)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                pid = await actor.start.remote()
+                pid, engine = await actor.start.remote()
         except TimeoutError as error:
             ray.kill(actor)
             raise EngineError(
@@ -207,7 +216,7 @@ class RolloutFleet:
             ray.kill(actor)
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise EngineError(f"{actor_id}: the engine did not start: {cause}") from error
-        logger.info("%s runs as process %d", actor_id, pid)
+        logger.info("%s with %s runs as process %d", actor_id, engine, pid)
         self.actors[actor_id] = actor
         return actor_id
 

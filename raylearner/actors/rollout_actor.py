@@ -29,7 +29,7 @@ from raylearner.types import (
 class RolloutSections:
     """The parts of the configuration that a rollout actor needs."""
 
-    engine: schema.VllmEngine | schema.ScriptedEngine
+    engine: schema.EngineSection
     environment: schema.SingleTurn | schema.ToolUse
     renderer: schema.RendererSection
     rewards: schema.RewardSection
@@ -73,8 +73,11 @@ class RolloutActor:
         self._engine: Engine | None = None
         self._worker: RolloutWorker | None = None
 
-    async def start(self) -> int:
-        """Starts the engine; returns this process's id. Raises `EngineError` with the cause."""
+    async def start(self) -> tuple[int, str]:
+        """Starts the engine; returns this process's id and the engine's class.
+
+        Raises `EngineError` with the cause.
+        """
         sections = self._sections
         renderer = Renderer.from_pretrained(self._model_path, sections.renderer)
         self._renderer = renderer
@@ -96,7 +99,7 @@ class RolloutActor:
             outbox=Outbox(self._put),
             is_seeded=isinstance(sections.engine, schema.ScriptedEngine),
         )
-        return os.getpid()
+        return os.getpid(), type(self._engine).__name__
 
     async def run(self) -> None:
         assert self._worker is not None, "start comes first"
@@ -131,9 +134,6 @@ class RolloutActor:
         assert self._engine is not None, "start comes first"
         return self._engine.policy_version
 
-    async def engine_kind(self) -> str:
-        return type(self._engine).__name__
-
     async def abort(self) -> None:
         """Ends running episodes; their claims are void, so nothing of them is reported."""
         assert self._engine is not None, "start comes first"
@@ -152,6 +152,15 @@ class RolloutActor:
                 from raylearner.actors.vllm_engine import VllmEngine
 
                 return VllmEngine(
+                    config,
+                    model_path=self._model_path,
+                    seed=self._sections.seed,
+                    weight_transport=self._sections.weight_transport,
+                )
+            case schema.TransformersEngine() as config:
+                from raylearner.actors.transformers_engine import TransformersEngine
+
+                return TransformersEngine(
                     config,
                     model_path=self._model_path,
                     seed=self._sections.seed,

@@ -118,5 +118,9 @@ def test_actors_and_learner_that_die_are_replaced_and_the_run_goes_on(launcher: 
 
 def started(log: Path, name: str) -> int:
     """The process id that the log gives for an actor."""
-    lines = [line for line in log.read_text().splitlines() if f"{name} runs as process" in line]
+    lines = [
+        line
+        for line in log.read_text().splitlines()
+        if f"{name} " in line and "runs as process" in line
+    ]
     return int(lines[-1].rsplit(" ", 1)[1])
