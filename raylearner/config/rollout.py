@@ -98,7 +98,23 @@ class ScriptedEngine(Section):
     """Passed to the script."""
 
 
-EngineSection = Annotated[VllmEngine | ScriptedEngine, Field(discriminator="kind")]
+class TransformersEngine(Section):
+    """A transformers model on one device: for tiny models, and machines without vLLM."""
+
+    kind: Literal["transformers"]
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Engine precision."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model runs."""
+    max_model_tokens: PositiveInt = 512
+    """Longest sequence the engine takes."""
+    max_sequences: PositiveInt = 64
+    """Sequences decoded at once; keys and values of all at full length are kept."""
+
+
+EngineSection = Annotated[
+    VllmEngine | TransformersEngine | ScriptedEngine, Field(discriminator="kind")
+]
 
 
 class ActorsSection(Section):

@@ -26,6 +26,7 @@ from raylearner.config.rollout import (
     RewardSection,
     SamplingSection,
     ScriptedEngine,
+    TransformersEngine,
     VllmEngine,
 )
 from raylearner.config.run import ClusterSection, RunSection
@@ -75,6 +76,7 @@ __all__ = [
     "SingleTurn",
     "TinyModel",
     "ToolUse",
+    "TransformersEngine",
     "VllmEngine",
     "WarmStart",
     "WeightsSection",

@@ -1,0 +1,323 @@
+"""The transformers engine: log-probabilities, stops, versions, seeds and the end of requests."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raylearner.actors.sampler import Draw, sample
+from raylearner.actors.transformers_engine import TransformersEngine
+from raylearner.config import schema
+from raylearner.errors import EngineError, WeightTransferError
+from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.types import Completion, CompletionStop, Probe, Sampling, WeightUpdate
+from raylearner.weights.shared_files import write_weights
+
+PROMPTS = [list(range(40, 40 + length)) for length in (1, 2, 5, 9, 9, 17, 30)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = schema.TinyModel(
+        kind="tiny", hidden_size=64, num_heads=2, intermediate_size=96, max_length=128
+    )
+    return make_tiny_model(config, tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+def make_engine(folder: Path, **changes: object) -> TransformersEngine:
+    section = schema.TransformersEngine.model_validate(
+        {"kind": "transformers", "max_model_tokens": 128, "max_sequences": 4, **changes}
+    )
+    return TransformersEngine(section, model_path=str(folder), seed=3)
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[TransformersEngine]:
+    engine = make_engine(folder)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def plain_logprobs(folder: Path, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Of every token but the first, by one forward without cache or padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+
+
+def update_from(
+    folder: Path, target: Path, *, version: int, scale: float = 1.0, **changes: bool
+) -> WeightUpdate:
+    """Weights of `folder` times `scale`, written to `target`, with a proof that holds."""
+    shutil.copytree(folder, target / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    model.save_pretrained(target / "model")
+    probe = tuple(range(50, 70))
+    return WeightUpdate(
+        policy_version=version,
+        transport="shared_files",
+        payload=write_weights(model.named_parameters(), target, version, torch.float32),
+        probe=Probe(
+            token_ids=(probe,),
+            logprobs=(tuple(plain_logprobs(target / "model", list(probe)).tolist()),),
+            tolerance=1e-4,
+        ),
+        **changes,
+    )
+
+
+async def generate_all(engine: TransformersEngine, sampling: Sampling) -> list[Completion]:
+    calls = (
+        engine.generate(prompt, replace(sampling, seed=index))
+        for index, prompt in enumerate(PROMPTS)
+    )
+    return await asyncio.gather(*calls)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_a_plain_forward(
+    engine: TransformersEngine, folder: Path, temperature: float
+) -> None:
+    """More requests than slots, of different lengths: rows move, join and leave."""
+    sampling = Sampling(temperature=temperature, max_tokens=24)
+    for prompt, completion in zip(PROMPTS, await generate_all(engine, sampling), strict=True):
+        token_ids = prompt + completion.token_ids.tolist()
+        expected = plain_logprobs(folder, token_ids, temperature)[len(prompt) - 1 :]
+        assert np.abs(completion.logprobs - expected.numpy()).max() < 1e-5
+
+
+async def test_a_seed_fixes_the_tokens_whatever_else_runs(engine: TransformersEngine) -> None:
+    sampling = Sampling(max_tokens=16)
+    together = await generate_all(engine, sampling)
+    alone = await engine.generate(PROMPTS[3], replace(sampling, seed=3))
+    assert alone.token_ids.tolist() == together[3].token_ids.tolist()
+    assert together[3].token_ids.tolist() != together[4].token_ids.tolist()
+
+
+async def test_greedy_takes_the_likeliest_token(engine: TransformersEngine, folder: Path) -> None:
+    completion = await engine.generate(PROMPTS[2], Sampling(temperature=0.0, max_tokens=6))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    token_ids = PROMPTS[2] + completion.token_ids.tolist()
+    with torch.no_grad():
+        best = model(torch.tensor([token_ids])).logits[0].argmax(-1)
+    assert completion.token_ids.tolist() == best[len(PROMPTS[2]) - 1 : -1].tolist()
+
+
+async def test_a_stop_string_ends_the_completion_and_stays_in_it(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    free = Sampling(max_tokens=40, seed=11)
+    sampled = (await engine.generate(PROMPTS[5], free)).token_ids.tolist()
+    stop = tokenizer.decode(sampled[9:12], skip_special_tokens=False)
+    cut = await engine.generate(PROMPTS[5], replace(free, stop=("never", stop)))
+    first = next(
+        end
+        for end in range(1, 41)
+        if stop in tokenizer.decode(sampled[:end], skip_special_tokens=False)
+    )
+    assert cut.stop_reason is CompletionStop.STOP_STRING
+    assert cut.token_ids.tolist() == sampled[:first]
+
+
+async def test_an_end_token_ends_the_completion_and_stays_in_it(
+    engine: TransformersEngine,
+) -> None:
+    free = Sampling(max_tokens=40, seed=11)
+    sampled = (await engine.generate(PROMPTS[5], free)).token_ids.tolist()
+    cut = await engine.generate(PROMPTS[5], replace(free, stop_token_ids=(sampled[7],)))
+    assert cut.stop_reason is CompletionStop.END
+    assert cut.token_ids.tolist() == sampled[: sampled.index(sampled[7]) + 1]
+
+
+async def test_a_full_context_ends_the_completion(engine: TransformersEngine) -> None:
+    completion = await engine.generate(list(range(30, 150))[:120], Sampling(max_tokens=100, seed=0))
+    assert completion.stop_reason is CompletionStop.LENGTH
+    assert len(completion.token_ids) == 8
+
+
+async def tokens_flow(engine: TransformersEngine) -> None:
+    """Returns once a request runs and has a few tokens."""
+    while not any(request.num_sampled >= 3 for request in engine._running):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("should_clear_caches", [True, False])
+async def test_an_update_lands_under_running_requests(
+    folder: Path, tmp_path: Path, should_clear_caches: bool
+) -> None:
+    engine = make_engine(folder)
+    await engine.start()
+    update = update_from(
+        folder, tmp_path, version=5, scale=1.1, should_clear_caches=should_clear_caches
+    )
+    running = asyncio.ensure_future(engine.generate(PROMPTS[3], Sampling(max_tokens=100, seed=1)))
+    await tokens_flow(engine)
+    receipt = await engine.receive(update)
+    completion = await running
+    await engine.close()
+    versions = completion.policy_versions.tolist()
+    split = versions.index(5)
+    assert (receipt.policy_version, engine.policy_version) == (5, 5)
+    assert receipt.proof_gap < 1e-4
+    assert 3 <= split < 100
+    assert versions == [0] * split + [5] * (100 - split)
+    token_ids, size = PROMPTS[3] + completion.token_ids.tolist(), len(PROMPTS[3])
+    old = plain_logprobs(folder, token_ids)[size - 1 :]
+    new = plain_logprobs(tmp_path / "model", token_ids)[size - 1 :]
+    assert np.abs(completion.logprobs[:split] - old.numpy()[:split]).max() < 1e-5
+    gap = np.abs(completion.logprobs[split:] - new.numpy()[split:]).max()
+    assert (gap < 1e-5) == should_clear_caches  # keys and values of old weights show
+
+
+async def test_weights_that_do_not_prove_themselves_condemn_the_engine(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(folder)
+    await engine.start()
+    update = update_from(folder, tmp_path, version=1, scale=1.1)
+    other = tuple(value - 1.0 for value in update.probe.logprobs[0])
+    wrong = replace(update, probe=replace(update.probe, logprobs=(other,)))
+    running = asyncio.ensure_future(engine.generate(PROMPTS[3], Sampling(max_tokens=100)))
+    await tokens_flow(engine)
+    with pytest.raises(WeightTransferError, match="proof of policy version 1 failed"):
+        await engine.receive(wrong)
+    for call in (running, engine.generate(PROMPTS[0], Sampling()), engine.resume()):
+        with pytest.raises(EngineError, match="did not arrive"):
+            await call
+    await engine.close()
+
+
+async def test_a_file_without_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+    engine = make_engine(folder)
+    await engine.start()
+    update = update_from(folder, tmp_path, version=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    parts = list(model.named_parameters())[1:]
+    partial = replace(update, payload=write_weights(parts, tmp_path, 1, torch.float32))
+    with pytest.raises(WeightTransferError, match=r"never came: lm_head.weight, model.embed"):
+        await engine.receive(partial)
+    await engine.close()
+
+
+async def test_pause_freezes_and_resume_goes_on(engine: TransformersEngine) -> None:
+    running = asyncio.ensure_future(engine.generate(PROMPTS[3], Sampling(max_tokens=60, seed=1)))
+    await tokens_flow(engine)
+    await engine.pause()
+    before = [request.num_sampled for request in engine._running]
+    await asyncio.sleep(0.05)
+    assert [request.num_sampled for request in engine._running] == before
+    await engine.resume()
+    assert len((await running).token_ids) == 60
+
+
+async def test_abort_ends_running_and_waiting_requests(engine: TransformersEngine) -> None:
+    calls = [
+        asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=100, seed=1)))
+        for prompt in PROMPTS
+    ]
+    await tokens_flow(engine)
+    await engine.abort()
+    completions = await asyncio.gather(*calls)
+    assert {c.stop_reason for c in completions} == {CompletionStop.ABORTED}
+    assert len(completions[0].token_ids) >= 3
+    assert len(completions[-1].token_ids) == 0
+    assert len((await engine.generate(PROMPTS[0], Sampling(max_tokens=4))).token_ids) == 4
+
+
+async def test_a_cancelled_request_leaves_its_slot(engine: TransformersEngine) -> None:
+    first, *others = [
+        asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=60, seed=1)))
+        for prompt in PROMPTS
+    ]
+    await tokens_flow(engine)
+    first.cancel()
+    assert {len(c.token_ids) for c in await asyncio.gather(*others)} == {60}
+    assert all(first is not request.done for request in engine._running)
+
+
+async def test_what_cannot_be_sampled_is_refused_with_its_reason(
+    engine: TransformersEngine,
+) -> None:
+    for token_ids, sampling, images, reason in (
+        ([], Sampling(), (), "prompt has 0 tokens"),
+        ([1] * 128, Sampling(), (), "prompt has 128 tokens, the engine takes 1 to 127"),
+        ([1], Sampling(max_tokens=0), (), "max_tokens must be >= 1"),
+        ([1], Sampling(), (b"png",), "reads no images"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            await engine.generate(token_ids, sampling, images=images)
+
+
+async def test_a_closed_engine_fails_what_runs_and_what_comes(folder: Path) -> None:
+    engine = make_engine(folder)
+    with pytest.raises(EngineError, match="has not started"):
+        await engine.generate(PROMPTS[0], Sampling())
+    await engine.start()
+    running = asyncio.ensure_future(engine.generate(PROMPTS[3], Sampling(max_tokens=100)))
+    await tokens_flow(engine)
+    await engine.close()
+    await engine.close()
+    for call in (running, engine.generate(PROMPTS[0], Sampling())):
+        with pytest.raises(EngineError, match="closed"):
+            await call
+
+
+def draws(sampling: Sampling, count: int, token_ids: tuple[int, ...] = ()) -> list[Draw]:
+    return [
+        Draw(sampling=sampling, generator=np.random.default_rng(i), token_ids=list(token_ids))
+        for i in range(count)
+    ]
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=2), [0, 1]),
+        (Sampling(top_p=0.7), [0, 1]),
+        (Sampling(top_p=0.01), [0]),
+        (Sampling(min_p=0.1), [0, 1, 2]),
+        (Sampling(banned_token_ids=(0, 2)), [1, 3, 4]),
+        (Sampling(temperature=0.5), [0, 1, 2, 3, 4]),
+    ],
+)
+def test_samples_follow_the_distribution_whose_logprobs_are_reported(
+    sampling: Sampling, kept: list[int]
+) -> None:
+    count = 4000
+    tokens, logprobs = sample(LOGITS.expand(count, -1), draws(sampling, count))
+    masked = torch.full_like(LOGITS, -torch.inf)
+    masked[kept] = LOGITS[kept] / sampling.temperature
+    expected = masked.log_softmax(-1)
+    assert torch.allclose(logprobs, expected[tokens])
+    frequencies = torch.bincount(tokens, minlength=5) / count
+    assert (frequencies - expected.exp()).abs().max() < 0.03
+
+
+def test_each_row_has_its_own_sampling() -> None:
+    rows = [
+        *draws(Sampling(temperature=0.0), 1),
+        *draws(Sampling(top_k=1, temperature=2.0), 1),
+        *draws(Sampling(repetition_penalty=2.0, top_k=1), 1, token_ids=(0, 0, 3)),
+    ]
+    tokens, logprobs = sample(LOGITS.repeat(3, 1) * torch.tensor([[1.0], [1.0], [0.9]]), rows)
+    assert tokens.tolist() == [0, 0, 0]
+    assert logprobs[0] == pytest.approx(LOGITS.log_softmax(-1)[0].item())
+    assert logprobs[1:].tolist() == [0.0, 0.0]
+    penalized = draws(Sampling(repetition_penalty=3.0, top_k=1), 1, token_ids=(0,))
+    assert sample(LOGITS[None], penalized)[0].tolist() == [1]
