@@ -166,15 +166,6 @@ class RolloutActor:
                     seed=self._sections.seed,
                     weight_transport=self._sections.weight_transport,
                 )
-            case schema.TransformersEngine() as config:
-                from raylearner.actors.transformers_engine import TransformersEngine
-
-                return TransformersEngine(
-                    config,
-                    model_path=self._model_path,
-                    seed=self._sections.seed,
-                    weight_transport=self._sections.weight_transport,
-                )
             case schema.ScriptedEngine() as config:
                 from raylearner.actors.scripted_engine import ScriptedEngine
 
