@@ -72,7 +72,7 @@ def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
         max_position_embeddings=config.max_length,
         tie_word_embeddings=config.is_tied,
         attention_dropout=0.0,
-        initializer_range=config.hidden_size**-0.5,
+        initializer_range=0.5 * config.hidden_size**-0.5,
         use_sliding_window=False,
         bos_token_id=None,
         eos_token_id=end,
@@ -81,6 +81,9 @@ def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(model_config)
+    with torch.no_grad():
+        # Embeddings twice as wide as the layers: copying is learned in half the steps.
+        model.model.embed_tokens.weight.mul_(2)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
     disable_progress_bar()
     model.save_pretrained(folder)
