@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raylearner.config.tools import MIB, SandboxSection
+from raylearner.tools.bubblewrap import FIRST_USER
 from raylearner.tools.sandbox import Sandbox, SandboxResult
 
 FOLDER = Path(__file__).parents[1] / "tests" / "hostile"
@@ -48,6 +49,17 @@ def boxed() -> list[int]:
     return found
 
 
+def sandbox_files() -> set[str]:
+    """Files on the host, where all may write, that a sandbox or its user made."""
+    found: set[str] = set()
+    for folder in ("/tmp", "/dev/shm", "/var/tmp"):
+        for entry in os.scandir(folder):
+            is_ours = entry.name.startswith("raylearner") or "escaped" in entry.name
+            if is_ours or entry.stat(follow_symlinks=False).st_uid >= FIRST_USER:
+                found.add(entry.path)
+    return found
+
+
 def used_mib() -> float:
     """Memory of the machine that is not available, files in memory included."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -72,7 +84,7 @@ async def run(repeat: int, concurrent: int) -> int:
     rows: defaultdict[str, Row] = defaultdict(Row)
     latencies: list[float] = []
     num_failed, peak_mib, before_mib = 0, 0.0, used_mib()
-    files, descriptors = set(os.listdir("/tmp")), len(os.listdir("/proc/self/fd"))
+    files, descriptors = sandbox_files(), len(os.listdir("/proc/self/fd"))
 
     async def attack(name: str, code: str) -> None:
         expected = code.splitlines()[0].removeprefix("# ends:").split()
@@ -114,7 +126,7 @@ async def run(repeat: int, concurrent: int) -> int:
             f" {max(row.wall_s):.2f} |"
         )
     left = boxed()
-    new_files = sorted(set(os.listdir("/tmp")) - files)
+    new_files = sorted(sandbox_files() - files)
     new_descriptors = len(os.listdir("/proc/self/fd")) - descriptors
     ordered = sorted(latencies)
     print(
@@ -122,7 +134,7 @@ async def run(repeat: int, concurrent: int) -> int:
         f" normal calls beside them, {num_failed} failed, median {ordered[len(ordered) // 2]:.2f} s,"
         f" longest {ordered[-1]:.2f} s; machine memory {before_mib:.0f} MiB before,"
         f" {peak_mib:.0f} MiB at most; left behind: {len(left)} processes,"
-        f" {len(new_files)} files in /tmp {new_files[:5]}, {new_descriptors} descriptors"
+        f" {len(new_files)} files {new_files[:5]}, {new_descriptors} descriptors"
     )
     return int(bool(num_failed or left or sum(row.num_bad for row in rows.values())))
 

@@ -1,31 +1,29 @@
 """How tools talk to services: pooled connections, bounded calls, retries, batches, metrics.
 
-aiohttp, since httpx spends 50 times its CPU time per call at 1,000 concurrent calls. Waits for: a
-place among the tool's concurrent requests, then the service, never longer than the section allows.
+Waits for: a place among the tool's concurrent requests, then the service, never longer than the
+section allows.
 """
 
 import asyncio
 import json
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-import aiohttp
 from pydantic import TypeAdapter, ValidationError
 
 from raylearner.config.tools import HttpSection
 from raylearner.errors import ConfigError, ToolError
+from raylearner.tools.connection import BadHttp, Connections, TooLong
 
 SHOWN_CHARACTERS = 200
 """Characters of a bad reply that an error quotes."""
 MAX_LATENCIES = 4096
 START_TRY_TIMEOUT_S, START_RETRY_S = 5.0, 0.5
+MAX_HEALTH_BYTES = 1 << 16
 RETRIED_STATUSES = frozenset({408, 425, 429})
-
-log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -76,7 +74,10 @@ class Service:
         self._section = section
         self._metrics = metrics
         self._places = asyncio.Semaphore(section.max_concurrent)
-        self._session: aiohttp.ClientSession | None = None
+        try:
+            self._connections = Connections(url)
+        except ValueError as error:
+            raise ConfigError(f"tools.url: {error}") from error
 
     async def post(
         self,
@@ -95,7 +96,7 @@ class Service:
         for number in range(1, num_tries + 1):
             try:
                 async with self._places:
-                    content = await self._try(url, payload)
+                    content = await self._try(path, payload)
                 return _parsed(content, reply)
             except _Failure as failure:
                 if number == num_tries or not failure.is_transient:
@@ -121,9 +122,7 @@ class Service:
         return answers
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._connections.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,49 +135,28 @@ class Service:
     ) -> None:
         await self.close()
 
-    async def _try(self, url: str, payload: bytes) -> bytes:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
-                timeout=aiohttp.ClientTimeout(total=self._section.timeout_s),
-                headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
+    async def _try(self, path: str, payload: bytes) -> bytes:
+        most = self._section.max_reply_bytes
         try:
-            async with self._session.post(url, data=payload, allow_redirects=False) as response:
-                content = await self._read(response)
-                status = response.status
+            async with asyncio.timeout(self._section.timeout_s):
+                reply = await self._connections.request("POST", path, payload, max_bytes=most)
         except TimeoutError as error:
             raise _Failure(f"gave no reply within {self._section.timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except TooLong as error:
+            raise _Failure(
+                f"answered more than {most} bytes", is_transient=False, has_answered=True
+            ) from error
+        except (BadHttp, OSError) as error:
             said = str(error) or type(error).__name__
             raise _Failure(f"failed: {said[:SHOWN_CHARACTERS]}") from error
-        if not 200 <= status < 300:
-            is_transient = status >= 500 or status in RETRIED_STATUSES
+        if not 200 <= reply.status < 300:
+            is_transient = reply.status >= 500 or reply.status in RETRIED_STATUSES
             raise _Failure(
-                f"answered status {status} {_shown(content)}",
+                f"answered status {reply.status} {_shown(reply.content)}",
                 is_transient=is_transient,
                 has_answered=True,
             )
-        return content
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        most = self._section.max_reply_bytes
-        if response.content_length is not None and response.content_length <= most:
-            return await response.read()
-        content = bytearray()
-        if response.content_length is None:
-            async for chunk in response.content.iter_any():
-                content += chunk
-                if len(content) > most:
-                    break
-            else:
-                return bytes(content)
-        response.close()
-        raise _Failure(
-            f"answered more than {most} bytes", is_transient=False, has_answered=True
-        ) from None
+        return reply.content
 
 
 class Batcher(Generic[Item, Answer]):
@@ -298,20 +276,26 @@ def _shown(content: bytes) -> str:
 async def wait_for_service(url: str, *, wait_s: float) -> None:
     """Until something speaks HTTP at `url`, whatever it says. Raises `ConfigError` after `wait_s`."""
     deadline = time.monotonic() + wait_s
-    timeout = aiohttp.ClientTimeout(total=START_TRY_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        while True:
-            try:
-                async with session.get(f"{url.rstrip('/')}/health", allow_redirects=False):
-                    return
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                if time.monotonic() >= deadline:
-                    said = str(error) or type(error).__name__
-                    raise ConfigError(
-                        f"tools.url: nothing answers at {url!r} after {wait_s:g} s ({said}); start"
-                        " the service, or correct the address"
-                    ) from error
-            await asyncio.sleep(START_RETRY_S)
+    try:
+        connections = Connections(url)
+    except ValueError as error:
+        raise ConfigError(f"tools.url: {error}") from error
+    while True:
+        try:
+            async with asyncio.timeout(START_TRY_TIMEOUT_S):
+                await connections.request("GET", "/health", b"", max_bytes=MAX_HEALTH_BYTES)
+            connections.close()
+            return
+        except TooLong:
+            return
+        except (BadHttp, OSError) as error:
+            if time.monotonic() >= deadline:
+                said = str(error) or type(error).__name__
+                raise ConfigError(
+                    f"tools.url: nothing answers at {url!r} after {wait_s:g} s ({said}); start"
+                    " the service, or correct the address"
+                ) from error
+        await asyncio.sleep(START_RETRY_S)
 
 
 async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:

@@ -246,7 +246,7 @@ async def test_packages_are_visible_only_when_configured(tmp_path: Path) -> None
     (tmp_path / "only_here.py").write_text("VALUE = 12")
     with pytest.raises(ConfigError, match="readable by everybody"):
         Sandbox(SandboxSection(packages=(str(tmp_path),)))
-    tmp_path.chmod(0o755)
+    os.chmod(tmp_path, 0o755)
     shown = Sandbox(SandboxSection(packages=(str(tmp_path),)))
     assert (await shown.run("import only_here; print(only_here.VALUE)")).stdout == "12\n"
     assert "ModuleNotFoundError" in (await Sandbox(LIMITS).run("import only_here")).stderr

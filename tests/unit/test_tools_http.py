@@ -101,6 +101,11 @@ SERVICES: dict[str, Answerer | None] = {
     "no_http": says(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
     "endless_headers": many_headers,
     "hangs_up": says(b""),
+    "two_lengths": says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n[]"),
+    "negative_length": says(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n[]"),
+    "endless_length": says(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"),
+    "bad_chunk": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n[]"),
+    "odd_encoding": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n[]"),
 }
 
 
@@ -233,9 +238,54 @@ async def test_connections_are_reused_and_requests_in_flight_are_limited() -> No
 async def test_a_service_that_is_not_there_at_the_start_is_named() -> None:
     async with service(SERVICES["status_404"]) as url:
         await wait_for_service(url, wait_s=0)
-    for url in ("http://127.0.0.1:9", "nowhere", "http://[", "ftp://x"):
-        with pytest.raises(ConfigError, match="nothing answers at"):
-            await wait_for_service(url, wait_s=0)
+    with pytest.raises(ConfigError, match="nothing answers at 'http://127"):
+        await wait_for_service("http://127.0.0.1:9", wait_s=0)
+
+
+@pytest.mark.parametrize("url", ["nowhere", "http://", "ftp://x", "http://x:port", "http://x/?a=b"])
+async def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"tools\.url"):
+        await wait_for_service(url, wait_s=0)
+    section = {"kind": "search", "url": url}
+    with pytest.raises(ConfigError, match=r"tools\.url"):
+        make_tool(TypeAdapter[ToolSection](ToolSection).validate_python(section))
+
+
+@pytest.mark.parametrize(
+    ("reply", "content"),
+    [
+        (http(b"[1]"), [1]),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + http(b"[1]"), [1]),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n[1\r\n1;x=y\r\n]\r\n0\r\n\r\n",
+            [1],
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n[1]\r\n0\r\nA: b\r\n\r\n",
+            [1],
+        ),
+        (b"HTTP/1.0 200 OK\r\n\r\n[1]", [1]),
+        (b"HTTP/1.1 200 \r\nConnection: close\r\nContent-Length: 3\r\n\r\n[1]", [1]),
+    ],
+)
+async def test_replies_of_every_framing_are_read(reply: bytes, content: object) -> None:
+    async with service(says(reply)) as url:
+        section = HttpSection.model_validate(FAST)
+        async with Service("tool", url, section, ToolMetrics("tool")) as client:
+            assert await client.post("/x", {}, ANY, expected="a list") == content
+            assert await client.post("/x", {}, ANY, expected="a list") == content
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_costs_no_try() -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response(1)
+
+    async with recorded(handler, retries=0) as (client, metrics, server):
+        for _ in range(3):
+            assert await client.post("/x", {}, ANY, expected="1") == 1
+            for connection in list(server.handler.connections):  # type: ignore[union-attr]
+                connection.force_close()
+    assert metrics.drain()["tools/tool/retries"] == 0
 
 
 @pytest.mark.parametrize(
