@@ -178,6 +178,11 @@ class Trajectory:
         return int(self.train_mask.sum())
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether it ran out of tokens, so that more might have come."""
+        return self.stop_reason is StopReason.MAX_TOKENS
+
+    @property
     def min_policy_version(self) -> PolicyVersion:
         """The oldest version that sampled a token; an episode that never sampled has its claim's."""
         if not self.loss_mask.any():
@@ -237,6 +242,8 @@ class TrajectoryGroup:
     policy_version: PolicyVersion
     trajectories: tuple[Trajectory, ...]
     is_partial: bool = False
+    greedy_reward: float | None = None
+    """Of the greedy episode of the prompt, where one was played; it is none of the trajectories."""
 
     @property
     def rewards(self) -> dict[int, float | None]:
@@ -285,6 +292,9 @@ class TokenRow:
 
     episode: int
     trajectory: Trajectory
+    turns: NDArray[np.int32]  # [T] number of the token's turn, -1 before the first
+    anchors: tuple[int, ...]
+    """By turn: equal where turns start from the same state, below 2^48."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +316,8 @@ class MiniBatch:
 class LearnerBatch:
     """One take, laid out for one learner rank.
 
-    The episode table (`rewards`, `groups`, `num_episode_tokens`, all `[E]`) is whole on every rank,
-    since baselines need whole groups; the mini-batches hold this rank's rows, each row's `episode`
+    The episode table (all that is `[E]`) is whole on every rank, since baselines need whole groups;
+    the mini-batches hold this rank's rows, each row's `episode`
     indexing the table. Every rank has the same number of micro-batches in each mini-batch; an empty
     one runs a dummy forward and backward.
     """
@@ -318,6 +328,13 @@ class LearnerBatch:
     num_episode_tokens: NDArray[
         np.int64
     ]  # [E] trained tokens of the episode, over all its segments
+    num_episode_rows: NDArray[np.int64]  # [E] segments that train
+    greedy_rewards: NDArray[np.float64]  # [E] NaN where no greedy episode was played
+    parts: Mapping[str, NDArray[np.float64]]
+    """Unweighted rewards by function, each `[E]`."""
+    num_sampled_tokens: int
+    num_masked_tokens: Mapping[str, int]
+    """Sampled tokens that do not train, by the rule that keeps them from it."""
     mini_batches: tuple[MiniBatch, ...]
 
     @property
@@ -338,6 +355,7 @@ class StepOutput:
     """What a learner step did; the same on every rank."""
 
     policy_version: PolicyVersion
-    """The version after the step: advanced by one, or unchanged when the step was skipped."""
+    """The version after the step: advanced by one, or unchanged when the step was skipped or trained
+    the critic alone."""
     is_skipped: bool
     metrics: Mapping[str, float]

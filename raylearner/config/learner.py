@@ -1,9 +1,17 @@
 """The learner and its objective."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from raylearner.config.advantage import (
+    AdvantageSection,
+    GrpoAdvantage,
+    ResamplingSection,
+    RewardShaping,
+)
+from raylearner.config.correction import CorrectionSection
+from raylearner.config.critic import CriticSection
+from raylearner.config.kl import KlSection
+from raylearner.config.loss import Aggregation, DecoupledPpo, LossSection
 from raylearner.config.section import (
     Fraction,
     NaturalInt,
@@ -12,40 +20,6 @@ from raylearner.config.section import (
     PositiveInt,
     Section,
 )
-
-
-class GrpoAdvantage(Section):
-    """Group-relative advantage (arXiv 2402.03300)."""
-
-    kind: Literal["grpo"]
-    normalize: Literal["group", "batch", "none"] = "group"
-    """Divide by the group's or the batch's standard deviation, or not at all."""
-    epsilon: PositiveFloat = 1e-6
-    """Added to the standard deviation."""
-
-
-class RlooAdvantage(Section):
-    """Leave-one-out baseline (arXiv 2402.14740)."""
-
-    kind: Literal["rloo"]
-
-
-AdvantageSection = Annotated[GrpoAdvantage | RlooAdvantage, Field(discriminator="kind")]
-
-
-class DecoupledPpo(Section):
-    """Decoupled PPO (arXiv 2505.24298) with truncated behaviour weights."""
-
-    kind: Literal["decoupled_ppo"]
-    clip_low: PositiveFloat = 0.2
-    """Lower clip range of the ratio current/proximal."""
-    clip_high: PositiveFloat = 0.2
-    """Upper clip range."""
-    behavior_weight_cap: PositiveFloat = 2.0
-    """Importance weights proximal/behavior are truncated here."""
-
-
-LossSection = Annotated[DecoupledPpo, Field()]
 
 
 class LearnerSection(Section):
@@ -79,14 +53,32 @@ class LearnerSection(Section):
     """Precision of forward and backward; masters stay float32 (float64 with float64)."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
+    max_kl: PositiveFloat | None = None
+    """Ends the reuse of a take: an update that finds the policy further than this from the proximal one (k3, nats per token) is not made, nor those after it. The first is always made."""
+    reward: RewardShaping = RewardShaping()
+    """What is done to rewards before any baseline."""
     advantage: AdvantageSection = GrpoAdvantage(kind="grpo")
     """How rewards become advantages."""
+    resampling: ResamplingSection | None = None
+    """Present: episodes of a batch are redrawn by their reward after advantages are known."""
     loss: LossSection = DecoupledPpo(kind="decoupled_ppo")
     """The objective."""
-    aggregation: Literal["token_mean", "sequence_mean_of_sums", "sequence_mean_of_means"] = (
-        "token_mean"
-    )
-    """How token losses become one number, always by global counts."""
+    proximal: Literal["recomputed", "behavior", "interpolated"] = "recomputed"
+    """The policy that ratios are taken to: the learner's at the start of the step, the one that sampled, or a guess between that and the current one from the age of a token, without a forward pass."""
+    corrections: tuple[CorrectionSection, ...] = ()
+    """Applied in order to off-policy tokens: weights multiply, a token trains if all keep it."""
+    should_count_rejected: bool = True
+    """Whether rejected tokens and rows stay in the denominators of the loss."""
+    kl: KlSection | None = None
+    """Present: a pull toward a reference policy."""
+    critic: CriticSection | None = None
+    """Present: a value head, for the advantages that need one."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number, always by global counts. Losses by row take their mean."""
+    aggregation_scale: PositiveFloat | None = None
+    """Token divisor of sequence_mean_of_sums_scaled: the longest completion allowed."""
+    should_mask_truncated: bool = False
+    """Episodes that were cut off train nothing; their rewards stay in the baselines."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Entropy bonus."""
     max_skipped_steps: PositiveInt = 5

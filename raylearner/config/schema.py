@@ -4,17 +4,15 @@
 The sections live in the modules beside this one, which names them all in one place.
 """
 
+from raylearner.config.advantage import AdvantageSection, GrpoAdvantage, RlooAdvantage
+from raylearner.config.correction import CorrectionSection
+from raylearner.config.critic import CriticSection
 from raylearner.config.data import CalculatorData, DataSection, DataSource, JsonlData
 from raylearner.config.environment import EnvironmentSection, SingleTurn, ToolUse
 from raylearner.config.evaluation import EvaluationSection
-from raylearner.config.learner import (
-    AdvantageSection,
-    DecoupledPpo,
-    GrpoAdvantage,
-    LearnerSection,
-    LossSection,
-    RlooAdvantage,
-)
+from raylearner.config.kl import KlSection
+from raylearner.config.learner import LearnerSection
+from raylearner.config.loss import DecoupledPpo, LossSection
 from raylearner.config.model import ModelSection, PretrainedModel, TinyModel, WarmStart
 from raylearner.config.observability import ObservabilitySection
 from raylearner.config.replay import ReplaySection
@@ -45,6 +43,8 @@ __all__ = [
     "AdvantageSection",
     "CalculatorData",
     "ClusterSection",
+    "CorrectionSection",
+    "CriticSection",
     "DataSection",
     "DataSource",
     "DecoupledPpo",
@@ -54,6 +54,7 @@ __all__ = [
     "Fraction",
     "GrpoAdvantage",
     "JsonlData",
+    "KlSection",
     "LearnerSection",
     "LossSection",
     "ModelSection",

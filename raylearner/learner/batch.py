@@ -3,16 +3,20 @@
 Everything here is deterministic: the same groups give the same layout on every machine.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raylearner.types import (
     LearnerBatch,
     MiniBatch,
     PolicyVersion,
+    StopReason,
     TokenRow,
     Trajectory,
     TrajectoryGroup,
@@ -26,12 +30,18 @@ QUADRATIC_TOKENS = 24_576
 class _Episode:
     index: int
     reward: float
+    parts: Mapping[str, float | None]
+    greedy_reward: float
     group_id: int
     segments: tuple[Trajectory, ...]
 
     @property
     def num_trained_tokens(self) -> int:
         return sum(segment.num_trained_tokens for segment in self.segments)
+
+    @property
+    def num_trained_rows(self) -> int:
+        return sum(segment.num_trained_tokens > 0 for segment in self.segments)
 
 
 def pack(
@@ -41,9 +51,11 @@ def pack(
     num_ranks: int,
     max_tokens_per_micro_batch: int,
     num_mini_batches: int = 1,
+    should_mask_truncated: bool = False,
 ) -> list[LearnerBatch]:
     """One batch per rank. What trains no token makes no row, but its reward stays in the table.
 
+    `should_mask_truncated` lets episodes that ran out of tokens train nothing.
     Mini-batches divide the episodes that train evenly, in order, and are never empty: a take of
     fewer such episodes gives fewer of them. Raises ValueError for a row longer than the budget.
     """
@@ -52,6 +64,7 @@ def pack(
             f"num_ranks, max_tokens_per_micro_batch and num_mini_batches must be >= 1, got "
             f"{num_ranks}, {max_tokens_per_micro_batch} and {num_mini_batches}"
         )
+    groups, num_masked_tokens = _masked(groups, should_mask_truncated=should_mask_truncated)
     episodes = _episodes(groups)
     trained = [episode for episode in episodes if episode.num_trained_tokens]
     bounds = np.linspace(0, len(trained), min(num_mini_batches, len(trained)) + 1).round()
@@ -60,12 +73,18 @@ def pack(
         shares = _pack_mini_batch(trained[start:end], num_ranks, max_tokens_per_micro_batch)
         for mini_batches, share in zip(per_rank, shares, strict=True):
             mini_batches.append(share)
+    names = sorted({name for episode in episodes for name in episode.parts})
     return [
         LearnerBatch(
             policy_version=policy_version,
             rewards=np.array([episode.reward for episode in episodes], np.float64),
             groups=np.array([episode.group_id for episode in episodes], np.int64),
             num_episode_tokens=np.array([e.num_trained_tokens for e in episodes], np.int64),
+            num_episode_rows=np.array([e.num_trained_rows for e in episodes], np.int64),
+            greedy_rewards=np.array([e.greedy_reward for e in episodes], np.float64),
+            parts={name: _part(episodes, name) for name in names},
+            num_sampled_tokens=sum(t.num_sampled_tokens for g in groups for t in g.trajectories),
+            num_masked_tokens=num_masked_tokens,
             mini_batches=tuple(mini_batches),
         )
         for mini_batches in per_rank
@@ -75,6 +94,30 @@ def pack(
 def row_cost(num_tokens: int) -> float:
     """What a row costs, in tokens of a short row: linear, plus attention's quadratic part."""
     return num_tokens + num_tokens * num_tokens / QUADRATIC_TOKENS
+
+
+def _masked(
+    groups: Sequence[TrajectoryGroup], *, should_mask_truncated: bool
+) -> tuple[list[TrajectoryGroup], dict[str, int]]:
+    """The groups as they train, and how many sampled tokens do not, by the first rule that says so."""
+    counts = Counter({"error": 0, "stale": 0, "truncated": 0})
+    masked: list[TrajectoryGroup] = []
+    for group in groups:
+        trajectories: list[Trajectory] = []
+        for trajectory in group.trajectories:
+            num_lost = trajectory.num_sampled_tokens - trajectory.num_trained_tokens
+            counts["error" if trajectory.stop_reason is StopReason.ERROR else "stale"] += num_lost
+            if should_mask_truncated and trajectory.is_truncated:
+                counts["truncated"] += trajectory.num_trained_tokens
+                trajectory = trajectory.with_train_mask(np.zeros_like(trajectory.train_mask))
+            trajectories.append(trajectory)
+        masked.append(replace(group, trajectories=tuple(trajectories)))
+    return masked, dict(counts)
+
+
+def _part(episodes: Sequence[_Episode], name: str) -> NDArray[np.float64]:
+    values = [episode.parts.get(name) for episode in episodes]
+    return np.array([math.nan if value is None else value for value in values], np.float64)
 
 
 def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
@@ -89,6 +132,8 @@ def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
                 _Episode(
                     index=len(episodes),
                     reward=math.nan if reward is None else reward,
+                    parts=segments[sample_index][0].rewards,
+                    greedy_reward=math.nan if group.greedy_reward is None else group.greedy_reward,
                     group_id=group.group_id,
                     segments=tuple(sorted(segments[sample_index], key=lambda s: s.segment)),
                 )
@@ -104,8 +149,11 @@ def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
             f"group {trajectory.group_id}, sample {trajectory.sample_index}: the first token is "
             "trained, but nothing precedes it"
         )
+    turns, anchors = _turns(trajectory)
     return TokenRow(
         episode=episode.index,
+        turns=turns[:end],
+        anchors=anchors,
         trajectory=replace(
             trajectory,
             token_ids=trajectory.token_ids[:end],
@@ -119,6 +167,31 @@ def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
             metrics={},
         ),
     )
+
+
+def _turns(trajectory: Trajectory) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """Each token's turn, and what the turn starts from: the reply before it, the prompt for the first.
+
+    A trajectory that names no turns has one for each run of sampled tokens, all of unlike state.
+    """
+    starts = np.zeros(trajectory.num_tokens, np.int32)
+    if trajectory.turns:
+        np.add.at(starts, [turn.start for turn in trajectory.turns if turn.start < len(starts)], 1)
+        replies = [f"reply {turn.reply}" for turn in trajectory.turns[:-1]]
+        anchors = [_hash(state) for state in (f"start {trajectory.segment}", *replies)]
+    else:
+        starts[1:] = trajectory.loss_mask[1:] & ~trajectory.loss_mask[:-1]
+        starts[0] = trajectory.loss_mask[0]
+        key = trajectory.episode_key, trajectory.segment
+        anchors = [
+            _hash(f"start {trajectory.segment}"),
+            *(_hash(f"{key} {n}") for n in range(1, int(starts.sum()))),
+        ]
+    return np.cumsum(starts, dtype=np.int32) - np.int32(1), tuple(anchors)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])
 
 
 def _pack_mini_batch(

@@ -9,8 +9,9 @@ Legend: `T` packed tokens of a micro-batch.
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +20,66 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import LearnerError
-from raylearner.learner import mesh, metric, optimizer
-from raylearner.learner.learner_state import Progress, export_model, restore_state, save_state
+from raylearner.learner import diagnostics, mesh, metric, optimizer, preparation
+from raylearner.learner.critic import Critic
+from raylearner.learner.estimator import EpisodeTable
+from raylearner.learner.learner_state import (
+    Progress,
+    export_model,
+    restore_state,
+    restore_tensors,
+    save_state,
+    save_tensors,
+)
 from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
-from raylearner.learner.model import DTYPES, load_model, model_directory, shard
-from raylearner.learner.objective import EpisodeTable, loss_share, off_policy_metrics
+from raylearner.learner.model import (
+    DTYPES,
+    PackedModel,
+    Scores,
+    load_model,
+    model_directory,
+    shard,
+)
+from raylearner.learner.objective import (
+    choose_tokens,
+    critic_share,
+    loss_share,
+    off_policy_metrics,
+)
+from raylearner.learner.preparation import Part, Take
+from raylearner.learner.reference import Reference, kl_controller, reference_path
+from raylearner.observability import transcripts
 from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, TokenRow
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    """One optimizer update, the same numbers on every rank."""
+    """One optimizer update. `offenders` are this rank's rows, all else is the same on every rank."""
 
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    is_made: bool
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    value_loss: float | None = None
+    critic_grad_norm: float | None = None
+    is_made: bool = False
+    is_too_far: bool = False
+    metrics: Sequence[Metrics] = ()
+    offenders: Sequence[TokenRow] = ()
+
+    def __str__(self) -> str:
+        parts = {
+            "loss": self.loss,
+            "gradient norm": self.grad_norm,
+            "value loss": self.value_loss,
+            "critic's gradient norm": self.critic_grad_norm,
+        }
+        return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
 
 class Learner:
@@ -57,10 +97,16 @@ class Learner:
         num_steps: int,
         seed: int = 0,
         temperature: float = 1.0,
+        reward_weights: Mapping[str, float] | None = None,
+        dump_folder: Path | None = None,
         device: str = "cpu",
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        """`num_steps` is the length of the run, for the schedule; without a mesh the rank is alone."""
+        """`num_steps` is the length of the run, for the schedule; without a mesh the rank is alone.
+
+        `reward_weights` are those of the reward functions, by name. What made steps fail goes to
+        `dump_folder`.
+        """
         if temperature <= 0:
             raise ValueError(f"temperature: a policy to train samples at > 0, got {temperature!r}")
         self._config = config
@@ -70,19 +116,34 @@ class Learner:
         device_mesh = device_mesh or mesh.connect(device=device)
         torch.manual_seed(seed + dist.get_rank())
         self._dtype = torch.float64 if config.compute_dtype == "float64" else torch.float32
-        self._model = shard(
-            load_model(
-                str(self.model_folder), dtype=self._dtype, chunk_tokens=config.logprob_chunk_tokens
-            ),
-            device_mesh,
-            compute_dtype=DTYPES[config.compute_dtype],
-        )
+        compute_dtype = DTYPES[config.compute_dtype]
+
+        def load(path: str, *, has_value_head: bool = False) -> PackedModel:
+            model = load_model(path, dtype=self._dtype, chunk_tokens=config.logprob_chunk_tokens)
+            if has_value_head:
+                model.add_value_head()
+            return shard(model, device_mesh, compute_dtype=compute_dtype)
+
+        trunk = None if config.critic is None else config.critic.trunk
+        self._model = load(str(self.model_folder), has_value_head=trunk == "shared")
         self._optimizer = optimizer.make_optimizer(
             self._model.parameters(),
             learning_rate=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
+        self._critic: Critic | None = None
+        if config.critic is not None and trunk == "own":
+            path = config.critic.path or str(self.model_folder)
+            self._critic = Critic(config.critic, load(path, has_value_head=True))
+        self._reference: Reference | None = None
+        if config.kl is not None and config.kl.coefficient > 0:
+            path = reference_path(config.kl.reference) or str(self.model_folder)
+            self._reference = Reference(config.kl.reference, load(path))
+        self._kl_controller = kl_controller(config.kl)
+        self._seed = seed
+        self._reward_weights = reward_weights or {}
+        self._dump_folder = dump_folder
         self._num_updates_of_run = num_steps * config.num_epochs * config.num_mini_batches
         self._progress = Progress()
 
@@ -96,44 +157,28 @@ class Learner:
         return self._progress.num_steps
 
     def step(self, batch: LearnerBatch) -> StepOutput:
-        """One take: every epoch and mini-batch of it, then the next policy version."""
+        """One take: every epoch and mini-batch of it, then the next policy version.
+
+        While the critic warms up it alone is trained, and the version stays.
+        """
         if batch.policy_version != self.policy_version:
             raise ValueError(
                 f"batch packed for policy version {batch.policy_version}, held: {self.policy_version}"
             )
         started = time.monotonic()
-        table = EpisodeTable.of(
-            batch, self._config.advantage, dtype=self._dtype, device=self._device
-        )
-        work = [(mini, self._micro_batches(mini.micro_batches)) for mini in batch.mini_batches]
-        # With a single update the proximal policy is the current one: no forward of its own.
-        is_single = len(work) * self._config.num_epochs == 1
-        proximal = [[None if is_single else self._score(m) for m in micros] for _, micros in work]
+        take = self._prepare(batch)
         updates: list[_Update] = []
-        measured: list[Metrics] = []
-        for epoch in range(self._config.num_epochs):
-            for (mini, micros), known in zip(work, proximal, strict=True):
-                loss = torch.zeros((), dtype=torch.float64, device=self._device)
-                for micro, start in zip(micros, known, strict=True):
-                    logprobs, entropy = self._forward(micro.tokens, self._temperature)
-                    start = logprobs.detach() if start is None else start
-                    share, metrics = loss_share(
-                        self._config,
-                        micro,
-                        logprobs=logprobs,
-                        entropy=entropy,
-                        proximal_logprobs=start,
-                        table=table,
-                        mini=mini,
-                    )
-                    share.backward()
-                    loss += share.detach()
-                    measured.append(metrics)
-                    if epoch == 0:
-                        measured.append(off_policy_metrics(self._config, micro, start))
-                updates.append(self._update(loss))
+        for number, part in enumerate(take.parts * self._config.num_epochs):
+            if self._is_warming_up:
+                update = self._train_critic(part)
+            else:
+                update = self._train(take, part, number=number)
+            updates.append(update)
+            if update.is_too_far:
+                break
         is_skipped = self._commit(updates)
-        metrics = self._metrics(batch, updates, measured, time.monotonic() - started)
+        metrics = self._metrics(batch, take, updates, time.monotonic() - started)
+        self._follow(metrics, num_rows=batch.num_rows, is_skipped=is_skipped)
         return StepOutput(
             policy_version=self.policy_version, is_skipped=is_skipped, metrics=metrics
         )
@@ -143,16 +188,29 @@ class Learner:
         sequences = [np.asarray(ids, np.int64) for ids in token_ids]
         scored = [np.arange(len(ids)) > 0 for ids in sequences]
         tokens = PackedTokens.of(sequences, scored, device=self._device)
-        rows = self._forward_only(tokens, temperature=1.0).split([len(s) for s in sequences])
+        rows = self._forward_only(tokens, 1.0).logprobs.split([len(s) for s in sequences])
         return [row[1:].tolist() for row in rows]
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by their transformers names, one by one; every rank must iterate to the end."""
         return self._model.named_weights(DTYPES[dtype])
 
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes of what `named_weights` yields, in its order."""
+        return self._model.weight_shapes()
+
     def save(self, folder: Path) -> None:
-        """Shards, progress and RNG under `learner/`, a `from_pretrained` directory under `model/`."""
-        save_state(folder / "learner", self._model, self._optimizer, self._progress)
+        """Shards, progress and RNG under `learner/`, a `from_pretrained` directory under `model/`.
+
+        Also `critic/` and, if it changes, `reference/`.
+        """
+        progress = replace(self._progress, kl_coefficient=self._kl_controller.coefficient)
+        save_state(folder / "learner", progress)
+        save_tensors(folder / "learner", self._model.own_parameters(), self._optimizer)
+        if self._critic is not None:
+            self._critic.save(folder / "critic")
+        if self._reference is not None:
+            self._reference.save(folder / "reference")
         export_model(
             folder / "model",
             self._model,
@@ -163,26 +221,146 @@ class Learner:
 
     def restore(self, folder: Path) -> None:
         """Exactly what `save` wrote; the number of ranks may differ."""
-        self._progress = restore_state(folder / "learner", self._model, self._optimizer)
+        self._progress = restore_state(folder / "learner")
+        restore_tensors(
+            folder / "learner",
+            self._model.own_parameters(),
+            self._optimizer,
+            num_updates=self._progress.num_updates,
+        )
+        if self._critic is not None:
+            self._critic.restore(folder / "critic", num_updates=self._progress.num_critic_updates)
+        if self._reference is not None:
+            self._reference.restore(folder / "reference")
+        if self._progress.kl_coefficient is not None:
+            self._kl_controller.coefficient = self._progress.kl_coefficient
 
-    def _micro_batches(self, micro_batches: Sequence[Sequence[TokenRow]]) -> list[MicroBatch]:
-        return [
-            MicroBatch.of(
-                rows, policy_version=self.policy_version, dtype=self._dtype, device=self._device
+    @property
+    def _is_warming_up(self) -> bool:
+        warmup_steps = 0 if self._config.critic is None else self._config.critic.warmup_steps
+        return self.num_steps < warmup_steps
+
+    @property
+    def _step_seed(self) -> int:
+        """For draws that every rank makes alike, and a resumed run again."""
+        return self._seed * 1_000_003 + self.num_steps
+
+    def _prepare(self, batch: LearnerBatch) -> Take:
+        reference, critic = self._reference, self._critic
+        needs_squared_probs = self._config.advantage.kind in ("otb", "tir_otb")
+        micro_batch = partial(
+            MicroBatch.of,
+            policy_version=self.policy_version,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return preparation.prepare(
+            self._config,
+            [[(micro_batch(rows), rows) for rows in m.micro_batches] for m in batch.mini_batches],
+            table=EpisodeTable.of(
+                batch,
+                self._config.reward,
+                reward_weights=self._reward_weights,
+                device=self._device,
+            ),
+            kl_coefficient=self._kl_controller.coefficient,
+            seed=self._step_seed,
+            score=lambda micro: self._forward_only(
+                micro.tokens, self._temperature, needs_squared_probs=needs_squared_probs
+            ),
+            score_reference=None
+            if reference is None
+            else lambda micro: reference.score(micro.tokens, temperature=self._temperature),
+            state_values=None if critic is None else lambda micro: critic.score(micro.tokens),
+            dtype=self._dtype,
+        )
+
+    def _train(self, take: Take, part: Part, *, number: int) -> _Update:
+        """Gradients of a mini-batch and the update from them, unless the policy went too far."""
+        shares: list[Tensor] = []
+        measured: list[Metrics] = []
+        chosen = self._choose(take, part, number=number)
+        for prepared, tokens in zip(part.micros, chosen, strict=True):
+            scores = self._forward(prepared.micro.tokens, self._temperature)
+            share, metrics = loss_share(
+                self._config,
+                prepared,
+                scores,
+                take=take,
+                part=part,
+                policy_version=self.policy_version,
+                kl_coefficient=self._kl_controller.coefficient,
+                chosen=tokens,
             )
-            for rows in micro_batches
-        ]
+            share.backward()
+            shares.append(share.detach())
+            measured.append(metrics)
+            if number < len(take.parts):
+                start = prepared.start_logprobs
+                start = scores.logprobs if start is None else start
+                measured.append(
+                    off_policy_metrics(
+                        self._config, prepared, start, policy_version=self.policy_version
+                    )
+                )
+        if number > 0 and self._went_too_far(measured):
+            self._optimizer.zero_grad(set_to_none=True)
+            return _Update(is_too_far=True)
+        value_shares = self._critic_gradients(part, measured)
+        return self._update(part, shares, value_shares, measured)
 
-    def _score(self, micro: MicroBatch) -> Tensor:  # [T]
-        return self._forward_only(micro.tokens, temperature=self._temperature)
+    def _train_critic(self, part: Part) -> _Update:
+        measured: list[Metrics] = []
+        return self._update(part, None, self._critic_gradients(part, measured), measured)
+
+    def _critic_gradients(self, part: Part, measured: list[Metrics]) -> list[Tensor] | None:
+        if self._critic is None:
+            return None
+        shares: list[Tensor] = []
+        for prepared in part.micros:
+            state_values = self._critic.state_values(prepared.micro.tokens)
+            share, metrics = critic_share(self._config, prepared, state_values, part=part)
+            share.backward()
+            shares.append(share.detach())
+            measured.append(metrics)
+        return shares
+
+    def _choose(self, take: Take, part: Part, *, number: int) -> Sequence[Tensor | None]:
+        """For losses that single tokens out: which ones, seen from the current policy."""
+        if self._config.loss.kind not in SELECTS_TOKENS:
+            return [None] * len(part.micros)
+        logprobs = [
+            p.start_logprobs
+            if number == 0 and p.start_logprobs is not None
+            else self._forward_only(p.micro.tokens, self._temperature).logprobs
+            for p in part.micros
+        ]
+        return choose_tokens(
+            self._config,
+            part,
+            logprobs,
+            take=take,
+            policy_version=self.policy_version,
+            seed=self._step_seed * 1_009 + number,
+        )
+
+    def _went_too_far(self, measured: Sequence[Metrics]) -> bool:
+        if self._config.max_kl is None:
+            return False
+        kl = metric.combine({"kl": m["approx_kl_k3"]} for m in measured if "approx_kl_k3" in m)
+        return mesh.all_reduced(kl, device=self._device)["kl"].value() > self._config.max_kl
 
     @torch.no_grad()
-    def _forward_only(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
-        logprobs, _ = self._forward(tokens, temperature)
+    def _forward_only(
+        self, tokens: PackedTokens, temperature: float, *, needs_squared_probs: bool = False
+    ) -> Scores:
+        scores = self._forward(tokens, temperature, needs_squared_probs=needs_squared_probs)
         self._model.reshard()
-        return logprobs
+        return scores
 
-    def _forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, tokens: PackedTokens, temperature: float, *, needs_squared_probs: bool = False
+    ) -> Scores:
         return self._model(
             tokens.input_ids,
             tokens.position_ids,
@@ -190,60 +368,113 @@ class Learner:
             tokens.max_length,
             tokens.scored,
             temperature,
+            needs_squared_probs=needs_squared_probs,
         )
 
-    def _update(self, loss: Tensor) -> _Update:
-        """Clip and step, unless the loss or the gradient over all ranks is not finite."""
-        dist.all_reduce(loss)
-        parameters = list(self._model.parameters())
-        norm = optimizer.global_grad_norm(parameters)
-        learning_rate = optimizer.learning_rate_at(
-            self._progress.num_updates,
-            peak=self._config.learning_rate,
-            schedule=self._config.schedule,
-            warmup=self._config.warmup_steps,
-            num_updates=self._num_updates_of_run,
-        )
-        is_finite = math.isfinite(loss.item()) and math.isfinite(norm)
-        if is_finite:
-            optimizer.scale_grads(parameters, norm=norm, max_norm=self._config.max_grad_norm)
+    def _update(
+        self,
+        part: Part,
+        shares: Sequence[Tensor] | None,
+        value_shares: Sequence[Tensor] | None,
+        measured: Sequence[Metrics],
+    ) -> _Update:
+        """Clip and step, unless a loss or a gradient over all ranks is not finite."""
+        parameters, critic = list(self._model.parameters()), self._critic
+        loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None
+        if shares is not None:
+            loss = self._total(shares)
+            grad_norm = optimizer.global_grad_norm(parameters)
+            learning_rate = optimizer.learning_rate_at(
+                self._progress.num_updates,
+                peak=self._config.learning_rate,
+                schedule=self._config.schedule,
+                warmup=self._config.warmup_steps,
+                num_updates=self._num_updates_of_run,
+            )
+        if critic is not None and value_shares is not None:
+            value_loss, critic_grad_norm = self._total(value_shares), critic.grad_norm()
+        numbers = [n for n in (loss, grad_norm, value_loss, critic_grad_norm) if n is not None]
+        is_made = all(map(math.isfinite, numbers))
+        if is_made and grad_norm is not None and learning_rate is not None:
+            optimizer.scale_grads(parameters, norm=grad_norm, max_norm=self._config.max_grad_norm)
             optimizer.set_learning_rate(self._optimizer, learning_rate)
             self._optimizer.step()
             self._progress = replace(self._progress, num_updates=self._progress.num_updates + 1)
+        if is_made and critic is not None and critic_grad_norm is not None:
+            critic.step(norm=critic_grad_norm)
+            num_updates = self._progress.num_critic_updates + 1
+            self._progress = replace(self._progress, num_critic_updates=num_updates)
         self._optimizer.zero_grad(set_to_none=True)
-        return _Update(loss.item(), norm, learning_rate, is_finite)
+        if critic is not None:
+            critic.zero_grad()
+        return _Update(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            value_loss=value_loss,
+            critic_grad_norm=critic_grad_norm,
+            is_made=is_made,
+            metrics=measured,
+            offenders=() if is_made else _offenders(part, shares, value_shares),
+        )
+
+    def _total(self, shares: Sequence[Tensor]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for share in shares:
+            total += share
+        dist.all_reduce(total)
+        return total.item()
 
     def _commit(self, updates: Sequence[_Update]) -> bool:
         """Count the step, advance the version if any update was made; returns whether it was not."""
         is_skipped = not any(update.is_made for update in updates)
         num_skipped = self._progress.num_skipped_in_a_row + 1 if is_skipped else 0
+        makes_version = not is_skipped and not self._is_warming_up
         self._progress = replace(
             self._progress,
-            policy_version=self.policy_version + (not is_skipped),
+            policy_version=self.policy_version + makes_version,
             num_steps=self.num_steps + 1,
             num_skipped_in_a_row=num_skipped,
             num_skipped=self._progress.num_skipped + is_skipped,
         )
         if is_skipped:
-            why = [f"loss {u.loss}, gradient norm {u.grad_norm}" for u in updates]
-            reason = "; ".join(why) or "no trajectory had a token to train on"
+            reason = "; ".join(map(str, updates)) or "no trajectory had a token to train on"
             log.warning("step %d skipped: %s", self.num_steps, reason)
             if num_skipped >= self._config.max_skipped_steps:
                 raise LearnerError(
                     f"{num_skipped} steps in a row were skipped at policy version "
-                    f"{self.policy_version}, the last because: {reason}"
+                    f"{self.policy_version}, the last because: {reason}{self._dump(updates)}"
                 )
         return is_skipped
 
+    def _dump(self, updates: Sequence[_Update]) -> str:
+        """Write this rank's offending trajectories; returns where those of all ranks are."""
+        if self._dump_folder is None or not updates:
+            return ""
+        rows = {id(row): row for update in updates for row in update.offenders}
+        transcripts.write(
+            self._dump_folder / f"rank_{dist.get_rank()}",
+            self.num_steps,
+            [row.trajectory for row in rows.values()],
+        )
+        return f"; what it trained on is in {self._dump_folder}"
+
+    def _follow(self, metrics: Mapping[str, float], *, num_rows: int, is_skipped: bool) -> None:
+        """What moves with the policy, once it moved: the KL's coefficient and reference."""
+        if is_skipped or self._config.kl is None or "learner/loss" not in metrics:
+            return
+        key = "learner/kl" if self._config.kl.place == "loss" else "learner/reward_kl"
+        if key in metrics:
+            self._kl_controller.update(metrics[key], num_rows)
+        if self._reference is not None:
+            self._reference.follow(self._model, policy_version=self.policy_version)
+
     def _metrics(
-        self,
-        batch: LearnerBatch,
-        updates: Sequence[_Update],
-        measured: Sequence[Metrics],
-        step_s: float,
+        self, batch: LearnerBatch, take: Take, updates: Sequence[_Update], step_s: float
     ) -> dict[str, float]:
         """Combined over micro-batches and ranks; what nothing was counted for is left out."""
-        combined = metric.combine(measured)
+        combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
+        combined |= diagnostics.groups(take.table.rewards, take.table.groups)
         rank_tokens = [
             sum(row.trajectory.num_tokens for row in rows)
             for mini in batch.mini_batches
@@ -256,23 +487,42 @@ class Learner:
         combined["rank_tokens/max"] = metric.Max.of(mine)
         combined["rank_tokens/mean"] = metric.Mean.of(mine)
         combined["padding_fraction"] = metric.Mean(num_dummies, num_dummies + mine)
-        sums, maxima = metric.flatten(combined)
-        sums, maxima = sums.to(self._device), maxima.to(self._device)
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        values = metric.values(metric.unflatten(combined, sums.cpu(), maxima.cpu()))
-        made = [update for update in updates if update.is_made] or list(updates)
-        if made:
-            values["loss"] = sum(update.loss for update in made) / len(made)
-            values["grad_norm"] = sum(update.grad_norm for update in made) / len(made)
+        values = metric.values(mesh.all_reduced(combined, device=self._device))
+        tried = [update for update in updates if not update.is_too_far]
+        made = [update for update in tried if update.is_made] or tried
+        for key in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
+            known = [v for update in made if (v := getattr(update, key)) is not None]
+            values |= {key: sum(known) / len(known)} if known else {}
+        if made and made[-1].learning_rate is not None:
             values["learning_rate"] = made[-1].learning_rate
+        if self._config.kl is not None:
+            values["kl_coefficient"] = self._kl_controller.coefficient
+        for rule, count in batch.num_masked_tokens.items():
+            values[f"masked_fraction/{rule}"] = count / max(batch.num_sampled_tokens, 1)
         values |= {
             "tokens": batch.num_tokens,
             "trained_tokens": batch.num_trained_tokens,
             "tokens_per_s": batch.num_tokens / max(step_s, 1e-9),
             "step_s": step_s,
             "num_updates": sum(update.is_made for update in updates),
-            "skipped_updates": sum(not update.is_made for update in updates),
+            "skipped_updates": sum(not update.is_made for update in tried),
+            "stopped_early": len(tried) < len(updates),
             "skipped_steps": self._progress.num_skipped,
         }
         return {f"learner/{key}": float(v) for key, v in values.items() if not math.isnan(v)}
+
+
+def _offenders(
+    part: Part, shares: Sequence[Tensor] | None, value_shares: Sequence[Tensor] | None
+) -> list[TokenRow]:
+    """Rows of the micro-batches whose share is not finite; of all, where none tells itself apart."""
+    bad = [
+        any(s is not None and not bool(s[number].isfinite()) for s in (shares, value_shares))
+        for number in range(len(part.micros))
+    ]
+    return [
+        row
+        for prepared, is_bad in zip(part.micros, bad, strict=True)
+        if is_bad or not any(bad)
+        for row in prepared.source
+    ]

@@ -7,14 +7,14 @@ nothing here is ever unpickled. Every rank calls every function.
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -38,23 +38,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a learner counts. Steps include skipped ones; updates are the optimizer's."""
+    """What a learner counts. Steps include skipped ones; updates are the optimizers'."""
 
     policy_version: PolicyVersion = 0
     num_steps: int = 0
     num_updates: int = 0
+    num_critic_updates: int = 0
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
+    kl_coefficient: float | None = None
+    """What an adaptive controller made of the configured one."""
 
 
-def save_state(
-    folder: Path, model: PackedModel, optimizer: torch.optim.Optimizer, progress: Progress
-) -> None:
-    """Shards of masters and moments of all ranks, progress and each rank's RNG."""
+def save_state(folder: Path, progress: Progress) -> None:
+    """Progress and each rank's RNG."""
     rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(folder / "tensors"), save_distributed=True)
-    save(_tensors(model, optimizer), storage_writer=writer)
     if rank == 0:
         content = {**asdict(progress), "num_ranks": dist.get_world_size()}
         (folder / "progress.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -62,15 +61,42 @@ def save_state(
     dist.barrier()
 
 
-def restore_state(folder: Path, model: PackedModel, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put back what `save_state` wrote, bit by bit. A rank that did not exist keeps its own RNG."""
+def restore_state(folder: Path) -> Progress:
+    """Put back what `save_state` wrote. A rank that did not exist keeps its own RNG."""
     try:
         content = json.loads((folder / "progress.json").read_text())
         num_ranks = content.pop("num_ranks")
         progress = Progress(**content)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / 'progress.json'}: not a learner's: {error}") from error
-    tensors = _tensors(model, optimizer)
+    random_file = folder / f"rng_{dist.get_rank():05d}.json"
+    if num_ranks == dist.get_world_size():
+        _set_random_state(json.loads(random_file.read_text()))
+    return progress
+
+
+def save_tensors(
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Shards of masters and moments of all ranks."""
+    writer = HuggingFaceStorageWriter(str(folder / "tensors"), save_distributed=True)
+    save(_tensors(parameters, optimizer), storage_writer=writer)
+    dist.barrier()
+
+
+def restore_tensors(
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    num_updates: int = 0,
+) -> None:
+    """Put back what `save_tensors` wrote, bit by bit, for an optimizer that made `num_updates`."""
+    if not (folder / "tensors").is_dir():
+        raise CheckpointError(
+            f"{folder}: no such part: the checkpoint is of a run without a {folder.name}"
+        )
+    tensors = _tensors(parameters, optimizer)
     reader = HuggingFaceStorageReader(str(folder / "tensors"))
     saved = {
         name: tuple(entry.size)
@@ -85,12 +111,9 @@ def restore_state(folder: Path, model: PackedModel, optimizer: torch.optim.Optim
             f"{wanted.get(name)} here"
         )
     load(tensors, storage_reader=reader)
-    for state in optimizer.state.values():
-        state["step"].fill_(progress.num_updates)
-    random_file = folder / f"rng_{dist.get_rank():05d}.json"
-    if num_ranks == dist.get_world_size():
-        _set_random_state(json.loads(random_file.read_text()))
-    return progress
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            state["step"].fill_(num_updates)
 
 
 def export_model(
@@ -155,12 +178,14 @@ def _write_shards(folder: Path, weights: Iterator[tuple[str, Tensor]], *, is_wri
         (folder / f"shard-{i:05d}.safetensors").rename(folder / name)
 
 
-def _tensors(model: PackedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The live tensors by name; loading into them restores the learner."""
+def _tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """The live tensors by name; loading into them restores them."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.causal_lm.named_parameters():
+    for name, parameter in parameters.items():
         tensors[f"master.{name}"] = parameter.detach()
-        for moment in MOMENTS:
+        for moment in MOMENTS if optimizer is not None else ():
             tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
     return tensors
 

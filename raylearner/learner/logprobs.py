@@ -29,6 +29,23 @@ def chunked_logprobs(
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)  # pyright: ignore[reportReturnType]
 
 
+@torch.no_grad()
+def chunked_squared_probs(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """Sum of squared probabilities of each token's distribution: `[N]`, without gradient."""
+    squares = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
+    for start in range(0, len(hidden), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        squares[chunk] = (2 * _log_softmax(hidden[chunk], weight, bias, temperature)).exp().sum(1)
+    return squares
+
+
 def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

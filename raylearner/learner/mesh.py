@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raylearner.learner import metric
+from raylearner.learner.metric import Metrics
+
 COLLECTIVE_TIMEOUT_S = 1800
 """A collective that takes longer fails: the other rank is gone, or far behind."""
 
@@ -63,3 +66,12 @@ def connect(
 def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def all_reduced(metrics: Metrics, *, device: torch.device | str) -> Metrics:
+    """Combined over ranks, which must hold the same keys."""
+    sums, maxima = metric.flatten(metrics)
+    sums, maxima = sums.to(device), maxima.to(device)
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return metric.unflatten(metrics, sums.cpu(), maxima.cpu())

@@ -58,6 +58,11 @@ class MicroBatch:
     tokens: PackedTokens
     rows: Rows
     episodes: Tensor  # [R] index into the episode table
+    segments: Tensor  # [R] number of the row within its episode
+    is_truncated: Tensor  # [R] bool
+    turns: Tensor  # [T] number of the token's turn in its row, -1 before the first
+    anchors: Tensor  # [T] equal where turns start from the same state
+    token_versions: Tensor  # [T] -1 where not sampled
     train_mask: Tensor  # [T] bool
     sampled_mask: Tensor  # [T] bool, of the same rows
     on_policy_mask: Tensor  # [T] bool, sampled by the version that the learner holds
@@ -89,6 +94,13 @@ class MicroBatch:
             tokens=tokens,
             rows=Rows.from_lengths(torch.tensor(lengths, device=device)),
             episodes=torch.tensor([row.episode for row in rows] or [0], device=device),
+            segments=torch.tensor([t.segment for t in trajectories] or [0], device=device),
+            is_truncated=torch.tensor([t.is_truncated for t in trajectories] or [False]).to(device),
+            turns=flat([row.turns for row in rows], np.full(1, -1, np.int32)).long(),
+            anchors=flat([_anchors(row) for row in rows], np.zeros(1, np.int64)),
+            token_versions=flat(
+                [t.policy_versions for t in trajectories], np.full(1, -1, np.int32)
+            ).long(),
             train_mask=flat([t.train_mask for t in trajectories], nothing),
             sampled_mask=flat([t.loss_mask for t in trajectories], nothing),
             on_policy_mask=flat(
@@ -98,3 +110,8 @@ class MicroBatch:
                 [t.behavior_logprobs for t in trajectories], np.full(1, np.nan, np.float32)
             ).to(dtype),
         )
+
+
+def _anchors(row: TokenRow) -> np.ndarray:  # [T] int64
+    by_turn = np.array([0, *row.anchors], np.int64)
+    return by_turn[row.turns + 1]

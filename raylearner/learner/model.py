@@ -6,6 +6,7 @@ Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidd
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from raylearner.errors import ConfigError
 from raylearner.learner import attention
-from raylearner.learner.logprobs import chunked_logprobs
+from raylearner.learner.logprobs import chunked_logprobs, chunked_squared_probs
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,15 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of models whose logits are more than hidden states times the head."""
 
 
+class Scores(NamedTuple):
+    """What a forward pass says of its tokens. Log-probabilities and entropy are 0 where not scored."""
+
+    logprobs: Tensor  # [T] of the token given its prefix
+    entropy: Tensor  # [T] of the distribution that it comes from
+    state_values: Tensor | None = None  # [T] of the state after the token, with a value head
+    squared_probs: Tensor | None = None  # [T] sum of squares of that distribution, where asked for
+
+
 class PackedModel(nn.Module):
     """Owns the causal language model; promises log-probabilities of one sequence at a time.
 
@@ -46,6 +56,11 @@ class PackedModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
+        self.value_head: nn.Linear | None = None
+
+    def add_value_head(self) -> None:
+        """One more output on the same trunk. It starts at 0 everywhere, on every rank."""
+        self.value_head = value_head(self.causal_lm)
 
     def forward(
         self,
@@ -55,20 +70,11 @@ class PackedModel(nn.Module):
         max_length: int,
         scored: Tensor,  # [N] int64 places in T, never the first of a sequence
         temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each scored token given its prefix, and that distribution's entropy.
-
-        Both `[T]`, 0 at tokens that are not scored.
-        """
-        states = self.causal_lm.base_model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
-            max_length_q=max_length,
-            max_length_k=max_length,
-            use_cache=False,
-        ).last_hidden_state[0]  # [T, H]
+        *,
+        needs_squared_probs: bool = False,
+    ) -> Scores:
+        """The scored tokens under the distribution at `temperature`."""
+        states = hidden_states(self.causal_lm, input_ids, position_ids, cu_seqlens, max_length)
         head = self.causal_lm.get_output_embeddings()
         assert head is not None
         logprobs, entropy = chunked_logprobs(
@@ -80,7 +86,24 @@ class PackedModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
         )
         zeros = logprobs.new_zeros(len(input_ids))
-        return zeros.index_copy(0, scored, logprobs), zeros.index_copy(0, scored, entropy)
+        squared_probs = None
+        if needs_squared_probs:
+            squares = chunked_squared_probs(
+                states[scored - 1],
+                head.weight,
+                bias=getattr(head, "bias", None),
+                temperature=temperature,
+                chunk_tokens=self.chunk_tokens,
+            )
+            squared_probs = zeros.index_copy(0, scored, squares)
+        return Scores(
+            logprobs=zeros.index_copy(0, scored, logprobs),
+            entropy=zeros.index_copy(0, scored, entropy),
+            state_values=None
+            if self.value_head is None
+            else self.value_head(states).squeeze(1).to(zeros.dtype),
+            squared_probs=squared_probs,
+        )
 
     def reshard(self) -> None:
         """Free gathered parameters, as a backward would: they must not outlive an update."""
@@ -93,6 +116,14 @@ class PackedModel(nn.Module):
         names = set(self.causal_lm._no_split_modules or ())
         return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
 
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters, by their transformers names; those of a value head as `value_head.*`."""
+        parameters = dict(self.causal_lm.named_parameters())
+        if self.value_head is not None:
+            named = self.value_head.named_parameters()
+            parameters |= {f"value_head.{name}": parameter for name, parameter in named}
+        return parameters
+
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by their transformers names, gathered one by one; a tied head is left out.
 
@@ -101,6 +132,34 @@ class PackedModel(nn.Module):
         for name, parameter in self.causal_lm.named_parameters():
             tensor = parameter.detach().to(dtype)
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def hidden_states(
+    causal_lm: PreTrainedModel,
+    input_ids: Tensor,  # [T]
+    position_ids: Tensor,  # [T]
+    cu_seqlens: Tensor,  # [R + 1]
+    max_length: int,
+) -> Tensor:  # [T, H]
+    """What the trunk makes of packed sequences."""
+    return causal_lm.base_model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        cu_seq_lens_q=cu_seqlens,
+        cu_seq_lens_k=cu_seqlens,
+        max_length_q=max_length,
+        max_length_k=max_length,
+        use_cache=False,
+    ).last_hidden_state[0]
+
+
+def value_head(causal_lm: PreTrainedModel) -> nn.Linear:
+    """One output for each hidden state, 0 at the start."""
+    weight = causal_lm.get_input_embeddings().weight
+    head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def model_directory(path: str) -> Path:

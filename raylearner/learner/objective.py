@@ -1,125 +1,258 @@
 """What a micro-batch adds to the loss of its mini-batch, as the configuration says, and what it measures.
 
-Legend: `T` packed tokens, `R` rows, `E` episodes of the whole batch.
+Legend: `T` packed tokens, `R` rows.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from raylearner.config.schema import AdvantageSection, LearnerSection
-from raylearner.learner import advantages
-from raylearner.learner.aggregation import aggregate
-from raylearner.learner.corrections import importance_weights, log_ratios
-from raylearner.learner.diagnostics import logprob_gap
-from raylearner.learner.losses import LossInputs, decoupled_ppo, entropy_bonus
-from raylearner.learner.metric import Mean, Metrics
-from raylearner.learner.micro_batch import MicroBatch
-from raylearner.types import LearnerBatch, MiniBatch
+from raylearner.config.correction import WEIGHING
+from raylearner.config.loss import ClipCov, DecoupledPpo, KlCov
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import diagnostics
+from raylearner.learner.aggregation import aggregate, aggregate_rows
+from raylearner.learner.correction import correct
+from raylearner.learner.corrections import (
+    Correction,
+    importance_weights,
+    interpolated_proximal,
+    log_ratios,
+)
+from raylearner.learner.critic import value_share
+from raylearner.learner.kl import kl_loss
+from raylearner.learner.losses import POLICY_LOSSES, LossInputs, LossOutput, entropy_bonus
+from raylearner.learner.metric import Mean, Metrics, summary
+from raylearner.learner.model import Scores
+from raylearner.learner.preparation import Part, Prepared, Take
+from raylearner.learner.token_losses import clip_cov_choice, kl_cov_choice
+from raylearner.learner.whole_batch import WholeBatch
+from raylearner.types import PolicyVersion
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeTable:
-    """What every rank knows of every episode of the batch."""
-
-    advantages: Tensor  # [E]
-    num_tokens: Tensor  # [E] trained tokens over all segments
-
-    @classmethod
-    def of(
-        cls,
-        batch: LearnerBatch,
-        section: AdvantageSection,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "EpisodeTable":
-        rewards, groups = torch.tensor(batch.rewards), torch.tensor(batch.groups)
-        if section.kind == "rloo":
-            values = advantages.rloo(rewards, groups)
-        else:
-            values = advantages.grpo(
-                rewards, groups, scale=section.normalize, epsilon=section.epsilon
-            )
-        return cls(
-            advantages=values.to(device, dtype),
-            num_tokens=torch.tensor(batch.num_episode_tokens).to(device),
-        )
+REPORTED_CAP = 2.0
+"""Bound that importance weights are reported with where no correction sets one."""
 
 
 def loss_share(
     config: LearnerSection,
-    micro: MicroBatch,
+    prepared: Prepared,
+    scores: Scores,
     *,
-    logprobs: Tensor,  # [T]
-    entropy: Tensor,  # [T]
-    proximal_logprobs: Tensor,  # [T]
-    table: EpisodeTable,
-    mini: MiniBatch,
+    take: Take,
+    part: Part,
+    policy_version: PolicyVersion,
+    kl_coefficient: float,
+    chosen: Tensor | None,  # [T] bool
 ) -> tuple[Tensor, Metrics]:
     """Divided by counts over all ranks, so that shares add up to the loss of the mini-batch.
 
     A sequence of the aggregation is an episode: its segments share one vote.
     """
-    inputs = LossInputs(
-        logprobs=logprobs,
-        proximal_logprobs=proximal_logprobs,
-        behavior_logprobs=micro.behavior_logprobs,
-        advantages=micro.rows.spread(table.advantages[micro.episodes]),
-        mask=micro.train_mask,
-        rows=micro.rows,
-        entropy=entropy,
-    )
-    output = decoupled_ppo(
-        inputs,
-        clip_low=config.loss.clip_low,
-        clip_high=config.loss.clip_high,
-        dual_clip=None,
-        behavior_cap=config.loss.behavior_weight_cap,
-        behavior_mode="cap",
-    )
-    row_num_tokens = table.num_tokens[micro.episodes]
-    share = output.aggregate(
-        inputs,
-        mode=config.aggregation,
-        num_tokens=mini.num_trained_tokens,
-        num_rows=mini.num_episodes,
-        row_num_tokens=row_num_tokens,
-    )
-    bonus, entropy_metrics = entropy_bonus(entropy, micro.train_mask)
+    inputs, correction = _inputs(config, prepared, scores, take=take, policy_version=policy_version)
+    options = config.loss.model_dump(exclude={"kind"})
+    if chosen is not None:
+        options["chosen"] = chosen
+    output = POLICY_LOSSES[config.loss.kind](inputs, **options)
+    share = _aggregated(config, prepared, output, take=take, part=part)
+    metrics: Metrics = {
+        **({} if correction is None else correction.metrics),
+        **output.metrics,
+        **summary("advantage", inputs.advantages, inputs.mask),
+    }
+
+    def tokens(values: Tensor) -> Tensor:
+        whole = LossOutput(values=values, level="token", metrics={})
+        return _aggregated(config, prepared, whole, take=take, part=part)
+
+    bonus, found = entropy_bonus(scores.entropy, inputs.mask)
+    metrics |= found
     if config.entropy_coefficient:
-        share = share + config.entropy_coefficient * aggregate(
-            bonus,
-            micro.train_mask,
-            micro.rows,
-            mode=config.aggregation,
-            num_tokens=mini.num_trained_tokens,
-            num_rows=mini.num_episodes,
-            row_num_tokens=row_num_tokens,
+        share = share + config.entropy_coefficient * tokens(bonus)
+    kl = config.kl
+    if kl is not None and kl.place == "loss" and prepared.reference_logprobs is not None:
+        values, found = kl_loss(
+            scores.logprobs,
+            prepared.reference_logprobs,
+            inputs.mask,
+            kind=kl.estimator,
+            straight_through=kl.straight_through,
+            value_limit=kl.value_limit,
+            proximal_logprobs=inputs.proximal_logprobs if kl.is_weighted else None,
         )
-    return share, {**output.metrics, **entropy_metrics}
+        share, metrics = share + kl_coefficient * tokens(values), metrics | found
+    if config.critic is not None and scores.state_values is not None:
+        values, found = critic_share(config, prepared, scores.state_values, part=part)
+        share, metrics = share + config.critic.coefficient * values, metrics | found
+    return share, metrics
+
+
+def critic_share(
+    config: LearnerSection, prepared: Prepared, state_values: Tensor, *, part: Part
+) -> tuple[Tensor, Metrics]:
+    """The same for the value loss of either kind of critic, before its coefficient."""
+    assert config.critic is not None
+    assert prepared.values is not None
+    assert prepared.targets is not None
+    assert prepared.is_target is not None
+    return value_share(
+        config.critic,
+        state_values,
+        old_values=prepared.values,
+        targets=prepared.targets,
+        is_target=prepared.is_target,
+        rows=prepared.micro.rows,
+        num_targets=part.num_targets,
+    )
+
+
+def choose_tokens(
+    config: LearnerSection,
+    part: Part,
+    logprobs: list[Tensor],  # [T] each, the current policy's
+    *,
+    take: Take,
+    policy_version: PolicyVersion,
+    seed: int,
+) -> list[Tensor]:
+    """Which tokens of an update, over all ranks, a covariance loss singles out: `[T]` bool each."""
+    inputs = [
+        _inputs(
+            config,
+            p,
+            Scores(logprobs=current, entropy=torch.zeros_like(current)),
+            take=take,
+            policy_version=policy_version,
+        )[0].selected()
+        for p, current in zip(part.micros, logprobs, strict=True)
+    ]
+    whole = WholeBatch.gather(
+        [p.micro for p in part.micros],
+        of_tokens=[
+            {
+                "mask": i.mask,
+                "logprobs": i.logprobs,
+                "proximal": i.proximal_logprobs,
+                "advantages": i.advantages,
+            }
+            for i in inputs
+        ],
+        of_rows=[{} for _ in inputs],
+    )
+    tokens = whole.of_tokens
+    together = LossInputs(
+        logprobs=tokens["logprobs"],
+        proximal_logprobs=tokens["proximal"],
+        behavior_logprobs=tokens["proximal"],
+        advantages=tokens["advantages"],
+        mask=tokens["mask"] > 0,
+        rows=whole.rows,
+    )
+    if isinstance(config.loss, KlCov):
+        chosen = kl_cov_choice(together, top_ratio=config.loss.top_ratio)
+    else:
+        assert isinstance(config.loss, ClipCov)
+        options = config.loss.model_dump(exclude={"kind"})
+        generator = torch.Generator().manual_seed(seed)
+        chosen = clip_cov_choice(together, **options, generator=generator)
+    return [found.bool() for found in whole.scatter(chosen.double())]
 
 
 def off_policy_metrics(
     config: LearnerSection,
-    micro: MicroBatch,
-    proximal_logprobs: Tensor,  # [T]
+    prepared: Prepared,
+    logprobs: Tensor,  # [T] the learner's
+    *,
+    policy_version: PolicyVersion,
 ) -> Metrics:
     """How far the learner, at the start of the step, is from what sampled the tokens.
 
     `logprob_gap` is over all sampled tokens, `on_policy_gap` over those of the learner's own
     version, where only engine and learner can differ.
     """
-    log_ratio = log_ratios(proximal_logprobs, micro.behavior_logprobs, micro.train_mask)
-    weights = importance_weights(
-        log_ratio, micro.train_mask, micro.rows, high=config.loss.behavior_weight_cap
-    )
-    on_policy = logprob_gap(proximal_logprobs, micro.behavior_logprobs, micro.on_policy_mask)
-    return {
-        **weights.metrics,
-        **logprob_gap(proximal_logprobs, micro.behavior_logprobs, micro.sampled_mask),
+    micro = prepared.micro
+    logprobs = logprobs.detach()
+    on_policy = diagnostics.logprob_gap(logprobs, micro.behavior_logprobs, micro.on_policy_mask)
+    metrics: Metrics = {
+        **diagnostics.logprob_gap(logprobs, micro.behavior_logprobs, micro.sampled_mask),
+        **diagnostics.off_policy(logprobs, micro.behavior_logprobs, prepared.mask, micro.rows),
+        **diagnostics.staleness(
+            micro.token_versions, prepared.mask, micro.rows, policy_version=policy_version
+        ),
         "on_policy_gap/mean": on_policy["logprob_gap/mean"],
         "on_policy_gap/max": on_policy["logprob_gap/max"],
         "on_policy_fraction": Mean.of(micro.on_policy_mask, micro.sampled_mask),
     }
+    if config.loss.kind != "reinforce" and not any(c.kind in WEIGHING for c in config.corrections):
+        cap = config.loss.behavior_cap if isinstance(config.loss, DecoupledPpo) else REPORTED_CAP
+        log_ratio = log_ratios(logprobs, micro.behavior_logprobs, prepared.mask)
+        weights = importance_weights(log_ratio, prepared.mask, micro.rows, high=cap)
+        metrics |= weights.metrics
+    return metrics
+
+
+def _inputs(
+    config: LearnerSection,
+    prepared: Prepared,
+    scores: Scores,
+    *,
+    take: Take,
+    policy_version: PolicyVersion,
+) -> tuple[LossInputs, Correction | None]:
+    micro, mask = prepared.micro, prepared.mask
+    behavior, current = micro.behavior_logprobs, scores.logprobs.detach()
+    if config.proximal == "behavior":
+        proximal, corrected = behavior, current
+    elif config.proximal == "interpolated":
+        proximal = corrected = interpolated_proximal(
+            current, behavior, micro.token_versions, policy_version=policy_version
+        )
+    else:
+        start = prepared.start_logprobs
+        proximal = corrected = current if start is None else start
+    correction = correct(
+        config.corrections,
+        log_ratios(corrected, behavior, mask),
+        mask,
+        micro.rows,
+        prepared.advantages,
+        take.weight_means,
+    )
+    inputs = LossInputs(
+        logprobs=scores.logprobs,
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        advantages=prepared.advantages,
+        mask=mask,
+        rows=micro.rows,
+        weights=None if correction is None else correction.weights.to(current.dtype),
+        entropy=scores.entropy,
+        rewards=take.table.rewards[micro.episodes],
+    )
+    return inputs, correction
+
+
+def _aggregated(
+    config: LearnerSection, prepared: Prepared, output: LossOutput, *, take: Take, part: Part
+) -> Tensor:
+    micro, table = prepared.micro, take.table
+    values = output.values
+    if table.copies is not None:
+        copies = table.copies[micro.episodes].to(values.dtype)
+        values = values * (copies if output.level == "row" else micro.rows.spread(copies))
+    if output.level == "row":
+        return aggregate_rows(
+            values,
+            prepared.mask,
+            micro.rows,
+            num_rows=part.num_episodes,
+            row_weights=table.num_rows[micro.episodes].clamp(min=1).to(values.dtype).reciprocal(),
+        )
+    return aggregate(
+        values,
+        prepared.mask,
+        micro.rows,
+        mode=config.aggregation,
+        num_tokens=part.num_tokens,
+        num_rows=part.num_episodes,
+        scale=config.aggregation_scale,
+        row_num_tokens=table.num_tokens[micro.episodes],
+    )

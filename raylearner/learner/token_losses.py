@@ -235,16 +235,47 @@ def clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
     generator: torch.Generator | None = None,
+    chosen: Tensor | None = None,  # [T] bool
 ) -> LossOutput:
     """PPO without a random `drop_ratio` of the tokens of high covariance (2505.22617).
 
-    Candidates are tokens that PPO does not clip and whose covariance of A and log pi lies strictly
-    between the bounds; max(1, int(drop_ratio * tokens)) of them get no gradient. Means and counts
-    are those of the tokens passed in.
+    Those tokens are `chosen`, or else what `clip_cov_choice` finds among the tokens passed in.
     """
+    if chosen is None:
+        chosen = clip_cov_choice(
+            inputs,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            drop_ratio=drop_ratio,
+            covariance_low=covariance_low,
+            covariance_high=covariance_high,
+            generator=generator,
+        )
     output = ppo(
         replace(inputs, weights=None), clip_low=clip_low, clip_high=clip_high, dual_clip=None
     )
+    inputs = inputs.selected()
+    values = torch.where(chosen, torch.zeros_like(output.values), output.values)
+    metrics: Metrics = {**output.metrics, "clip_fraction": Mean.of(chosen, inputs.mask)}
+    return LossOutput(values=weigh(values, inputs.weights), level="token", metrics=metrics)
+
+
+def clip_cov_choice(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drop_ratio: float = 0.0002,
+    covariance_low: float = 1.0,
+    covariance_high: float = 5.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The tokens that Clip-Cov takes the gradient from: `[T] bool`.
+
+    Candidates are tokens that PPO does not clip and whose covariance of A and log pi lies strictly
+    between the bounds; max(1, int(drop_ratio * tokens)) of them are chosen. Means and counts are
+    those of the tokens passed in: pass all of an update.
+    """
     inputs = inputs.selected()
     mask, advantages = inputs.mask, inputs.advantages
     ratio = clamp_log_ratio(inputs.logprobs.detach() - inputs.proximal_logprobs).exp()
@@ -254,36 +285,45 @@ def clip_cov(
     candidates = torch.nonzero(is_candidate & mask & ~clipped).squeeze(1)
     num_dropped = max(int(drop_ratio * int(mask.sum())), 1)
     order = torch.randperm(len(candidates), generator=generator).to(candidates.device)
-    keep = torch.ones_like(mask)
-    keep[candidates[order[:num_dropped]]] = False
-    values = torch.where(keep, output.values, torch.zeros_like(output.values))
-    metrics: Metrics = {**output.metrics, "clip_fraction": Mean.of(~keep, mask)}
-    return LossOutput(values=weigh(values, inputs.weights), level="token", metrics=metrics)
+    chosen = torch.zeros_like(mask)
+    chosen[candidates[order[:num_dropped]]] = True
+    return chosen
 
 
 def kl_cov(
-    inputs: LossInputs, *, top_ratio: float = 0.0002, kl_coefficient: float = 1.0
+    inputs: LossInputs,
+    *,
+    top_ratio: float = 0.0002,
+    kl_coefficient: float = 1.0,
+    chosen: Tensor | None = None,  # [T] bool
 ) -> LossOutput:
     """-A R, plus kl_coefficient |log R| on the tokens of highest covariance (2505.22617).
 
-    max(1, int(top_ratio * tokens)) tokens of those passed in are penalized.
+    Those tokens are `chosen`, or else what `kl_cov_choice` finds among the tokens passed in.
     """
+    if chosen is None:
+        chosen = kl_cov_choice(inputs, top_ratio=top_ratio)
     inputs = inputs.selected()
-    mask = inputs.mask
     log_ratio = inputs.logprobs - inputs.proximal_logprobs
     values = -inputs.advantages * clamp_log_ratio(log_ratio).exp()
-    place = torch.nonzero(mask).squeeze(1)
-    is_penalized = torch.zeros_like(mask)
-    if len(place):
-        num_top = max(1, int(len(place) * top_ratio))
-        is_penalized[place[_covariance(inputs)[place].topk(num_top).indices]] = True
-    penalty = torch.where(is_penalized, log_ratio.abs(), torch.zeros_like(log_ratio))
+    penalty = torch.where(chosen, log_ratio.abs(), torch.zeros_like(log_ratio))
     values = weigh(values + kl_coefficient * penalty, inputs.weights)
     metrics: Metrics = {
-        "penalized_fraction": Mean.of(is_penalized, mask),
-        **kl_metrics(log_ratio, mask),
+        "penalized_fraction": Mean.of(chosen, inputs.mask),
+        **kl_metrics(log_ratio, inputs.mask),
     }
     return LossOutput(values=values, level="token", metrics=metrics)
+
+
+def kl_cov_choice(inputs: LossInputs, *, top_ratio: float = 0.0002) -> Tensor:
+    """The max(1, int(top_ratio * tokens)) tokens of highest covariance, of those passed in: `[T]`."""
+    inputs = inputs.selected()
+    place = torch.nonzero(inputs.mask).squeeze(1)
+    chosen = torch.zeros_like(inputs.mask)
+    if len(place):
+        num_top = max(1, int(len(place) * top_ratio))
+        chosen[place[_covariance(inputs)[place].topk(num_top).indices]] = True
+    return chosen
 
 
 def gpg(inputs: LossInputs) -> LossOutput:

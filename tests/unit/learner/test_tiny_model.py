@@ -49,7 +49,7 @@ def test_packed_forward_equals_plain_transformers(untied_folder: Path) -> None:
     sequences = [torch.randint(3, 250, (length,)) for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.no_grad():
-        logprobs, entropy = model(
+        found = model(
             torch.cat(sequences),
             positions,
             torch.tensor([0, *lengths]).cumsum(0).int(),
@@ -57,7 +57,7 @@ def test_packed_forward_equals_plain_transformers(untied_folder: Path) -> None:
             positions.nonzero().squeeze(1),
         )
         for ours, bits, ids in zip(
-            logprobs.split(lengths), entropy.split(lengths), sequences, strict=True
+            found.logprobs.split(lengths), found.entropy.split(lengths), sequences, strict=True
         ):
             scores = plain(ids[None]).logits[0].log_softmax(-1)[:-1]
             torch.testing.assert_close(ours[1:], scores.gather(1, ids[1:, None]).squeeze(1))
@@ -93,8 +93,8 @@ def test_a_warm_start_imitates_only_what_the_mask_shows(tmp_path: Path) -> None:
     ids = torch.tensor(hidden + shown)
     positions = torch.arange(len(ids))
     with torch.no_grad():
-        logprobs, _ = model(
+        logprobs = model(
             ids, positions, torch.tensor([0, len(ids)]).int(), len(ids), positions[1:]
-        )
+        ).logprobs
     assert logprobs[3:].mean() > -0.2
     assert logprobs[1:3].mean() < -1.0

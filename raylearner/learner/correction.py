@@ -1,0 +1,103 @@
+"""The configured corrections in order, as one weight and one verdict per token.
+
+Legend: `T` packed tokens of a micro-batch.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from raylearner.config.correction import (
+    CorrectionSection,
+    Geometric,
+    Icepop,
+    Mis,
+    Opsm,
+    Rejection,
+    Tis,
+    Veto,
+)
+from raylearner.learner.corrections import (
+    Correction,
+    combine_corrections,
+    importance_weights,
+    normalize_weights,
+    opsm_mask,
+    rejection_mask,
+    veto_mask,
+    weight_mean,
+)
+from raylearner.learner.metric import Metrics
+from raylearner.learner.rows import Rows
+
+
+def correct(
+    sections: Sequence[CorrectionSection],
+    log_ratio: Tensor,  # [T] proximal - behavior
+    mask: Tensor,  # [T] bool
+    rows: Rows,
+    advantages: Tensor,  # [T]
+    means: Sequence[float | None],
+) -> Correction | None:
+    """All of them together; None without any. `means` are those of `weight_means`, finished."""
+    if not sections:
+        return None
+    found: list[Correction] = []
+    for section, mean in zip(sections, means, strict=True):
+        correction = _correct(section, log_ratio, mask, rows, advantages)
+        found.append(correction if mean is None else normalize_weights(correction, mean))
+    return combine_corrections(found, mask, rows)
+
+
+def is_normalized(section: CorrectionSection) -> bool:
+    return isinstance(section, Tis | Icepop | Mis) and section.normalize != "none"
+
+
+def weight_means(
+    sections: Sequence[CorrectionSection],
+    log_ratio: Tensor,  # [T]
+    mask: Tensor,  # [T] bool
+    rows: Rows,
+    advantages: Tensor,  # [T]
+) -> Metrics:
+    """What normalized weights are divided by, under the number of their section."""
+    means: Metrics = {}
+    for number, section in enumerate(sections):
+        if isinstance(section, Tis | Icepop | Mis) and section.normalize != "none":
+            weights = _correct(section, log_ratio, mask, rows, advantages).weights
+            means[str(number)] = weight_mean(weights, mask, rows, level=section.normalize)
+    return means
+
+
+def _correct(
+    section: CorrectionSection, log_ratio: Tensor, mask: Tensor, rows: Rows, advantages: Tensor
+) -> Correction:
+    match section:
+        case Tis() | Icepop() | Mis():
+            return importance_weights(
+                log_ratio,
+                mask,
+                rows,
+                level=section.level,
+                mode="truncate" if section.kind == "tis" else "mask",
+                low=section.low,
+                high=section.high,
+            )
+        case Rejection():
+            return rejection_mask(
+                log_ratio,
+                mask,
+                rows,
+                level=section.level,
+                estimator=section.estimator,
+                low=section.low,
+                high=section.high,
+            )
+        case Geometric():
+            return rejection_mask(
+                log_ratio, mask, rows, level="sequence_mean", low=section.low, high=section.high
+            )
+        case Opsm():
+            return opsm_mask(log_ratio, advantages, mask, rows, threshold=section.threshold)
+        case Veto():
+            return veto_mask(log_ratio, mask, rows, threshold=section.threshold)

@@ -1,0 +1,283 @@
+"""What is known before the first update of a step: scores, advantages, counts.
+
+Waits for: the other ranks, in every forward and wherever a whole batch is needed.
+Legend: `T` packed tokens and `R` rows of a micro-batch, `E` episodes of the whole batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raylearner.config.advantage import (
+    CRITIC_ESTIMATORS,
+    TOKEN_ESTIMATORS,
+    CriticAdvantage,
+)
+from raylearner.config.loss import SELECTS_TOKENS
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import advantages, mesh, metric
+from raylearner.learner.correction import correct, is_normalized, weight_means
+from raylearner.learner.corrections import log_ratios
+from raylearner.learner.critic import end_values, prefix_values
+from raylearner.learner.estimator import EpisodeTable, episode_advantages, token_advantages
+from raylearner.learner.kl import kl_in_reward
+from raylearner.learner.metric import Metrics
+from raylearner.learner.micro_batch import MicroBatch
+from raylearner.learner.model import Scores
+from raylearner.learner.whole_batch import WholeBatch
+from raylearner.types import TokenRow
+
+ScorePolicy = Callable[[MicroBatch], Scores]
+ScoreTokens = Callable[[MicroBatch], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One micro-batch and what no update of the step changes about it."""
+
+    micro: MicroBatch
+    source: Sequence[TokenRow]
+    mask: (
+        Tensor  # [T] bool, what trains; narrower than the train mask if rejection leaves the counts
+    )
+    start_logprobs: Tensor | None = None  # [T] the learner's at the start of the step
+    reference_logprobs: Tensor | None = None  # [T]
+    values: Tensor | None = None  # [T] the critic's at the start of the step
+    targets: Tensor | None = None  # [T] what they should have been
+    is_target: Tensor | None = None  # [T] bool
+    advantages: Tensor  # [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One mini-batch: this rank's micro-batches, and counts over all ranks."""
+
+    micros: Sequence[Prepared]
+    num_tokens: float
+    num_episodes: float
+    num_targets: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A batch that is ready for its updates."""
+
+    table: EpisodeTable
+    parts: list[Part]
+    weight_means: tuple[float | None, ...]
+    """By correction: the batch mean that its weights are divided by."""
+    measured: Sequence[Metrics]
+
+
+def needs_start_logprobs(config: LearnerSection) -> bool:
+    """Whether the learner must score the batch before the first update.
+
+    With a single update the proximal policy is the current one: no forward of its own.
+    """
+    kl, num_updates = config.kl, config.num_epochs * config.num_mini_batches
+    return (
+        (config.proximal == "recomputed" and num_updates > 1)
+        or config.advantage.kind in ("vtrace", "otb", "tir_otb")
+        or config.loss.kind in SELECTS_TOKENS
+        or (config.critic is not None and config.critic.trunk == "shared")
+        or (kl is not None and kl.place == "reward" and kl.coefficient > 0)
+        or any(map(is_normalized, config.corrections))
+        or (not config.should_count_rejected and bool(config.corrections))
+    )
+
+
+def prepare(
+    config: LearnerSection,
+    parts: Sequence[Sequence[tuple[MicroBatch, Sequence[TokenRow]]]],
+    *,
+    table: EpisodeTable,
+    kl_coefficient: float,
+    seed: int,
+    score: ScorePolicy,
+    score_reference: ScoreTokens | None,
+    state_values: ScoreTokens | None,
+    dtype: torch.dtype,
+) -> Take:
+    """`state_values` is that of a critic of its own; a shared trunk's come with `score`."""
+    flat = [
+        Prepared(micro=m, source=rows, mask=m.train_mask, advantages=m.behavior_logprobs)
+        for part in parts
+        for m, rows in part
+    ]
+    scores = [score(p.micro) if needs_start_logprobs(config) else None for p in flat]
+    references = [None if score_reference is None else score_reference(p.micro) for p in flat]
+    states = [None if state_values is None else state_values(p.micro) for p in flat]
+    if config.critic is not None and config.critic.trunk == "shared":
+        states = [s.state_values if s is not None else None for s in scores]
+    flat = [
+        replace(
+            p,
+            start_logprobs=None if s is None else s.logprobs,
+            reference_logprobs=reference,
+            values=None if state is None else prefix_values(state).to(dtype),
+        )
+        for p, s, reference, state in zip(flat, scores, references, states, strict=True)
+    ]
+    measured: list[Metrics] = []
+    flat = _with_advantages(config, flat, scores, states, table, kl_coefficient, measured, dtype)
+    table = replace(table, copies=_copies(config, table, seed))
+    means = _weight_means(config, flat)
+    if not config.should_count_rejected and config.corrections:
+        flat = [_without_rejected(config, p, means) for p in flat]
+    return _counted(flat, [len(part) for part in parts], table, means, measured)
+
+
+def _with_advantages(
+    config: LearnerSection,
+    flat: Sequence[Prepared],
+    scores: Sequence[Scores | None],
+    states: Sequence[Tensor | None],
+    table: EpisodeTable,
+    kl_coefficient: float,
+    measured: list[Metrics],
+    dtype: torch.dtype,
+) -> list[Prepared]:
+    if not flat:
+        return []
+    section, kl = config.advantage, config.kl
+    has_penalty = kl is not None and kl.place == "reward" and kl_coefficient > 0
+    is_by_token = section.kind in TOKEN_ESTIMATORS
+    penalty = torch.zeros_like(table.rewards)
+    whole = None
+    if is_by_token or has_penalty:
+        columns: list[dict[str, Tensor]] = []
+        for p, s in zip(flat, scores, strict=True):
+            column = {"turns": p.micro.turns, "anchors": p.micro.anchors}
+            if kl is not None and has_penalty:
+                assert p.start_logprobs is not None
+                assert p.reference_logprobs is not None
+                taken, metrics = kl_in_reward(
+                    torch.zeros_like(p.start_logprobs),
+                    p.start_logprobs,
+                    p.reference_logprobs,
+                    p.mask,
+                    p.micro.rows,
+                    coefficient=kl_coefficient,
+                    kind=kl.estimator,
+                    value_limit=kl.value_limit,
+                )
+                column["penalty"] = -taken
+                measured.append(metrics)
+            if section.kind in CRITIC_ESTIMATORS:
+                assert p.values is not None, f"{section.kind} needs a critic"
+                column["values"] = p.values
+            if section.kind == "vtrace":
+                assert p.start_logprobs is not None
+                column["log_ratio"] = log_ratios(
+                    p.start_logprobs, p.micro.behavior_logprobs, p.mask
+                )
+            if s is not None and s.squared_probs is not None:
+                column |= {"logprobs": s.logprobs, "squared_probs": s.squared_probs}
+            columns.append(column)
+        should_bootstrap = isinstance(section, CriticAdvantage) and section.should_bootstrap
+        whole = WholeBatch.gather(
+            [p.micro for p in flat],
+            of_tokens=columns,
+            of_rows=[
+                {"bootstrap": end_values(state, p.micro)}
+                if should_bootstrap and state is not None
+                else {}
+                for p, state in zip(flat, states, strict=True)
+            ],
+        )
+        token_penalty = whole.of_tokens.get("penalty", torch.zeros_like(whole.mask).double())
+        penalty = penalty.index_add(0, whole.episodes, whole.rows.sum(token_penalty, whole.mask))
+        if is_by_token:
+            found = token_advantages(section, table, whole, token_penalty)
+            return [
+                replace(p, advantages=a.to(dtype), targets=t.to(dtype), is_target=i)
+                for p, a, t, i in zip(
+                    flat,
+                    whole.scatter(found.advantages),
+                    whole.scatter(found.targets),
+                    whole.scatter(found.is_target),
+                    strict=True,
+                )
+            ]
+    by_episode = episode_advantages(section, table, penalty).to(dtype)
+    return [replace(p, advantages=p.micro.rows.spread(by_episode[p.micro.episodes])) for p in flat]
+
+
+def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | None:  # [E]
+    """Draw the batch's episodes anew, alike on every rank; an episode counts as often as drawn."""
+    rewards = torch.where(table.num_tokens > 0, table.rewards, torch.nan).cpu()
+    if config.resampling is None or rewards.isnan().all():
+        return None
+    weights = advantages.pf_ppo_weights(
+        rewards, kind=config.resampling.kind, power=config.resampling.power
+    )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = advantages.pf_ppo_resample(weights, int((weights > 0).sum()), generator=generator)
+    return torch.bincount(drawn, minlength=len(weights)).to(table.rewards.device)
+
+
+def _weight_means(config: LearnerSection, flat: Sequence[Prepared]) -> tuple[float | None, ...]:
+    """Over the whole batch."""
+    if not any(map(is_normalized, config.corrections)):
+        return (None,) * len(config.corrections)
+    found = metric.combine(
+        weight_means(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages)
+        for p in flat
+    )
+    values = metric.values(mesh.all_reduced(found, device=flat[0].mask.device))
+    return tuple(values.get(str(index)) for index in range(len(config.corrections)))
+
+
+def _without_rejected(
+    config: LearnerSection, p: Prepared, means: tuple[float | None, ...]
+) -> Prepared:
+    found = correct(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages, means)
+    assert found is not None
+    return replace(p, mask=found.keep)
+
+
+def _start_ratio(p: Prepared) -> Tensor:
+    assert p.start_logprobs is not None
+    return log_ratios(p.start_logprobs, p.micro.behavior_logprobs, p.mask)
+
+
+def _counted(
+    flat: Sequence[Prepared],
+    sizes: Sequence[int],
+    table: EpisodeTable,
+    means: tuple[float | None, ...],
+    measured: Sequence[Metrics],
+) -> Take:
+    """The parts with their counts over all ranks, and the table with what trains after rejection."""
+    num_episodes = len(table.rewards)
+    counts = torch.zeros((len(sizes), 3, num_episodes), dtype=torch.float64)
+    counts = counts.to(table.rewards.device)  # by part and episode: tokens, rows, value targets
+    remaining, parts = iter(flat), []
+    for of_part, size in zip(counts, sizes, strict=True):
+        parts.append([next(remaining) for _ in range(size)])
+        for p in parts[-1]:
+            tokens = p.micro.rows.count(p.mask)
+            targets = tokens * 0 if p.is_target is None else p.micro.rows.count(p.is_target)
+            of_rows = torch.stack([tokens, (tokens > 0).long(), targets]).double()
+            of_part.index_add_(1, p.micro.episodes, of_rows)
+    dist.all_reduce(counts)
+    copies = torch.ones_like(table.rewards) if table.copies is None else table.copies.double()
+    tokens, rows, targets = counts.unbind(1)  # [parts, E] each
+    return Take(
+        table=replace(table, num_tokens=tokens.sum(0).long(), num_rows=rows.sum(0).long()),
+        parts=[
+            Part(micros=micros, num_tokens=n, num_episodes=e, num_targets=t)
+            for micros, n, e, t in zip(
+                parts,
+                (tokens * copies).sum(1).tolist(),
+                ((tokens > 0) * copies).sum(1).tolist(),
+                targets.sum(1).tolist(),
+                strict=True,
+            )
+        ],
+        weight_means=means,
+        measured=measured,
+    )

@@ -1,0 +1,87 @@
+"""The policy that a KL penalty pulls to: a copy that stands still, or follows slowly.
+
+Waits for: the other ranks, in every forward.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raylearner.config.kl import (
+    AdaptiveCoefficient,
+    FrozenReference,
+    KlSection,
+    ReferenceSection,
+    RefreshedReference,
+)
+from raylearner.errors import ConfigError
+from raylearner.learner.kl import AdaptiveController, FixedController
+from raylearner.learner.learner_state import restore_tensors, save_tensors
+from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.model import PackedModel
+from raylearner.learner.optimizer import local
+
+
+class Reference:
+    """Owns a sharded model without gradients. One that never changes is not checkpointed."""
+
+    def __init__(self, config: ReferenceSection | None, model: PackedModel) -> None:
+        """`model` holds the weights of `reference_path`, or else of the initial policy."""
+        self._config = config
+        self._model = model
+
+    @torch.no_grad()
+    def score(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
+        """Log-probabilities at the policy's temperature."""
+        scores = self._model(
+            tokens.input_ids,
+            tokens.position_ids,
+            tokens.cu_seqlens,
+            tokens.max_length,
+            tokens.scored,
+            temperature,
+        )
+        self._model.reshard()
+        return scores.logprobs
+
+    @torch.no_grad()
+    def follow(self, policy: PackedModel, *, policy_version: int) -> None:
+        """Mix the policy in, if a new version is one at which that is due."""
+        config = self._config
+        if isinstance(config, RefreshedReference) and policy_version % config.every_steps == 0:
+            theirs = policy.own_parameters()
+            for name, parameter in self._model.own_parameters().items():
+                local(parameter.detach()).lerp_(local(theirs[name].detach()), config.mix)
+
+    def save(self, folder: Path) -> None:
+        if isinstance(self._config, RefreshedReference):
+            save_tensors(folder, self._model.own_parameters(), None)
+
+    def restore(self, folder: Path) -> None:
+        if isinstance(self._config, RefreshedReference):
+            restore_tensors(folder, self._model.own_parameters(), None)
+
+
+def reference_path(config: ReferenceSection | None) -> str | None:
+    """Where its first weights lie, None for the initial policy; ConfigError where there is none."""
+    if isinstance(config, FrozenReference):
+        return config.path
+    if isinstance(config, RefreshedReference):
+        return None
+    what = "none is configured" if config is None else f"kind {config.kind!r} needs LoRA"
+    raise ConfigError(
+        f"learner.kl.reference: a coefficient above 0 needs one, and {what}; use {{kind: frozen}}"
+    )
+
+
+def kl_controller(config: KlSection | None) -> FixedController:
+    """What holds the coefficient, and moves it if that is adaptive."""
+    if config is None:
+        return FixedController(0.0)
+    controller = config.controller
+    if isinstance(controller, AdaptiveCoefficient):
+        return AdaptiveController(
+            config.coefficient, target=controller.target, horizon=controller.horizon
+        )
+    return FixedController(config.coefficient)
