@@ -17,6 +17,7 @@ from raylearner import placement
 from raylearner.actors.rollout_actor import RolloutSections
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import LearnerDied, RunStopped, StalledError
 from raylearner.evaluation import Evaluator
 from raylearner.learner import checkpoint
@@ -43,12 +44,14 @@ def run(config: RunConfig, *, resume: Path | None = None) -> None:
     """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return."""
     training, held_out = _load_data(config)
     Scorer(config.rewards)
+    asyncio.run(wait_for_services(config.environment))
     if not isinstance(config.model, TinyModel):
         Renderer.from_pretrained(config.model.path, config.renderer)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     placement.connect(config.cluster)
     try:
+        config = placement.resolve(config)
         placement.check_supply(config)
         folder.mkdir(parents=True, exist_ok=resume is not None)
         asyncio.run(_train(config, folder, training, held_out, is_resumed=resume is not None))
@@ -147,6 +150,7 @@ class Controller:
             seed=config.run.seed,
             run_name=config.run.name,
             engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
+            ranks_per_engine=getattr(config.actors.engine, "tensor_parallel_size", 1),
         )
         self._fleet = RolloutFleet(
             config=config.actors,
@@ -319,6 +323,8 @@ class Controller:
         self._publisher = Publisher(
             write=self._learner.write,
             discard=self._learner.discard,
+            settle=self._learner.settle,
+            abandon=self._learner.abandon,
             on_condemned=self._fleet.condemn,
             deadline_s=self._config.weights.deadline_s,
         )

@@ -70,6 +70,7 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
             stop_reason=stop_reason,
             error=error,
             metrics=outcome.metrics,
+            shown=outcome.shown,
             started_at_s=started_at_s,
             finished_at_s=time.time(),
         )
@@ -81,7 +82,8 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
 async def _play(
     kit: EpisodeKit, environment: Environment, transcript: Transcript, sampling: Sampling
 ) -> StopReason:
-    transcript.open(await environment.reset(transcript.claim.prompt))
+    messages = await environment.reset(transcript.claim.prompt)
+    transcript.open(messages, tools=environment.tool_schemas)
     seed = sampling.seed
     while transcript.remaining_tokens > 0:
         budget = min(sampling.max_tokens, transcript.remaining_tokens)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -11,7 +11,7 @@ from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.outbox import Outbox
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.config import schema
-from raylearner.environments.catalogue import make_environment
+from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.observability.spans import Span, Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
@@ -83,11 +83,12 @@ class RolloutActor:
         self._renderer = renderer
         self._engine = self._make_engine(renderer)
         await self._engine.start()
+        self._environments = EnvironmentFactory(sections.environment)
         kit = EpisodeKit(
             engine=self._engine,
             renderer=renderer,
             scorer=Scorer(sections.rewards),
-            make_environment=lambda: make_environment(sections.environment),
+            make_environment=self._environments.make,
             tracer=self._tracer,
         )
         self._worker = RolloutWorker(
@@ -128,7 +129,8 @@ class RolloutActor:
     async def drain(self) -> tuple[RolloutActivity, list[Span]]:
         """Activity and spans since the last call."""
         assert self._worker is not None, "start comes first"
-        return self._worker.drain_activity(), self._tracer.drain()
+        activity = replace(self._worker.drain_activity(), tools=self._environments.drain_metrics())
+        return activity, self._tracer.drain()
 
     async def policy_version(self) -> int:
         assert self._engine is not None, "start comes first"
@@ -143,6 +145,7 @@ class RolloutActor:
         """Ends `run` and the engine with its child processes."""
         if self._worker is not None:
             self._worker.halt()
+            await self._environments.close()
         if self._engine is not None:
             await self._engine.close()
 
@@ -156,6 +159,7 @@ class RolloutActor:
                     model_path=self._model_path,
                     seed=self._sections.seed,
                     weight_transport=self._sections.weight_transport,
+                    actor_id=self._actor_id,
                 )
             case schema.TransformersEngine() as config:
                 from raylearner.actors.transformers_engine import TransformersEngine

@@ -6,8 +6,8 @@ learner's commit and by weights landing here) and for a free episode slot (unblo
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.outbox import Outbox
@@ -29,6 +29,8 @@ class RolloutActivity:
     idle_s: float
     wall_s: float
     num_running: int
+    tools: Mapping[str, float] = field(default_factory=dict[str, float])
+    """`tools/*` of all tools of the actor."""
 
 
 class RolloutWorker:

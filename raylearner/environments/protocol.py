@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from raylearner.types import Message, Prompt, StopReason
 
@@ -24,6 +24,8 @@ class Outcome:
 
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     penalty: float = 0.0
+    shown: tuple[str, ...] = ()
+    """Ids of the passages and pages shown, in order."""
 
 
 class Environment(Protocol):
@@ -36,6 +38,11 @@ class Environment(Protocol):
     @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end the next turn; they stay in the sampled text."""
+        ...
+
+    @property
+    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
+        """Functions that the chat template announces; none for dialects of tags."""
         ...
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]: ...

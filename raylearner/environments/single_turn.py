@@ -1,6 +1,7 @@
 """One completion, then the end."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from raylearner.environments.protocol import Outcome, Reply
 from raylearner.types import Message, Prompt, StopReason
@@ -11,6 +12,10 @@ class SingleTurnEnvironment:
 
     @property
     def stop(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
         return ()
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:

@@ -1,38 +1,44 @@
-"""Turns with tools written as tags, ended by `<answer>`.
+"""Turns with tools, ended by an answer.
 
-A turn calls a tool (`<calc>12+34</calc>`), answers (`<answer>46</answer>`) or is invalid: then a
-correction comes back and is counted. A tool call wins over an answer in the same turn. After
+A turn calls tools, answers, or is invalid: then a correction comes back and is counted. After
 `max_turns` the policy gets one last turn in which tools are not run.
 """
 
-import re
+import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from raylearner.config.schema import ToolUse
+from raylearner.config.environment import ToolUse
+from raylearner.environments.dialect import Answer, Dialect, Invalid, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
-from raylearner.tools.protocol import Tool
+from raylearner.tools.protocol import Observation, Tool
 from raylearner.types import Message, Prompt, StopReason
-
-ANSWER_TAG = "answer"
 
 
 class ToolUseEnvironment:
-    """One episode with tools. Counts turns, valid actions, tool calls, for metrics and penalty."""
+    """One episode with tools. Counts turns, valid actions and calls; lists what was shown."""
 
-    def __init__(self, config: ToolUse, tools: Sequence[Tool]) -> None:
+    def __init__(self, config: ToolUse, tools: Sequence[Tool], dialect: Dialect) -> None:
         self._config = config
-        self._tools: Mapping[str, Tool] = {tool.tag: tool for tool in tools}
-        tags = "|".join(re.escape(tag) for tag in (*self._tools, ANSWER_TAG))
-        self._pattern = re.compile(rf"<({tags})>(.*?)</\1>", re.DOTALL)
+        self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
+        self._dialect = dialect
         self._prompt: Prompt | None = None
         self._num_turns = 0
         self._num_valid = 0
         self._num_tool_calls = 0
+        self._num_failed_calls = 0
         self._has_answer = False
+        self._shown: list[str] = []
 
     @property
     def stop(self) -> tuple[str, ...]:
-        return tuple(f"</{tag}>" for tag in (*self._tools, ANSWER_TAG))
+        return self._dialect.stop
+
+    @property
+    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
+        if self._config.dialect.kind == "tags":
+            return ()
+        return tuple(tool.schema for tool in self._tools.values())
 
     @property
     def is_last_turn(self) -> bool:
@@ -43,23 +49,26 @@ class ToolUseEnvironment:
         return prompt.messages
 
     async def step(self, message: Message) -> Reply:
-        assert self._prompt is not None, "reset comes first"
         is_last = self.is_last_turn
         self._num_turns += 1
-        tag, argument = self._parse(message.content, may_call=not is_last)
-        if tag == ANSWER_TAG:
-            self._num_valid += 1
+        actions = self._dialect.parse(message.content)
+        if is_last:
+            actions = [action for action in actions if not isinstance(action, ToolCall)]
+        answered = any(isinstance(action, Answer) for action in actions)
+        is_valid = any(not isinstance(action, Invalid) for action in actions)
+        self._num_valid += is_valid
+        if answered:
             self._has_answer = True
             return Reply(is_done=True, stop_reason=StopReason.ANSWER)
         if is_last:
             return Reply(is_done=True, stop_reason=StopReason.MAX_TURNS, is_valid=False)
-        if tag is None:
-            return self._reply(self._correction(), tool=None, is_valid=False)
-        self._num_valid += 1
-        self._num_tool_calls += 1
-        tool = self._tools[tag]
-        observation = await tool.call(argument, prompt=self._prompt)
-        return self._reply(observation.text, tool=tool.name, is_valid=True)
+        observations = await asyncio.gather(*(self._observe(action) for action in actions))
+        names = [action.name for action in actions if isinstance(action, ToolCall)]
+        return Reply(
+            messages=tuple(self._message(observation) for observation in observations),
+            tool=",".join(names) or None,
+            is_valid=is_valid,
+        )
 
     def outcome(self) -> Outcome:
         num_invalid = self._num_turns - self._num_valid
@@ -68,30 +77,28 @@ class ToolUseEnvironment:
                 "turns": float(self._num_turns),
                 "valid_actions": float(self._num_valid),
                 "tool_calls": float(self._num_tool_calls),
+                "failed_tool_calls": float(self._num_failed_calls),
                 "finished": float(self._has_answer),
             },
             penalty=self._config.invalid_action_penalty * num_invalid,
+            shown=tuple(self._shown),
         )
 
     async def close(self) -> None:
         return None
 
-    def _parse(self, text: str, *, may_call: bool) -> tuple[str | None, str]:
-        pairs = [(m.group(1), m.group(2)) for m in self._pattern.finditer(text)]
-        calls = [p for p in pairs if p[0] != ANSWER_TAG] if may_call else []
-        chosen = calls or [p for p in pairs if p[0] == ANSWER_TAG]
-        if not chosen:
-            return None, ""
-        return chosen[0] if self._config.tag_match == "first" else chosen[-1]
+    async def _observe(self, action: ToolCall | Answer | Invalid) -> Observation:
+        assert self._prompt is not None, "reset comes first"
+        assert not isinstance(action, Answer), "an answer ends the episode"
+        if isinstance(action, Invalid):
+            return Observation(text=f"error: {action.reason}", is_error=True)
+        self._num_tool_calls += 1
+        observation = await self._tools[action.name].call(action.arguments, prompt=self._prompt)
+        self._num_failed_calls += observation.is_error
+        self._shown.extend(observation.ids)
+        return observation
 
-    def _correction(self) -> str:
-        forms = [f"<{tag}>...</{tag}>" for tag in self._tools]
-        tools = f"call a tool with {' or '.join(forms)}, or " if forms else ""
-        return f"error: {tools}answer with <{ANSWER_TAG}>...</{ANSWER_TAG}>"
-
-    def _reply(self, text: str, *, tool: str | None, is_valid: bool) -> Reply:
+    def _message(self, observation: Observation) -> Message:
         tag = self._config.observation_tag
-        content = f"<{tag}>{text}</{tag}>"
-        return Reply(
-            messages=(Message(role="user", content=content),), tool=tool, is_valid=is_valid
-        )
+        text = observation.text if tag is None else f"<{tag}>{observation.text}</{tag}>"
+        return Message(role="tool", content=text, images=observation.images)

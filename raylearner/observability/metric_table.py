@@ -102,6 +102,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("learner/tokens_per_s", "tokens/s", "Tokens of the step per second of step time, over all ranks."),
     ("learner/rank_tokens/<aggregate>", "tokens", "Tokens of a rank in the step: mean, max; far apart means unbalanced ranks."),
     ("learner/padding_fraction", "fraction", "Share of tokens that are there only to keep ranks in step."),
+    ("learner/tokens_per_s_per_rank", "tokens/s", "The same divided by the number of ranks."),
+    ("learner/mfu", "fraction", "Floating-point operations of the model per second, of the GPU's bfloat16 peak; recomputation and scoring passes count nothing (formula in learner/throughput.py)."),
+    ("learner/peak_memory_gib", "GiB", "Most memory that tensors of the first rank took on its GPU during the step."),
     ("learner/idle_fraction", "fraction", "Share of time since the last step that the learner waited for groups."),
     ("learner/step_s", "s", "Time of the learner step."),
     # Weight pushes: the last one finished.
@@ -109,9 +112,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("weights/write_s", "s", "Part of it in which the learner writes or sends."),
     ("weights/pause_s", "s", "Longest time that an engine's generations stood still."),
     ("weights/update_s", "s", "Longest time in which an engine loaded tensors."),
+    ("weights/connect_s", "s", "Time in which the learner met the engines of a new communicator."),
+    ("weights/send_s", "s", "Time in which the learner gathered and broadcast weights."),
     ("weights/proof_s", "s", "Longest time that a proof took."),
     ("weights/proof_gap", "nats", "Largest |learner - engine| log-probability on the probe prompts."),
     ("weights/num_engines", "engines", "Engines that acknowledged the push."),
+    # Tools, since the last step, over all rollout actors.
+    ("tools/<name>/calls", "calls", "Calls of one tool."),
+    ("tools/<name>/errors", "calls", "Calls that failed after their last retry."),
+    ("tools/<name>/retries", "requests", "Requests that were sent again."),
+    ("tools/<name>/latency_s/<aggregate>", "s", "Latency of a call: p50, p90, p99 of the slowest actor."),
     # Evaluations.
     ("evaluation/<key>", "", "Numbers of eval.jsonl as TensorBoard shows them, such as `evaluation/reward/mean`."),
 )

@@ -1,7 +1,7 @@
 """The rollout half of a step's metrics, from the groups taken and what the actors report."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ class Activity(Protocol):
     def wall_s(self) -> float: ...
     @property
     def num_running(self) -> int: ...
+    @property
+    def tools(self) -> Mapping[str, float]: ...
 
 
 def step_metrics(
@@ -62,7 +64,17 @@ def step_metrics(
         parts = [part for t in trajectories if (part := t.rewards.get(name)) is not None]
         if parts:
             metrics[f"rollout/reward/{name}/mean"] = _mean(parts)
-    return metrics | _speed(activities)
+    return metrics | _speed(activities) | _tools(activities)
+
+
+def _tools(activities: Sequence[Activity]) -> dict[str, float]:
+    """Counts add up over actors; of latency quantiles the slowest actor's counts."""
+    merged: dict[str, float] = {}
+    for activity in activities:
+        for key, value in activity.tools.items():
+            merge = max if "latency" in key else float.__add__
+            merged[key] = merge(float(value), merged[key]) if key in merged else float(value)
+    return merged
 
 
 def _speed(activities: Sequence[Activity]) -> dict[str, float]:

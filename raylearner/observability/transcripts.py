@@ -38,6 +38,8 @@ def transcript(trajectory: Trajectory, *, advantage: float | None = None) -> dic
         "num_sampled_tokens": trajectory.num_sampled_tokens,
         "num_trained_tokens": trajectory.num_trained_tokens,
         "num_images": len(trajectory.images),
+        "doc_id": trajectory.doc_id,
+        "shown": list(trajectory.shown),
         "prompt": trajectory.prompt_text,
         "text": "".join(replies),
         "answer": trajectory.answer,

@@ -147,6 +147,7 @@ def _trajectory(state: dict[str, Any], arrays: Arrays, images: Mapping[str, byte
         "stop_reason": StopReason(state["stop_reason"]),
         "turns": tuple(_turn(turn) for turn in state["turns"]),
         "images": tuple(images[name] for name in state["images"]),
+        "shown": tuple(state["shown"]),
     }
     return Trajectory(**values)
 

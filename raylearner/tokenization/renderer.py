@@ -5,7 +5,7 @@ the template puts after an assistant turn, found once by rendering marked messag
 only grows. The content of observations never produces special tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,12 +57,18 @@ class Renderer:
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The prompt's tokens, the header of the assistant's turn included.
+
+        `tools` are function schemas that the chat template announces.
 
         Raises `RenderError` when the template fails or the prompt exceeds `max_prompt_tokens`.
         """
-        text = self._template([{"role": m.role, "content": m.content} for m in messages])
+        text = self._template(
+            [{"role": m.role, "content": m.content} for m in messages], tools=list(tools) or None
+        )
         token_ids = self.encode(text, keeps_special=True)
         if len(token_ids) > self.config.max_prompt_tokens:
             raise RenderError(
@@ -77,6 +83,8 @@ class Renderer:
         `last_token_id` is the last token sampled: an end token that the policy sampled itself is
         not written twice. Contents are cut to `max_observation_tokens` with a visible mark.
         """
+        if any(m.images for m in messages):
+            raise RenderError("an observation holds images, which this model's renderer cannot show")
         content = "\n".join(m.content for m in messages)
         content_ids = self.encode(content)
         limit = self.config.max_observation_tokens
@@ -100,11 +108,14 @@ class Renderer:
         """The text of `token_ids`, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def _template(self, messages: list[dict[str, str]]) -> str:
+    def _template(
+        self, messages: list[dict[str, str]], *, tools: list[Mapping[str, Any]] | None = None
+    ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     messages,
+                    tools=tools,
                     tokenize=False,
                     add_generation_prompt=True,
                     **self.config.chat_template_arguments,

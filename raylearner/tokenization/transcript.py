@@ -1,7 +1,8 @@
 """One episode as tokens, growing turn by turn under a token budget."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,11 @@ class Transcript:
     _turns: list[Turn] = field(default_factory=list[Turn])
     _open: _OpenTurn | None = None
 
-    def open(self, messages: Sequence[Message]) -> None:
+    def open(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Starts with the rendered prompt. Raises `RenderError` when it is too long."""
-        self._append_fixed(self.renderer.render(messages))
+        self._append_fixed(self.renderer.render(messages, tools=tools))
         self.prompt_length = len(self.token_ids)
 
     def open_empty(self) -> None:
@@ -125,6 +128,7 @@ class Transcript:
         stop_reason: StopReason,
         error: str | None,
         metrics: dict[str, float],
+        shown: tuple[str, ...] = (),
         started_at_s: float,
         finished_at_s: float,
     ) -> Trajectory:
@@ -150,6 +154,7 @@ class Transcript:
             stop_reason=stop_reason,
             error=error,
             metrics=metrics,
+            shown=shown,
             started_at_s=started_at_s,
             finished_at_s=finished_at_s,
         )

@@ -1,7 +1,5 @@
 """Tools by the `kind` that the YAML uses."""
 
-from collections.abc import Callable, Sequence
-
 from raylearner.config.tools import (
     CalculatorTool,
     CodeExecutionTool,
@@ -17,12 +15,6 @@ from raylearner.tools.function import Function
 from raylearner.tools.pages import PageFetch, PageSearch
 from raylearner.tools.protocol import Tool
 from raylearner.tools.search import Search
-
-TOOLS: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
-
-
-def make_tools(names: Sequence[str]) -> list[Tool]:
-    return [TOOLS[name]() for name in names]
 
 
 def make_tool(section: ToolSection) -> Tool:

@@ -11,7 +11,7 @@ import pytest
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
-from raylearner.environments.catalogue import make_environment
+from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.environments.protocol import Environment
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.scorer import Scorer
@@ -64,7 +64,7 @@ def make_kit(
         engine=engine,
         renderer=renderer,
         scorer=Scorer(schema.RewardSection()),
-        make_environment=lambda: environment or make_environment(kind),
+        make_environment=lambda: environment or EnvironmentFactory(kind).make(),
         tracer=Tracer("test"),
     )
 
@@ -152,6 +152,7 @@ async def test_a_prompt_that_is_too_long_is_a_failed_trajectory(tokenizer_folder
 async def test_an_environment_that_raises_is_a_failed_trajectory(tokenizer_folder: Path) -> None:
     class Breaks:
         stop = ()
+        tool_schemas = ()
 
         async def reset(self, prompt: Prompt) -> Sequence[Message]:
             return prompt.messages

@@ -20,9 +20,7 @@ def make_renderer(folder: Path, **settings: object) -> Renderer:
 
 def make_transcript(renderer: Renderer) -> Transcript:
     prompt = Prompt(prompt_id="p", messages=(USER,), answer="2")
-    claim = Claim(
-        group_id=3, sample_index=1, attempt=0, prompt=prompt, policy_version=5, seed=0
-    )
+    claim = Claim(group_id=3, sample_index=1, attempt=0, prompt=prompt, policy_version=5, seed=0)
     transcript = Transcript(renderer=renderer, claim=claim)
     transcript.open(prompt.messages)
     return transcript
@@ -68,9 +66,7 @@ def test_the_content_of_an_observation_never_makes_special_tokens(renderer: Rend
 
 
 def test_a_long_observation_is_cut_with_a_visible_mark(tokenizer_folder: Path) -> None:
-    renderer = make_renderer(
-        tokenizer_folder, observation_role="inline", max_observation_tokens=20
-    )
+    renderer = make_renderer(tokenizer_folder, observation_role="inline", max_observation_tokens=20)
     reply = renderer.render_reply([Message(role="user", content="x" * 100)], last_token_id=None)
     assert len(reply) == 20
     assert renderer.decode_all(reply).endswith(" ...[cut]")

@@ -3,8 +3,9 @@
 import pytest
 
 from raylearner.config.schema import ToolUse
+from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.environments.tool_use import ToolUseEnvironment
-from raylearner.tools.calculator import Calculator
+from raylearner.errors import ConfigError
 from raylearner.types import Message, Prompt, StopReason
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="12+34="),), answer="46")
@@ -12,7 +13,8 @@ PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="12+34="),
 
 async def make_environment(**settings: object) -> ToolUseEnvironment:
     config = ToolUse.model_validate({"kind": "tool_use", **settings})
-    environment = ToolUseEnvironment(config, [Calculator()])
+    environment = EnvironmentFactory(config).make()
+    assert isinstance(environment, ToolUseEnvironment)
     await environment.reset(PROMPT)
     return environment
 
@@ -36,6 +38,7 @@ async def test_an_answer_ends_the_episode() -> None:
         "turns": 1.0,
         "valid_actions": 1.0,
         "tool_calls": 0.0,
+        "failed_tool_calls": 0.0,
         "finished": 1.0,
     }
 
@@ -48,7 +51,7 @@ async def test_a_tool_call_wins_over_an_answer_in_the_same_turn() -> None:
 
 @pytest.mark.parametrize(("match", "result"), [("first", "2"), ("last", "4")])
 async def test_which_pair_counts_is_part_of_the_dialect(match: str, result: str) -> None:
-    environment = await make_environment(tag_match=match)
+    environment = await make_environment(dialect={"kind": "tags", "match": match})
     reply = await environment.step(says("<calc>1+1</calc><calc>2+2</calc>"))
     assert reply.messages[0].content == f"<result>{result}</result>"
 
@@ -80,3 +83,21 @@ async def test_the_last_turn_may_answer() -> None:
 
 async def test_stop_strings_are_the_closing_tags() -> None:
     assert (await make_environment()).stop == ("</calc>", "</answer>")
+
+
+async def test_json_calls_of_one_turn_are_answered_in_order() -> None:
+    environment = await make_environment(dialect={"kind": "json"})
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+    reply = await environment.step(says(call % "1+1" + call % "2*3" + "<tool_call>{</tool_call>"))
+    contents = [m.content for m in reply.messages]
+    assert contents[:2] == ["<result>2</result>", "<result>6</result>"]
+    assert "no JSON" in contents[2]
+    assert {m.role for m in reply.messages} == {"tool"}
+    assert reply.tool == "calculator,calculator"
+    assert environment.tool_schemas[0]["function"]["name"] == "calculator"
+
+
+def test_two_tools_of_one_tag_are_refused() -> None:
+    tools = [{"kind": "calculator"}, {"kind": "calculator", "name": "other"}]
+    with pytest.raises(ConfigError, match="two tools have the tag 'calc'"):
+        EnvironmentFactory(ToolUse.model_validate({"kind": "tool_use", "tools": tools}))
