@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from raylearner.types import Trajectory
+from raylearner.types import Shipment, Trajectory
 
 Episode = list[Trajectory]
 SendCall = Callable[[list[Episode]], Awaitable[list[str]]]
@@ -88,7 +88,7 @@ class Outbox:
 
     async def _deliver_batch(self, batch: list[_Parcel]) -> None:
         try:
-            outcomes = await self._call([parcel.episode for parcel in batch])
+            outcomes = await self._call(Shipment(parcel.episode for parcel in batch))
             if len(outcomes) != len(batch):
                 raise RuntimeError(f"{len(batch)} episodes sent, {len(outcomes)} outcomes received")
         except asyncio.CancelledError:

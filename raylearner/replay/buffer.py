@@ -6,7 +6,7 @@ None when it cannot serve yet, and `describe` says what it lacks. Not thread-saf
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from raylearner.types import (
     ClaimReply,
     PolicyVersion,
     Prompt,
+    Shipment,
     Trajectory,
     TrajectoryGroup,
 )
@@ -47,6 +48,24 @@ class Take:
     metrics: dict[str, float]
     staleness_histogram: list[int]
     """Trained tokens by staleness in versions."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        bare = [replace(group, trajectories=()) for group in self.groups]
+        shipment = Shipment(list(group.trajectories) for group in self.groups)
+        return _arrived_take, (bare, shipment, self.metrics, self.staleness_histogram)
+
+
+def _arrived_take(
+    bare: list[TrajectoryGroup],
+    shipment: list[list[Trajectory]],
+    metrics: dict[str, float],
+    staleness_histogram: list[int],
+) -> Take:
+    groups = [
+        replace(group, trajectories=tuple(trajectories))
+        for group, trajectories in zip(bare, shipment, strict=True)
+    ]
+    return Take(groups=groups, metrics=metrics, staleness_histogram=staleness_histogram)
 
 
 class ReplayBuffer:
@@ -181,9 +200,10 @@ class ReplayBuffer:
             raise ReplayError(f"commit of groups that are not leased, or twice: {missing}")
         self._advance(policy_version)
         for group_id in group_ids:
-            self.ledger.train(group_id)
+            greedy_index = self.ledger.train(group_id).greedy_index
             for episode in self.store.pop_group(group_id):
-                self.tally.count_trained(episode)
+                if episode[0].sample_index != greedy_index:
+                    self.tally.count_trained(episode)
         self.num_changes += 1
 
     def release(self) -> None:
@@ -299,28 +319,42 @@ class ReplayBuffer:
 
     def _settle(self, group: GroupRecord) -> None:
         """Closes a running group that is complete, or that nothing can complete any more."""
+        if group.is_playing_greedy:
+            return
         if group.num_in(SampleState.DONE) >= self.config.group_size:
             self._close(group)
         elif group.num_in(*OPEN_STATES) == 0:
             self._close_incomplete(group)
 
     def _close_incomplete(self, group: GroupRecord) -> None:
-        scored = self.store.scored_rewards(group.group_id)
+        scored = self._scored_rewards(group)
         if self.config.partial_groups == "train" and len(scored) >= MIN_PARTIAL_EPISODES:
             self._close(group)
         else:
             self._drop(group, "time_limit")
 
     def _close(self, group: GroupRecord) -> None:
-        scored = self.store.scored_rewards(group.group_id)
+        scored = self._scored_rewards(group)
         if not scored:
             self._drop(group, "all_failed")
+        elif group.greedy_index is not None and self._greedy_reward(group) is None:
+            self._drop(group, "no_baseline")
         elif self.config.should_drop_zero_variance and min(scored) == max(scored):
             self._drop(group, "zero_variance")
         else:
-            num_episodes = len(self.store.groups[group.group_id])
+            num_episodes = len(self.store.groups[group.group_id]) - (group.greedy_index is not None)
             self.ledger.hold(group, is_partial=num_episodes < self.config.group_size)
             self.tally.count_usable()
+
+    def _scored_rewards(self, group: GroupRecord) -> list[float]:
+        """One per member that has a reward."""
+        indices = (i for i, sample in enumerate(group.samples) if not sample.is_greedy)
+        rewards = (self.store.reward(group.group_id, index) for index in indices)
+        return [reward for reward in rewards if reward is not None]
+
+    def _greedy_reward(self, group: GroupRecord) -> float | None:
+        index = group.greedy_index
+        return None if index is None else self.store.reward(group.group_id, index)
 
     def _drop(self, group: GroupRecord, why: str) -> None:
         self.ledger.drop(group, why)
@@ -335,8 +369,13 @@ class ReplayBuffer:
             group_id=record.group_id,
             prompt_id=self.ledger.prompt_of(record).prompt_id,
             policy_version=record.policy_version,
-            trajectories=tuple(self.store.trajectories(record.group_id)),
+            trajectories=tuple(
+                t
+                for t in self.store.trajectories(record.group_id)
+                if t.sample_index != record.greedy_index
+            ),
             is_partial=record.is_partial,
+            greedy_reward=self._greedy_reward(record),
         )
 
     def _ruled(self, num_groups: int) -> list[Ruling]:

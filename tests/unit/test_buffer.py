@@ -1,5 +1,6 @@
 import hashlib
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -351,6 +352,20 @@ def test_take_leases_the_oldest_complete_groups_in_order() -> None:
     for each in claims[2:4]:
         buffer.put(make_episode(each, reward=float(each.sample_index)))
     assert taken(buffer.take(2, 0)) == [1, 3]
+
+
+def test_a_take_crosses_processes_whole() -> None:
+    buffer = make_buffer()
+    first, second = claim(buffer, 2)
+    buffer.put(make_episode(first, num_segments=2, images=(b"png",)))
+    buffer.put(make_episode(second, versions=()))
+    fill(buffer, 1)
+    take = buffer.take(2, 0)
+    arrived = pickle.loads(pickle.dumps(take))
+    assert (arrived.metrics, arrived.staleness_histogram) == (take.metrics, [8])
+    for left, right in zip(take.groups, arrived.groups, strict=True):
+        assert replace(left, trajectories=()) == replace(right, trajectories=())
+        assert all(map(same, left.trajectories, right.trajectories))
 
 
 def test_commit_trains_once_and_a_skipped_step_keeps_the_version() -> None:
