@@ -148,6 +148,8 @@ class Controller:
             temperature=config.sampling.temperature,
             num_steps=config.run.num_steps,
             seed=config.run.seed,
+            reward_weights=Scorer(config.rewards).weights,
+            dump_folder=self._folder / "skipped",
             run_name=config.run.name,
             engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
             ranks_per_engine=getattr(config.actors.engine, "tensor_parallel_size", 1),
@@ -235,6 +237,7 @@ class Controller:
                     num_ranks=config.learner.num_ranks,
                     max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
                     num_mini_batches=config.learner.num_mini_batches,
+                    should_mask_truncated=config.learner.should_mask_truncated,
                 )
             try:
                 with self._tracer.span("step", step=self.step + 1):

@@ -100,6 +100,8 @@ class Claim:
     prompt: Prompt
     policy_version: PolicyVersion
     seed: int
+    is_greedy: bool = False
+    """Sampled greedily: its reward is the group's baseline, and it never trains."""
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -128,6 +128,8 @@ class RolloutWorker:
 
     async def _play(self, claim: Claim) -> None:
         sampling = replace(self._sampling, seed=claim.seed) if self._is_seeded else self._sampling
+        if claim.is_greedy:
+            sampling = replace(sampling, temperature=0.0)
         try:
             trajectory = await play_episode(self._kit, claim, sampling)
             if self._is_halted:

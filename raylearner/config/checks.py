@@ -6,9 +6,10 @@ looked at.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from raylearner.config.finding import Finding
+from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.schema import (
     JsonlData,
     PretrainedModel,
@@ -17,31 +18,17 @@ from raylearner.config.schema import (
     VllmEngine,
 )
 
-GROUP_BASELINES = frozenset({"grpo", "rloo"})
-"""Kinds of advantage whose baseline is made of the group's other episodes."""
-
-IMPORTANCE_WEIGHTED = frozenset({"decoupled_ppo"})
-"""Kinds of loss that weigh a token by learner against engine probability."""
-
 MIN_VLLM_HEAD_WIDTH = 32
 """Narrower attention heads are refused by vLLM's CPU kernels at run time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A key that clashes with others, why, and the nearest choice that would do."""
-
-    key: str
-    text: str
 
 
 def check(config: RunConfig) -> list[Finding]:
     """All clashes of a configuration whose single values are valid."""
     return [
         *_publishing(config),
+        *check_objective(config),
         *_groups(config),
         *_lengths(config),
-        *_samplers(config),
         *_layout(config),
         *_model(config),
         *_data(config),
@@ -68,6 +55,7 @@ def notes(config: RunConfig) -> list[str]:
         found.append(
             "replay.on_stale: 'train' puts no bound on staleness; watch buffer/staleness/max"
         )
+    found.extend(objective_notes(config))
     return found
 
 
@@ -83,20 +71,13 @@ def _publishing(config: RunConfig) -> Iterator[Finding]:
 
 
 def _groups(config: RunConfig) -> Iterator[Finding]:
-    replay, advantage = config.replay, config.learner.advantage
-    if replay.group_size < 2:
-        if advantage.kind in GROUP_BASELINES:
-            yield Finding(
-                "replay.group_size",
-                f"must be >= 2 with learner.advantage.kind {advantage.kind!r}, "
-                f"got {replay.group_size}: its baseline is the group's other episodes",
-            )
-        if replay.partial_groups == "train":
-            yield Finding(
-                "replay.partial_groups",
-                "'train' needs replay.group_size >= 2, since a partial group trains on two "
-                "episodes at least; use 'drop'",
-            )
+    replay = config.replay
+    if replay.group_size < 2 and replay.partial_groups == "train":
+        yield Finding(
+            "replay.partial_groups",
+            "'train' needs replay.group_size >= 2, since a partial group trains on two "
+            "episodes at least; use 'drop'",
+        )
     episodes, parts = config.episodes_per_step, config.learner.num_mini_batches
     if parts > episodes:
         yield Finding(
@@ -133,40 +114,6 @@ def _lengths(config: RunConfig) -> Iterator[Finding]:
             "sampling.max_turn_tokens",
             f"must be <= renderer.max_response_tokens = {renderer.max_response_tokens}, "
             f"got {config.sampling.max_turn_tokens}: a turn is part of the response",
-        )
-
-
-def _samplers(config: RunConfig) -> Iterator[Finding]:
-    """Engine and learner must mean the same distribution where log-probabilities are compared."""
-    loss, sampling = config.learner.loss, config.sampling
-    if loss.kind not in IMPORTANCE_WEIGHTED:
-        return
-    reason = (
-        f"learner.loss.kind {loss.kind!r} weighs tokens by learner against engine probability, and "
-        "the learner applies the temperature only"
-    )
-    off = {
-        "top_p": (sampling.top_p, sampling.top_p == 1.0, 1.0),
-        "top_k": (sampling.top_k, sampling.top_k == 0, 0),
-        "min_p": (sampling.min_p, sampling.min_p == 0.0, 0.0),
-        "repetition_penalty": (
-            sampling.repetition_penalty,
-            sampling.repetition_penalty == 1.0,
-            1.0,
-        ),
-    }
-    for name, (value, is_off, neutral) in off.items():
-        if not is_off:
-            yield Finding(
-                f"sampling.{name}",
-                f"must be {neutral} (off) in training, got {value!r}: {reason}; "
-                "sharpen with sampling.temperature, or truncate in evaluation.sampling alone",
-            )
-    if sampling.temperature == 0.0:
-        yield Finding(
-            "sampling.temperature",
-            "must be > 0 in training, got 0.0: greedy tokens carry no probability to learn from; "
-            "1.0 is the usual choice",
         )
 
 

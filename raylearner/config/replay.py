@@ -14,6 +14,8 @@ class ReplaySection(Section):
     """Episodes of one prompt."""
     extra: NaturalInt = 0
     """Episodes started beyond `group_size`; the first `group_size` done make the group."""
+    should_play_greedy: bool = False
+    """One more episode of each prompt, sampled greedily. It never trains; its reward is the baseline of remax."""
     max_staleness: NaturalInt = 2
     """Most versions between sampling a token and training on it; 0 is synchronous."""
     on_stale: Literal["mask", "drop", "wait", "train"] = "mask"

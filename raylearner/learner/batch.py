@@ -116,7 +116,8 @@ def _masked(
 
 
 def _part(episodes: Sequence[_Episode], name: str) -> NDArray[np.float64]:
-    values = [episode.parts.get(name) for episode in episodes]
+    """One function's rewards; a part that only some episodes have, such as a penalty, is 0 for others."""
+    values = [e.parts.get(name, 0.0 if e.parts else None) for e in episodes]
     return np.array([math.nan if value is None else value for value in values], np.float64)
 
 

@@ -90,6 +90,8 @@ class LearnerGroup:
         temperature: float,
         num_steps: int,
         seed: int,
+        reward_weights: Mapping[str, float],
+        dump_folder: Path,
         run_name: str,
         engine_dtype: str,
         ray_options: Sequence[Mapping[str, Any]] | None = None,
@@ -102,6 +104,8 @@ class LearnerGroup:
             "temperature": temperature,
             "num_steps": num_steps,
             "seed": seed,
+            "reward_weights": reward_weights,
+            "dump_folder": dump_folder,
         }
         self._seed = seed
         self._run_name = run_name

@@ -278,12 +278,15 @@ class Ledger:
             prompt_index=self._prompts.next_index(),
             policy_version=self.policy_version,
             admitted_at_s=now_s,
-            samples=[SampleRecord(attempt=self._first_attempt) for _ in range(size)],
+            samples=[
+                SampleRecord(attempt=self._first_attempt, is_greedy=index >= size)
+                for index in range(size + self.config.should_play_greedy)
+            ],
         )
         self.next_group_id += 1
         self.counts.admitted += 1
         self.running[group.group_id] = group
-        for index in range(size):
+        for index in range(len(group.samples)):
             heappush(self._pending, (group.group_id, index))
 
     def _pop_pending(self) -> tuple[GroupRecord, int] | None:
@@ -314,6 +317,7 @@ class Ledger:
             prompt=self.prompt_of(group),
             policy_version=engine_version,
             seed=episode_seed(self._seed, group.group_id, index, sample.num_failures),
+            is_greedy=sample.is_greedy,
         )
 
     def _reissue(self, group: GroupRecord, index: int) -> None:

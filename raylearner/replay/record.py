@@ -36,11 +36,13 @@ class SampleRecord:
     """Oldest version that its trained tokens can have: the engine's at the claim, then theirs."""
     is_failed: bool = False
     """Done without an episode: `max_attempts` starts came to nothing."""
+    is_greedy: bool = False
+    """Played for the group's baseline; it is no member of the group."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupRecord:
-    """One admitted prompt and its `group_size + extra` samples."""
+    """One admitted prompt and its `group_size + extra` samples, a greedy one after them if wanted."""
 
     group_id: int
     prompt_index: int
@@ -50,12 +52,22 @@ class GroupRecord:
     is_partial: bool = False
 
     def num_in(self, *states: SampleState) -> int:
-        return sum(sample.state in states for sample in self.samples)
+        """Members in one of these states."""
+        return sum(s.state in states for s in self.samples if not s.is_greedy)
+
+    @property
+    def greedy_index(self) -> int | None:
+        """Sample index of the greedy one."""
+        return len(self.samples) - 1 if self.samples[-1].is_greedy else None
+
+    @property
+    def is_playing_greedy(self) -> bool:
+        return any(s.is_greedy and s.state in OPEN_STATES for s in self.samples)
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Oldest versions of its samples, running or done."""
-        return [s.version for s in self.samples if s.version is not None]
+        """Oldest versions of its members, running or done."""
+        return [s.version for s in self.samples if s.version is not None and not s.is_greedy]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +110,7 @@ def group_state(group: GroupRecord) -> dict[str, Any]:
                 "claimant": sample.claimant,
                 "version": sample.version,
                 "is_failed": sample.is_failed,
+                "is_greedy": sample.is_greedy,
             }
             for sample in group.samples
         ],
@@ -123,6 +136,7 @@ def _group_from(state: dict[str, Any], now_s: float) -> GroupRecord:
                 claimant=sample["claimant"],
                 version=sample["version"],
                 is_failed=sample["is_failed"],
+                is_greedy=sample["is_greedy"],
             )
             for sample in state["samples"]
         ],

@@ -19,7 +19,7 @@ from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.store import image_name
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
-FORMAT = 1
+FORMAT = 2
 
 ARRAYS: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,

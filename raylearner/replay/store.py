@@ -37,10 +37,9 @@ class EpisodeStore:
             self._release(episode)
         return episodes
 
-    def scored_rewards(self, group_id: int) -> list[float]:
-        """One per episode that has a reward."""
-        rewards = [episode[0].reward for episode in self.groups.get(group_id, {}).values()]
-        return [reward for reward in rewards if reward is not None]
+    def reward(self, group_id: int, index: int) -> float | None:
+        episode = self.groups.get(group_id, {}).get(index)
+        return None if episode is None else episode[0].reward
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """By sample index and segment."""

@@ -18,8 +18,8 @@ class Scorer:
     def __init__(self, config: RewardSection) -> None:
         """Raises `ConfigError` naming every function that cannot be found."""
         self._timeout_s = config.timeout_s
-        self._weights = [f.weight for f in config.functions]
         self.names = _unique_names(config.functions)
+        self.weights = {n: f.weight for n, f in zip(self.names, config.functions, strict=True)}
         self._functions = [partial(find_reward(f.kind), **f.arguments) for f in config.functions]
 
     async def score(self, episode: EpisodeView) -> tuple[float | None, dict[str, float | None]]:
@@ -36,7 +36,7 @@ class Scorer:
         rewards = dict(zip(self.names, parts, strict=True))
         applied = [
             weight * part
-            for weight, part in zip(self._weights, parts, strict=True)
+            for weight, part in zip(self.weights.values(), parts, strict=True)
             if part is not None
         ]
         return (sum(applied) if applied else None), rewards

@@ -1,0 +1,364 @@
+"""Objectives that make no sense: what they lack, count twice or leave without effect."""
+
+from collections.abc import Iterator
+
+from raylearner.config.advantage import (
+    CRITIC_ESTIMATORS,
+    GROUP_BASELINES,
+    VtraceAdvantage,
+)
+from raylearner.config.correction import WEIGHING, Icepop, Mis, Rejection, Tis
+from raylearner.config.finding import Finding
+from raylearner.config.kl import AdapterOffReference, AdaptiveCoefficient
+from raylearner.config.loss import (
+    BEHAVIOR_WEIGHTED,
+    WITHOUT_PROXIMAL,
+    Cispo,
+    ClipCov,
+    DecoupledPpo,
+    Ppo,
+    Reinforce,
+)
+from raylearner.config.schema import RunConfig
+
+ROW_LOSSES = frozenset({"sequence_ratio", "gmpo", "luspo"})
+"""Losses by row, whatever their options."""
+
+
+def check_objective(config: RunConfig) -> Iterator[Finding]:
+    """All clashes within the objective, and of it with the rest of a run."""
+    yield from _baselines(config)
+    yield from _critic(config)
+    yield from _kl(config)
+    yield from _corrections(config)
+    yield from _proximal(config)
+    yield from _bounds(config)
+    yield from _aggregation(config)
+    yield from _samplers(config)
+
+
+def objective_notes(config: RunConfig) -> Iterator[str]:
+    """What of an objective is allowed and yet worth a word."""
+    learner = config.learner
+    num_updates = learner.num_epochs * learner.num_mini_batches
+    if learner.loss.kind == "gpg" and num_updates > 1:
+        yield (
+            f"learner.loss: 'gpg' knows no ratio, but a take is used for {num_updates} updates, of "
+            "which all but the first are off-policy; 'ppo' or 'reinforce' correct for that"
+        )
+    if learner.max_kl is not None and num_updates == 1:
+        yield "learner.max_kl: has no effect with a single update per take"
+    if learner.loss.kind in ROW_LOSSES and learner.aggregation != "token_mean":
+        yield (
+            f"learner.aggregation: learner.loss.kind {learner.loss.kind!r} is a loss by row, always "
+            "aggregated by its mean; the choice acts on entropy and KL terms alone"
+        )
+    kl = learner.kl
+    if kl is not None and kl.place == "loss" and kl.estimator == "k1" and not kl.straight_through:
+        yield (
+            "learner.kl.estimator: the gradient of 'k1' is 0 in expectation; "
+            "set straight_through, or take 'k3'"
+        )
+
+
+def _baselines(config: RunConfig) -> Iterator[Finding]:
+    replay, advantage = config.replay, config.learner.advantage
+    keeps_raw = getattr(advantage, "group_of_one", "zero") == "raw"
+    if replay.group_size < 2 and advantage.kind in GROUP_BASELINES and not keeps_raw:
+        yield Finding(
+            "replay.group_size",
+            f"must be >= 2 with learner.advantage.kind {advantage.kind!r}, got "
+            f"{replay.group_size}: its baseline is the group's other episodes; 'reinforce_plus_plus' "
+            "and 'gae' need none",
+        )
+    num_functions = len(config.rewards.functions)
+    if advantage.kind == "gdpo" and num_functions < 2:
+        yield Finding(
+            "learner.advantage.kind",
+            f"'gdpo' normalizes several reward functions apart, and rewards.functions has "
+            f"{num_functions}; with one it is 'grpo'",
+        )
+    if advantage.kind == "remax" and not replay.should_play_greedy:
+        yield Finding(
+            "learner.advantage.kind",
+            "'remax' subtracts the reward of a greedy episode, and none is played; "
+            "set replay.should_play_greedy to true, or take 'rloo'",
+        )
+    if replay.should_play_greedy and advantage.kind != "remax":
+        yield Finding(
+            "replay.should_play_greedy",
+            f"plays episodes that learner.advantage.kind {advantage.kind!r} has no use for; "
+            "set it to false, or take 'remax'",
+        )
+    if config.learner.resampling is not None and config.learner.num_mini_batches > 1:
+        yield Finding(
+            "learner.resampling",
+            f"draws from a whole take, and a part of {config.learner.num_mini_batches} may be left "
+            "without an episode; set learner.num_mini_batches to 1 and learner.num_epochs higher",
+        )
+
+
+def _critic(config: RunConfig) -> Iterator[Finding]:
+    critic, advantage = config.learner.critic, config.learner.advantage
+    needs_values = advantage.kind in CRITIC_ESTIMATORS
+    if needs_values and critic is None:
+        yield Finding(
+            "learner.critic",
+            f"required with learner.advantage.kind {advantage.kind!r}, which needs values; "
+            "add `critic: {}`, or take 'reinforce_plus_plus', which needs none",
+        )
+    if critic is None:
+        return
+    if not needs_values:
+        yield Finding(
+            "learner.critic",
+            f"learner.advantage.kind {advantage.kind!r} has no use for values; "
+            "remove the section, or take 'gae'",
+        )
+    if critic.trunk == "shared" and critic.warmup_steps > 0:
+        yield Finding(
+            "learner.critic.warmup_steps",
+            f"must be 0 with trunk 'shared', got {critic.warmup_steps}: a value loss alone would "
+            "change the policy through it; take trunk 'own'",
+        )
+    if critic.trunk == "shared" and critic.path is not None:
+        yield Finding(
+            "learner.critic.path",
+            "means nothing with trunk 'shared', which is the policy's; remove it, or take 'own'",
+        )
+    if critic.warmup_steps >= config.run.num_steps:
+        yield Finding(
+            "learner.critic.warmup_steps",
+            f"must be < run.num_steps = {config.run.num_steps}, got {critic.warmup_steps}: "
+            "the policy would never train",
+        )
+
+
+def _kl(config: RunConfig) -> Iterator[Finding]:
+    kl, advantage = config.learner.kl, config.learner.advantage
+    if kl is None:
+        return
+    if kl.coefficient > 0 and kl.reference is None:
+        yield Finding(
+            "learner.kl.reference",
+            f"required with learner.kl.coefficient {kl.coefficient:g}: a penalty needs something to "
+            "pull to; use `reference: {kind: frozen}`",
+        )
+    if isinstance(kl.reference, AdapterOffReference):
+        yield Finding(
+            "learner.kl.reference.kind",
+            "'adapter_off' is the policy without its LoRA adapter, and the learner trains all "
+            "weights; use 'frozen'",
+        )
+    if isinstance(kl.controller, AdaptiveCoefficient) and kl.coefficient == 0:
+        yield Finding(
+            "learner.kl.coefficient",
+            "must be > 0 with an adaptive controller, which multiplies it, got 0; 0.001 will do",
+        )
+    if kl.place == "reward":
+        for key, value in (
+            ("straight_through", kl.straight_through),
+            ("is_weighted", kl.is_weighted),
+        ):
+            if value:
+                yield Finding(
+                    f"learner.kl.{key}",
+                    "is about gradients, and a penalty in the reward has none; set it to false, "
+                    "or learner.kl.place to 'loss'",
+                )
+        if advantage.kind in ("gdpo", "gigpo"):
+            yield Finding(
+                "learner.kl.place",
+                f"must be 'loss' with learner.advantage.kind {advantage.kind!r}, got 'reward': "
+                "it has no single reward to take a penalty from",
+            )
+
+
+def _corrections(config: RunConfig) -> Iterator[Finding]:
+    learner = config.learner
+    weighing = [(i, c.kind) for i, c in enumerate(learner.corrections) if c.kind in WEIGHING]
+    rejecting = "take 'rejection', which only rejects, or remove it"
+    for number, (index, kind) in enumerate(weighing):
+        key = f"learner.corrections.{index}"
+        if number:
+            yield Finding(
+                key,
+                f"{kind!r} weighs by the ratio that {weighing[0][1]!r} weighs by already; "
+                f"{rejecting}",
+            )
+        elif learner.loss.kind in BEHAVIOR_WEIGHTED:
+            yield Finding(
+                key,
+                f"{kind!r} would weigh by learner against behavior probability twice, since "
+                f"learner.loss.kind {learner.loss.kind!r} does so itself; {rejecting}, or set "
+                "learner.loss.kind to 'ppo' or 'gpg'",
+            )
+        elif learner.advantage.kind == "vtrace":
+            yield Finding(
+                key, f"{kind!r} would weigh twice, since V-trace's advantage does; {rejecting}"
+            )
+        elif learner.proximal == "behavior" and learner.loss.kind not in WITHOUT_PROXIMAL:
+            yield Finding(
+                key,
+                f"{kind!r} would weigh twice, since with learner.proximal 'behavior' the ratio of "
+                f"learner.loss.kind {learner.loss.kind!r} is that weight; {rejecting}",
+            )
+    for index, section in enumerate(learner.corrections):
+        if isinstance(section, Tis | Icepop | Mis) and section.normalize != "none":
+            yield from _needs_recomputed(config, f"learner.corrections.{index}.normalize")
+    if not learner.should_count_rejected and learner.corrections:
+        yield from _needs_recomputed(config, "learner.should_count_rejected")
+    if learner.advantage.kind == "vtrace" and learner.loss.kind in BEHAVIOR_WEIGHTED:
+        yield Finding(
+            "learner.loss.kind",
+            f"{learner.loss.kind!r} weighs by learner against behavior probability, which V-trace's "
+            "advantage does already; take 'gpg', or 'ppo' for several updates per take",
+        )
+
+
+def _needs_recomputed(config: RunConfig, key: str) -> Iterator[Finding]:
+    if config.learner.proximal != "recomputed":
+        yield Finding(
+            key,
+            "needs all ratios of a take before its first update, but learner.proximal is "
+            f"{config.learner.proximal!r}; set that to 'recomputed'",
+        )
+
+
+def _proximal(config: RunConfig) -> Iterator[Finding]:
+    learner = config.learner
+    if learner.proximal != "behavior":
+        return
+    if isinstance(learner.loss, DecoupledPpo):
+        yield Finding(
+            "learner.proximal",
+            "'behavior' leaves 'decoupled_ppo' nothing to decouple; take learner.loss.kind 'ppo', "
+            "or set this to 'recomputed'",
+        )
+    elif learner.advantage.kind == "vtrace" and learner.loss.kind not in WITHOUT_PROXIMAL:
+        yield Finding(
+            "learner.proximal",
+            f"with 'behavior' the ratio of learner.loss.kind {learner.loss.kind!r} is the one that "
+            "V-trace's advantage has already; set this to 'recomputed', or take loss 'gpg'",
+        )
+
+
+def _bounds(config: RunConfig) -> Iterator[Finding]:
+    """Pairs of bounds between which nothing lies."""
+    learner = config.learner
+    pairs: list[tuple[str, str, float | None, float | None]] = [
+        ("learner.reward", "clip", learner.reward.clip_low, learner.reward.clip_high)
+    ]
+    match learner.loss:
+        case Ppo(delta=float(delta), clip_high=clip_high) if delta <= 1 + clip_high:
+            yield Finding(
+                "learner.loss.delta",
+                f"must be > 1 + clip_high = {1 + clip_high:g}, got {delta:g}: "
+                "it caps what the clip leaves",
+            )
+        case DecoupledPpo() as loss:
+            if loss.behavior_low and loss.behavior_cap and loss.behavior_low >= loss.behavior_cap:
+                yield _crossed(
+                    "learner.loss.behavior_low",
+                    loss.behavior_low,
+                    "behavior_cap",
+                    loss.behavior_cap,
+                )
+        case Reinforce(ratio_low=float(low), ratio_cap=float(high)) if low >= high:
+            yield _crossed("learner.loss.ratio_low", low, "ratio_cap", high)
+        case Cispo(ratio_min=low, ratio_max=high) if low >= high:
+            yield _crossed("learner.loss.ratio_min", low, "ratio_max", high)
+        case ClipCov(covariance_low=low, covariance_high=high) if low >= high:
+            yield _crossed("learner.loss.covariance_low", low, "covariance_high", high)
+        case _:
+            pass
+    advantage = learner.advantage
+    if isinstance(advantage, VtraceAdvantage) and advantage.rho_bar < advantage.c_bar:
+        yield Finding(
+            "learner.advantage.rho_bar",
+            f"must be >= c_bar = {advantage.c_bar:g}, got {advantage.rho_bar:g}",
+        )
+    for index, section in enumerate(learner.corrections):
+        key = f"learner.corrections.{index}"
+        low, high = getattr(section, "low", None), getattr(section, "high", None)
+        pairs.append((key, "", low, high))
+        if not isinstance(section, Rejection):
+            continue
+        if section.estimator == "k1" and section.level == "sequence_max":
+            yield Finding(
+                f"{key}.estimator",
+                "'k1' has no maximum over a row, since it has a sign; take 'k2' or 'k3'",
+            )
+        if section.estimator != "k1" and section.low is not None:
+            yield Finding(
+                f"{key}.low",
+                f"means nothing with estimator {section.estimator!r}, which is never negative; "
+                "remove it, or take 'k1'",
+            )
+    for key, prefix, low, high in pairs:
+        if low is not None and high is not None and low >= high:
+            name = f"{prefix}_" if prefix else ""
+            yield _crossed(f"{key}.{name}low", low, f"{name}high", high)
+
+
+def _crossed(key: str, low: float, upper: str, high: float) -> Finding:
+    return Finding(key, f"must be < {upper} = {high:g}, got {low:g}: nothing lies between")
+
+
+def _aggregation(config: RunConfig) -> Iterator[Finding]:
+    learner = config.learner
+    is_scaled = learner.aggregation == "sequence_mean_of_sums_scaled"
+    longest = config.renderer.max_response_tokens
+    if is_scaled and learner.aggregation_scale is None:
+        yield Finding(
+            "learner.aggregation_scale",
+            f"required with learner.aggregation {learner.aggregation!r}; "
+            f"renderer.max_response_tokens = {longest} is the usual choice",
+        )
+    if not is_scaled and learner.aggregation_scale is not None:
+        yield Finding(
+            "learner.aggregation_scale",
+            f"means nothing with learner.aggregation {learner.aggregation!r}; remove it, or take "
+            "'sequence_mean_of_sums_scaled'",
+        )
+
+
+def _samplers(config: RunConfig) -> Iterator[Finding]:
+    """Engine and learner must mean the same distribution where log-probabilities are compared."""
+    sampling, reason = config.sampling, _why_compared(config)
+    if sampling.temperature == 0.0:
+        yield Finding(
+            "sampling.temperature",
+            "must be > 0 in training, got 0.0: greedy tokens carry no probability to learn from; "
+            "1.0 is the usual choice",
+        )
+    if reason is None:
+        return
+    off = {
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, 0),
+        "min_p": (sampling.min_p, 0.0),
+        "repetition_penalty": (sampling.repetition_penalty, 1.0),
+    }
+    for name, (value, neutral) in off.items():
+        if value != neutral:
+            yield Finding(
+                f"sampling.{name}",
+                f"must be {neutral} (off) in training, got {value!r}: {reason} compares learner and "
+                "engine probabilities, and the learner applies the temperature only; "
+                "sharpen with sampling.temperature, or truncate in evaluation.sampling alone",
+            )
+
+
+def _why_compared(config: RunConfig) -> str | None:
+    """The key by which the engine's log-probabilities enter the objective; None without one."""
+    learner = config.learner
+    if learner.loss.kind in BEHAVIOR_WEIGHTED:
+        return f"learner.loss.kind {learner.loss.kind!r}"
+    if learner.corrections:
+        return f"learner.corrections, {learner.corrections[0].kind!r},"
+    if learner.advantage.kind == "vtrace":
+        return "learner.advantage.kind 'vtrace'"
+    if learner.proximal != "recomputed":
+        return f"learner.proximal {learner.proximal!r}"
+    return None
