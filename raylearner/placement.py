@@ -12,7 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import RolloutActivity
 from raylearner.config import resources
+from raylearner.config.checks import notes
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
+from raylearner.config.section import number
 from raylearner.errors import ConfigError, EngineError, RaylearnerError
 from raylearner.observability.spans import Span
 from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
@@ -60,6 +62,8 @@ def resolve(config: RunConfig) -> RunConfig:
     resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
     for decision in resolved.decisions:
         logger.info("%s", decision)
+    for note in notes(resolved.config):
+        logger.warning("%s", note)
     return resolved.config
 
 
@@ -199,7 +203,7 @@ class RolloutFleet:
         actor = RolloutActor.options(
             name=f"{self._sections.run_name}/{actor_id}",
             num_cpus=self._config.cpus_per_actor,
-            num_gpus=self._config.gpus_per_actor,
+            num_gpus=number(self._config.gpus_per_actor),
             max_concurrency=2 * self._config.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
             scheduling_strategy="SPREAD",
         ).remote(actor_id, self._sections, self._model_path, self._replay)

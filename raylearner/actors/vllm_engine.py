@@ -29,6 +29,7 @@ from raylearner.types import (
     WeightUpdate,
 )
 from raylearner.weights import proof
+from raylearner.weights.group import WeightGroup
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -38,6 +39,8 @@ BAN_BIAS = -100.0
 """vLLM's lowest logit bias: part of the distribution sampled from, as are the log-probabilities."""
 ABORT_POLL_S = 0.01
 """Between two attempts to abort requests that vLLM had not registered yet."""
+SHARED_BELOW = 0.5
+"""With a smaller share of a GPU's memory an engine counts on others that start beside it."""
 EXTENSION = "raylearner.weights.receiver.WorkerExtension"
 
 
@@ -54,12 +57,16 @@ class VllmEngine:
         model_path: str,
         seed: int,
         weight_transport: str,
+        actor_id: str = "",
         policy_version: PolicyVersion = 0,
     ) -> None:
+        """`actor_id` is how pushes made for their members name this engine."""
         self._config = config
         self._model_path = model_path
         self._seed = seed
         self._weight_transport = weight_transport
+        self._actor_id = actor_id
+        self._group_key: str | None = None
         self._policy_version = policy_version
         self._llm: AsyncLLM | None = None
         self._failure: str | None = None
@@ -82,7 +89,10 @@ class VllmEngine:
         before = set(vllm_process.children())
         self._log = vllm_process.ErrorLog()
         try:
-            vllm_process.set_environment(kv_cache_gib=self._config.kv_cache_gib)
+            vllm_process.set_environment(
+                kv_cache_gib=self._config.kv_cache_gib,
+                shares_memory=self._weight_transport == "ipc",
+            )
             await asyncio.to_thread(self._create, self._log.configuration())
             await self._initialize()
         except BaseException as error:
@@ -178,6 +188,12 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend=self._weight_transport),
             "worker_extension_cls": EXTENSION,
         }
+        if config.memory_fraction < SHARED_BELOW:
+            arguments |= vllm_process.cache_arguments(
+                self._model_path, memory_fraction=config.memory_fraction
+            )
+        if config.head_dtype == "float32" and config.dtype != "float32":
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
         # Not returned: frames that vLLM keeps would hold the result beyond `close`.
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**(arguments | config.extra_arguments))
@@ -189,7 +205,10 @@ class VllmEngine:
         llm = self._llm
         assert llm is not None
         self._end_token_ids = _end_token_ids(llm)
-        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        # A broadcast's communicator is made at its first push, among all members.
+        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self._weight_transport)
+        if arguments is not None:
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
         await llm.update_weight_version(str(self._policy_version))
 
     def _parameters(self, sampling: Sampling) -> "SamplingParams":
@@ -268,13 +287,17 @@ class VllmEngine:
             raise WeightTransferError(
                 f"weights came by {update.transport!r}, this engine takes {self._weight_transport!r}"
             )
+        if update.transport == "nccl":
+            await self._join(llm, update)
         paused = time.monotonic()
         # Clears prefix, multimodal and encoder caches; running requests start over from their
         # tokens. Nothing is scheduled before the end of the pause, so nothing old is cached anew.
         await llm.pause_generation(mode="keep", clear_cache=update.should_clear_caches)
         started = time.monotonic()
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update.payload)))
+        await llm.update_weights(
+            WeightTransferUpdateRequest(update_info=self._update_arguments(update))
+        )
         await llm.finish_weight_update(str(update.policy_version))
         finished = time.monotonic()
         await llm.resume_generation()
@@ -295,6 +318,28 @@ class VllmEngine:
             update_s=finished - started,
             proof_s=proof_s,
         )
+
+    async def _join(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        """Meet the learner and the other members, unless this is the group of the last push."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        group: WeightGroup = update.payload["group"]
+        if group.key == self._group_key:
+            return
+        if self._group_key is not None:
+            await llm.shutdown_weight_transfer_engine()
+        self._group_key = None
+        arguments = group.receiver_arguments(self._actor_id)
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
+        self._group_key = group.key
+
+    def _update_arguments(self, update: WeightUpdate) -> dict[str, Any]:
+        payload = dict(update.payload)
+        if update.transport == "nccl":
+            del payload["group"]
+        elif update.transport == "ipc":
+            payload["ipc_handles_pickled"] = payload.pop("handles")[self._actor_id]
+        return payload
 
     async def _probe_logprobs(self, probe: Probe) -> list[list[float]]:
         """Log-probabilities of each probe token but the first, past the prefix cache."""

@@ -16,6 +16,9 @@ from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
 
 END_TIMEOUT_S = 5.0
 """How long vLLM's processes may take to end before they are killed."""
+BESIDE_CACHE_BYTES = 2 * 1024**3
+"""Of an engine's share of a GPU: for activations, CUDA's context and graphs."""
+MIN_CACHE_BYTES = 256 * 1024**2
 PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
 """What the command line of a core holds: its title, before that how it was started."""
 EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
@@ -23,7 +26,7 @@ EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
 
 
-def set_environment(*, kv_cache_gib: int) -> None:
+def set_environment(*, kv_cache_gib: int, shares_memory: bool = False) -> None:
     """What vLLM reads from the environment, set before its first import here and in children."""
     import torch
 
@@ -33,6 +36,9 @@ def set_environment(*, kv_cache_gib: int) -> None:
     environment.setdefault("DO_NOT_TRACK", "1")
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if shares_memory:
+        # Handles of the learner's GPU memory are pickled; they come from the learner alone.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if torch.cuda.is_available():
         environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         return
@@ -44,6 +50,23 @@ def set_environment(*, kv_cache_gib: int) -> None:
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def cache_arguments(model_path: str, *, memory_fraction: float) -> dict[str, int]:
+    """The size of the key-value cache of an engine that shares its GPU, for `AsyncEngineArgs`.
+
+    vLLM would measure what is free, and take what others allocate meanwhile for its own use.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    folder = Path(model_path)
+    if not torch.cuda.is_available() or not folder.is_dir():
+        return {}
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    whole = memory_fraction * current_platform.get_device_total_memory(0)
+    size = int(whole - 1.5 * weights) - BESIDE_CACHE_BYTES
+    return {"kv_cache_memory_bytes": size} if size >= MIN_CACHE_BYTES else {}
 
 
 class ErrorLog:

@@ -17,6 +17,7 @@ from raylearner.config.schema import (
     TinyModel,
     VllmEngine,
 )
+from raylearner.config.section import number
 
 MIN_VLLM_HEAD_WIDTH = 32
 """Narrower attention heads are refused by vLLM's CPU kernels at run time."""
@@ -119,18 +120,19 @@ def _lengths(config: RunConfig) -> Iterator[Finding]:
 
 def _layout(config: RunConfig) -> Iterator[Finding]:
     learner, actors = config.learner, config.actors
-    if learner.num_ranks > 1 and learner.gpus_per_rank not in (0, 1):
+    if learner.num_ranks > 1 and learner.gpus_per_rank not in ("auto", 0, 1):
         yield Finding(
             "learner.gpus_per_rank",
-            f"must be 0 or 1 with {learner.num_ranks} ranks, got {learner.gpus_per_rank:g}: "
+            f"must be 0 or 1 with {learner.num_ranks} ranks, got {learner.gpus_per_rank}: "
             "a rank drives one device and shares it with no other rank",
         )
     engine = actors.engine
-    if isinstance(engine, VllmEngine) and 0 < actors.gpus_per_actor < engine.tensor_parallel_size:
+    gpus = number(actors.gpus_per_actor)
+    if isinstance(engine, VllmEngine) and 0 < gpus < engine.tensor_parallel_size > 1:
         yield Finding(
             "actors.gpus_per_actor",
             f"must be >= actors.engine.tensor_parallel_size = {engine.tensor_parallel_size}, "
-            f"got {actors.gpus_per_actor:g}",
+            f"got {gpus:g}",
         )
 
 

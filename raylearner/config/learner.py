@@ -13,6 +13,7 @@ from raylearner.config.critic import CriticSection
 from raylearner.config.kl import KlSection
 from raylearner.config.loss import Aggregation, DecoupledPpo, LossSection
 from raylearner.config.section import (
+    AutoFloat,
     Fraction,
     NaturalInt,
     NonNegativeFloat,
@@ -29,8 +30,8 @@ class LearnerSection(Section):
     """Learner actors, one rank each."""
     cpus_per_rank: NonNegativeFloat = 1.0
     """CPUs that Ray reserves for one rank."""
-    gpus_per_rank: NonNegativeFloat = 0.0
-    """0 trains on the CPU over gloo, 1 over NCCL."""
+    gpus_per_rank: AutoFloat = "auto"
+    """0 trains on the CPU over gloo, 1 over NCCL; auto takes a GPU, or a share of one, where there is one."""
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate; 0 freezes the policy."""
     warmup_steps: NaturalInt = 0
@@ -51,6 +52,14 @@ class LearnerSection(Section):
     """Passes over one take."""
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of forward and backward; masters stay float32 (float64 with float64)."""
+    head_dtype: Literal["compute", "float32"] = "float32"
+    """Precision of logits; float32 adds up products of `compute_dtype` without rounding the sums."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
+    """Kernel for packed sequences; auto takes flash-attn where installed, else torch's own varlen kernel, and SDPA where neither runs."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward recomputes: nothing, all but matrix products and attention, or whole blocks."""
+    should_compile: bool = False
+    """Compiles each transformer block: minutes at the start, faster steps after."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     max_kl: PositiveFloat | None = None

@@ -27,7 +27,7 @@ def derived(config: RunConfig) -> list[tuple[str, str]]:
     return [
         ("rollout actors", _share(actors.num_actors, actors.cpus_per_actor, actors.gpus_per_actor)),
         ("learner ranks", _share(learner.num_ranks, learner.cpus_per_rank, learner.gpus_per_rank)),
-        ("in all", f"{config.cpus_needed:g} CPUs, {config.gpus_needed:g} GPUs"),
+        ("in all", f"{config.cpus_needed:g} CPUs, {_gpus_needed(config)}"),
         ("episodes in flight", f"{in_flight:,} at most"),
         ("episodes per step", f"{episodes:,} trained of {started:,} started"),
         ("tokens per step", f"{episodes * longest:,} at most ({episodes:,} x {longest:,})"),
@@ -130,6 +130,12 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _share(count: int, cpus: float, gpus: float) -> str:
-    each = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+def _gpus_needed(config: RunConfig) -> str:
+    if "auto" in (config.actors.gpus_per_actor, config.learner.gpus_per_rank):
+        return "GPUs as the cluster has them"
+    return f"{config.gpus_needed:g} GPUs"
+
+
+def _share(count: int, cpus: float, gpus: float | str) -> str:
+    each = f"{cpus:g} CPUs" + (f" and {gpus} GPUs" if gpus else "")
     return f"{count} x {each}"

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from raylearner.config.section import (
+    AutoFloat,
     Fraction,
     NaturalInt,
     NonNegativeFloat,
@@ -72,12 +73,14 @@ class VllmEngine(Section):
     kind: Literal["vllm"]
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Engine precision; float32 on CPUs matches the learner to about 1e-6."""
+    head_dtype: Literal["model", "float32"] = "float32"
+    """Precision of logits, as `learner.head_dtype`; `model` is the engine's own."""
     max_model_tokens: PositiveInt = 1024
     """Longest sequence the engine takes."""
     max_sequences: PositiveInt = 64
     """Sequences decoded at once."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory."""
+    """Share of a GPU's memory; an engine on a fraction of a GPU takes that fraction of it."""
     kv_cache_gib: PositiveInt = 1
     """Key-value cache on CPUs, in GiB."""
     tensor_parallel_size: PositiveInt = 1
@@ -128,8 +131,8 @@ class ActorsSection(Section):
     """Episodes in flight per actor."""
     cpus_per_actor: NonNegativeFloat = 1.0
     """CPUs that Ray reserves for one actor."""
-    gpus_per_actor: NonNegativeFloat = 0.0
-    """GPUs of one actor; a fraction puts several engines on one GPU."""
+    gpus_per_actor: AutoFloat = "auto"
+    """GPUs of one actor; a fraction puts several engines on one GPU; auto shares out what there is."""
     max_restarts: NaturalInt = 5
     """Replacements of dead actors before the run ends with the cause."""
     start_timeout_s: PositiveFloat = 600.0

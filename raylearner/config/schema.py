@@ -35,6 +35,7 @@ from raylearner.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    number,
 )
 from raylearner.config.weights import WeightsSection
 
@@ -125,7 +126,7 @@ class RunConfig(Section):
 
     @property
     def gpus_needed(self) -> float:
-        return (
-            self.actors.num_actors * self.actors.gpus_per_actor
-            + self.learner.num_ranks * self.learner.gpus_per_rank
-        )
+        """GPUs of all actors; `auto` counts as none until it is resolved."""
+        return self.actors.num_actors * number(
+            self.actors.gpus_per_actor
+        ) + self.learner.num_ranks * number(self.learner.gpus_per_rank)

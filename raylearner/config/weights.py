@@ -10,15 +10,15 @@ class WeightsSection(Section):
 
     every_steps: PositiveInt = 1
     """Every k-th policy version is published."""
-    transport: Literal["shared_files"] = "shared_files"
-    """`shared_files` writes safetensors to memory-backed storage on one machine."""
+    transport: Literal["auto", "shared_files", "nccl", "ipc"] = "auto"
+    """`nccl` broadcasts between separate GPUs, `ipc` shares memory of one GPU, `shared_files` writes safetensors to memory-backed storage on one machine; auto chooses by where actors are."""
     folder: str = "/dev/shm"
     """Where shared files live; a folder of the run's own is made inside and removed at the end."""
     should_clear_caches: bool = True
     """Running requests are recomputed under the new weights; off keeps stale key-values."""
     deadline_s: PositiveFloat = 120.0
     """An engine that has not acknowledged by then is condemned and replaced."""
-    proof_tolerance: PositiveFloat = 1e-3
-    """Largest |learner - engine| log-probability on the probe prompts."""
+    proof_tolerance: PositiveFloat | Literal["auto"] = "auto"
+    """Largest |learner - engine| log-probability on the probe prompts; auto goes by precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 1 in half precision."""
     num_probe_tokens: PositiveInt = 32
     """Length of a probe prompt."""

@@ -14,26 +14,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-log = logging.getLogger(__name__)
+from raylearner.errors import ConfigError
 
-NAME = "raylearner_packed"
-"""The attention implementation's name in transformers."""
+log = logging.getLogger(__name__)
 
 SHORTEST_TO_LONGEST = 0.75
 """Sequences of one padded call on the CPU differ in length by no more than this ratio."""
 
 Backend = Literal["sdpa", "flash_attn", "varlen"]
 
+HALF = (torch.bfloat16, torch.float16)
 
-@lru_cache(maxsize=4)
-def choose_backend(device_type: str, dtype: torch.dtype) -> Backend:
+
+def choose_backend(
+    device_type: str, dtype: torch.dtype, wanted: Literal["auto"] | Backend = "auto"
+) -> Backend:
     """On GPUs flash-attn where installed, else torch's own varlen kernel; both know half precision
-    only. SDPA everywhere else."""
-    backend: Backend = "sdpa"
-    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        backend = "flash_attn" if find_spec("flash_attn") else "varlen"
+    only. SDPA everywhere else. ConfigError where the one named does not run."""
+    has_kernels = device_type == "cuda" and dtype in HALF
+    backend = wanted
+    if backend == "auto":
+        best: Backend = "flash_attn" if find_spec("flash_attn") else "varlen"
+        backend = best if has_kernels else "sdpa"
+    if backend != "sdpa" and not has_kernels:
+        raise ConfigError(
+            f"learner.attention: {backend!r} runs on GPUs in half precision, not on {device_type} "
+            f"in {dtype}; use sdpa or auto"
+        )
+    if backend == "flash_attn" and not find_spec("flash_attn"):
+        raise ConfigError("learner.attention: flash-attn is not installed; use varlen or auto")
     log.info("packed attention on %s in %s: %s", device_type, dtype, backend)
     return backend
+
+
+def implementation(backend: Backend) -> str:
+    """The attention implementation's name in transformers."""
+    return f"raylearner_{backend}"
 
 
 def packed_attention(
@@ -43,6 +59,7 @@ def packed_attention(
     value: Tensor,  # [1, G, T, D]
     attention_mask: Tensor | None,
     *,
+    backend: Backend = "sdpa",
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -60,9 +77,9 @@ def packed_attention(
     ]
     if unsupported:
         raise ValueError(f"packed attention does not know {', '.join(unsupported)}")
-    backend = BACKENDS[choose_backend(query.device.type, query.dtype)]
     window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
-    out = backend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, window)
+    attend = BACKENDS[backend]
+    out = attend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, window)
     return out.unsqueeze(0), None
 
 
@@ -81,15 +98,12 @@ def _sdpa(
     that of one sequence at a time, without a mask.
     """
     lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+    device = query.device
     is_grouped = key.shape[0] != query.shape[0]
     out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
-    for gather, scatter in _buckets(lengths):
+    for gather, scatter in _buckets(lengths, device):
         size = gather.shape[1]
-        mask = (
-            None
-            if window is None or size <= window
-            else _window_mask(size, window).to(query.device)
-        )
+        mask = None if window is None or size <= window else _window_mask(size, window).to(device)
         attended = F.scaled_dot_product_attention(
             query[:, gather].transpose(0, 1),  # [r, H, size, D]
             key[:, gather].transpose(0, 1),
@@ -106,7 +120,9 @@ def _sdpa(
 
 
 @lru_cache(maxsize=8)
-def _buckets(lengths: tuple[int, ...]) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+def _buckets(
+    lengths: tuple[int, ...], device: torch.device
+) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """Per bucket: which packed token each padded place reads `[r, size]`, and the way back."""
     starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
@@ -120,7 +136,8 @@ def _buckets(lengths: tuple[int, ...]) -> list[tuple[Tensor, tuple[Tensor, Tenso
         gather = starts[chosen, None] + torch.minimum(offsets, ends[:, None] - 1)
         is_real = (offsets < ends[:, None]).flatten()
         padded = is_real.nonzero().squeeze(1)
-        buckets.append((gather, (gather.flatten()[padded], padded)))
+        positions = gather.flatten()[padded].to(device)
+        buckets.append((gather.to(device), (positions, padded.to(device))))
     return buckets
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.loss import SELECTS_TOKENS
@@ -38,11 +38,10 @@ from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
 from raylearner.learner.model import (
     DTYPES,
-    PackedModel,
+    ModelOptions,
     Scores,
-    load_model,
+    load_sharded,
     model_directory,
-    shard,
 )
 from raylearner.learner.objective import (
     choose_tokens,
@@ -116,14 +115,19 @@ class Learner:
         device_mesh = device_mesh or mesh.connect(device=device)
         torch.manual_seed(seed + dist.get_rank())
         self._dtype = torch.float64 if config.compute_dtype == "float64" else torch.float32
-        compute_dtype = DTYPES[config.compute_dtype]
-
-        def load(path: str, *, has_value_head: bool = False) -> PackedModel:
-            model = load_model(path, dtype=self._dtype, chunk_tokens=config.logprob_chunk_tokens)
-            if has_value_head:
-                model.add_value_head()
-            return shard(model, device_mesh, compute_dtype=compute_dtype)
-
+        load = partial(
+            load_sharded,
+            mesh=device_mesh,
+            dtype=self._dtype,
+            compute_dtype=DTYPES[config.compute_dtype],
+            options=ModelOptions(
+                chunk_tokens=config.logprob_chunk_tokens,
+                attention=config.attention,
+                is_head_exact=config.head_dtype == "float32",
+                activation_checkpointing=config.activation_checkpointing,
+                should_compile=config.should_compile,
+            ),
+        )
         trunk = None if config.critic is None else config.critic.trunk
         self._model = load(str(self.model_folder), has_value_head=trunk == "shared")
         self._optimizer = optimizer.make_optimizer(
@@ -194,6 +198,11 @@ class Learner:
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by their transformers names, one by one; every rank must iterate to the end."""
         return self._model.named_weights(DTYPES[dtype])
+
+    @property
+    def causal_lm(self) -> nn.Module:
+        """The transformers model, sharded: its shapes say what a step costs."""
+        return self._model.causal_lm
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and full shapes of what `named_weights` yields, in its order."""

@@ -5,10 +5,13 @@ for all ranks in every call; when one raises or dies, the others are killed, whi
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.config.schema import LearnerSection, WeightsSection
-from raylearner.errors import LearnerDied, LearnerError, RaylearnerError
+from raylearner.config.section import number
+from raylearner.errors import LearnerDied, LearnerError, RaylearnerError, WeightTransferError
 from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, WeightUpdate
+from raylearner.weights.group import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +30,15 @@ GRACE_S = 3.0
 """After one rank failed: time for the others to fail too, so that the first cause can be told."""
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"control": 1})
 class LearnerActor:
     """One rank; delegates to `Learner`. Imports torch in its own process only."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._learner: Any = None
+        self._writer: Any = None
+        self._meter: Any = None
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
@@ -43,28 +50,58 @@ class LearnerActor:
         return ray.util.get_node_ip_address(), free_port()
 
     def start(
-        self, config: LearnerSection, world_size: int, address: str, port: int, **arguments: Any
+        self,
+        config: LearnerSection,
+        weights: Mapping[str, Any],
+        world_size: int,
+        address: str,
+        port: int,
+        **arguments: Any,
     ) -> PolicyVersion:
-        """Join the other ranks and load the model; `arguments` are the `Learner`'s."""
+        """Join the other ranks and load the model; `arguments` are the `Learner`'s, `weights` the
+        `WeightWriter`'s."""
         from raylearner.learner import mesh
         from raylearner.learner.learner import Learner
+        from raylearner.learner.throughput import Meter
+        from raylearner.learner.weight_source import WeightWriter
 
-        device = "cuda" if config.gpus_per_rank else "cpu"
+        device = "cuda" if number(config.gpus_per_rank) else "cpu"
         device_mesh = mesh.connect(
             rank=self._rank, world_size=world_size, address=address, port=port, device=device
         )
         self._learner = Learner(config, device=device, device_mesh=device_mesh, **arguments)
+        self._writer = WeightWriter(self._learner, **weights)
+        self._meter = Meter(self._learner.causal_lm, device=device, num_ranks=world_size)
         return self._learner.policy_version
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def step(self, batch: LearnerBatch) -> StepOutput:
-        return self._learner.step(batch)
+        output = self._learner.step(batch)
+        metrics = dict(output.metrics) | self._meter.measure(
+            batch, step_s=output.metrics["learner/step_s"]
+        )
+        return replace(output, metrics=metrics)
 
-    def write(
-        self, weights: WeightsSection, folder: str, dtype: str, seed: int
-    ) -> WeightUpdate | None:
-        from raylearner.learner.weight_source import write_update
+    def free_port(self) -> int:
+        from raylearner.learner.mesh import free_port
 
-        return write_update(self._learner, weights, folder=folder, dtype=dtype, seed=seed)
+        return free_port()
+
+    def write(self, members: Sequence[str], group: WeightGroup | None) -> WeightUpdate | None:
+        return self._writer.write(members=members, group=group)
+
+    def send(self, group: WeightGroup) -> dict[str, float] | str:
+        return self._writer.send(group)
+
+    def release(self) -> None:
+        self._writer.release()
+
+    @ray.method(concurrency_group="control")
+    def abandon(self) -> None:
+        """Beside the `send` that hangs."""
+        self._writer.abandon()
 
     def save(self, folder: str) -> None:
         self._learner.save(Path(folder))
@@ -81,6 +118,9 @@ class LearnerGroup:
     raised otherwise.
     """
 
+    actor: Any = LearnerActor
+    """The Ray class of a rank; benchmarks put bare senders of weights here."""
+
     def __init__(
         self,
         config: LearnerSection,
@@ -94,9 +134,11 @@ class LearnerGroup:
         dump_folder: Path,
         run_name: str,
         engine_dtype: str,
+        ranks_per_engine: int = 1,
         ray_options: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """`ray_options` are further actor options, one mapping a rank (placement, environment)."""
+        """`ranks_per_engine` is its tensor-parallel size; `ray_options` are further actor options,
+        one mapping a rank (placement, environment)."""
         self._config = config
         self._weights = weights
         self._arguments = {
@@ -107,6 +149,10 @@ class LearnerGroup:
             "reward_weights": reward_weights,
             "dump_folder": dump_folder,
         }
+        self._ranks_per_engine = ranks_per_engine
+        self._group: WeightGroup | None = None
+        self._sending: asyncio.Future[list[Any]] | None = None
+        self._address = ""
         self._seed = seed
         self._run_name = run_name
         self._engine_dtype = engine_dtype
@@ -125,21 +171,30 @@ class LearnerGroup:
         # The suffix tells a restarted rank from the one just killed, whose name lives on a while.
         suffix = uuid.uuid4().hex[:6]
         self._ranks = [
-            LearnerActor.options(
+            self.actor.options(
                 **{
                     "name": f"{self._run_name}/learner-{rank}-{suffix}",
                     "num_cpus": self._config.cpus_per_rank,
-                    "num_gpus": self._config.gpus_per_rank,
+                    "num_gpus": number(self._config.gpus_per_rank),
                     **options,
                 }
             ).remote(rank)
             for rank, options in enumerate(self._ray_options)
         ]
         ((address, port),) = await self._gather([self._ranks[0].meeting_point.remote()])
+        self._address, self._group = address, None
+        weights = {
+            "config": self._weights,
+            "folder": self._folder,
+            "dtype": self._engine_dtype,
+            "seed": self._seed,
+        }
         versions = await self._all(
-            "start", self._config, len(self._ranks), address, port, **self._arguments
+            "start", self._config, weights, len(self._ranks), address, port, **self._arguments
         )
         self._policy_version = versions[0]
+        for rank, pid in enumerate(await self._all("pid")):
+            log.info("learner-%d runs as process %d", rank, pid)
 
     async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
         """One batch a rank, in order."""
@@ -148,20 +203,62 @@ class LearnerGroup:
         self._policy_version = outputs[0].policy_version
         return outputs[0]
 
-    async def write(self, policy_version: PolicyVersion) -> WeightUpdate:
-        """The weights as they are now, `policy_version` or later, with the proof of their arrival."""
-        updates = await self._all(
-            "write", self._weights, self._folder, self._engine_dtype, self._seed
-        )
-        update: WeightUpdate = updates[0]
+    async def write(
+        self, policy_version: PolicyVersion, members: Sequence[str] = ()
+    ) -> WeightUpdate:
+        """The weights as they are now, `policy_version` or later, with the proof of their arrival.
+
+        With `nccl` the ranks begin to send as soon as this returns: the members must receive, and
+        `settle` says how it went.
+        """
+        is_broadcast = self._weights.transport == "nccl"
+        group = await self._meet(members) if is_broadcast else None
+        # Asked for at once: no step may come between what is announced and what is sent.
+        writing = [rank.write.remote(tuple(members), group) for rank in self._ranks]
+        if is_broadcast:
+            sending = [rank.send.remote(group) for rank in self._ranks]
+            self._sending = asyncio.ensure_future(self._gather(sending))
+        update: WeightUpdate = (await self._gather(writing))[0]
         assert update.policy_version >= policy_version, (update.policy_version, policy_version)
         return update
 
-    async def discard(self, update: WeightUpdate) -> None:
-        # Imports torch, which the controller's start-up has no other use for.
-        from raylearner.weights.shared_files import discard_weights
+    async def settle(self, update: WeightUpdate) -> dict[str, float]:
+        """Wait for the end of a broadcast: its timings, or `WeightTransferError`."""
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return {}
+        outcomes = await sending
+        failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if failures:
+            self._group = None
+            raise WeightTransferError(failures[0])
+        return outcomes[0]
 
-        await asyncio.to_thread(discard_weights, update.payload)
+    async def abandon(self, update: WeightUpdate) -> None:
+        """End a broadcast that lost a member; the next one meets anew."""
+        self._group = None
+        if self._weights.transport == "nccl" and self._ranks:
+            with contextlib.suppress(RayActorError):
+                await _resolve(self._ranks[0].abandon.remote())
+
+    async def discard(self, update: WeightUpdate) -> None:
+        if update.transport == "ipc":
+            if self._ranks:
+                await self._all("release")
+        elif update.transport == "shared_files":
+            # Imports torch, which the controller's start-up has no other use for.
+            from raylearner.weights.shared_files import discard_weights
+
+            await asyncio.to_thread(discard_weights, update.payload)
+
+    async def _meet(self, members: Sequence[str]) -> WeightGroup:
+        """The group of the last push while its members stay the same, else a fresh one."""
+        if self._group is None or self._group.members != tuple(members):
+            (port,) = await self._gather([self._ranks[0].free_port.remote()])
+            self._group = WeightGroup.of(
+                members, address=self._address, port=port, ranks_per_member=self._ranks_per_engine
+            )
+        return self._group
 
     async def save(self, folder: Path) -> None:
         await self._all("save", str(folder))

@@ -2,8 +2,13 @@
 
 Legend: `N` scored tokens, `H` hidden width, `V` vocab. Logits exist for one chunk of tokens at a
 time, in the forward and again in the backward; memory is linear in `N` apart from one chunk.
+
+liger-kernel's fused linear losses save the same memory, but give one loss each, whose gradient they
+compute in the forward: no log-probability and no entropy that an objective could use.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,14 +24,20 @@ def chunked_logprobs(
     bias: Tensor | None = None,  # [V]
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    is_exact: bool = True,
+    should_compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of the distribution at `temperature`: `[N]` each.
 
-    Computed in float32, or in float64 where the hidden states are.
+    Computed in float32, or in float64 where the hidden states are. `is_exact` keeps logits in
+    float32 from the matrix product on; otherwise they are rounded to the states' precision first.
+    `should_compile` fuses what is done to a chunk of logits.
     """
     if temperature <= 0:
         raise ValueError(f"temperature: want > 0, got {temperature!r}")
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)  # pyright: ignore[reportReturnType]
+    return _ChunkedLogprobs.apply(  # pyright: ignore[reportReturnType]
+        hidden, weight, bias, targets, temperature, chunk_tokens, is_exact, should_compile
+    )
 
 
 @torch.no_grad()
@@ -42,7 +53,8 @@ def chunked_squared_probs(
     squares = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        squares[chunk] = (2 * _log_softmax(hidden[chunk], weight, bias, temperature)).exp().sum(1)
+        logits = _logits(hidden[chunk], weight, bias, is_exact=True)
+        squares[chunk] = torch.softmax(logits / temperature, -1).square().sum(1)
     return squares
 
 
@@ -50,11 +62,59 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, is_exact: bool
 ) -> Tensor:  # [n, V]
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(_accurate(hidden.dtype))
-    return torch.log_softmax(logits / temperature, dim=-1)
+    accurate = _accurate(hidden.dtype)
+    if not is_exact or hidden.dtype == accurate:
+        return torch.nn.functional.linear(hidden, weight, bias).to(accurate)
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=accurate)
+    else:
+        logits = torch.mm(hidden.to(accurate), weight.to(accurate).t())
+    return logits if bias is None else logits.add_(bias)
+
+
+def _measure(
+    logits: Tensor,  # [n, V]
+    targets: Tensor,  # [n]
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, entropy and log-sum of exponentials: `[n]` each."""
+    scores = logits / temperature
+    total = scores.logsumexp(1)
+    logprobs = scores.gather(1, targets[:, None]).squeeze(1) - total
+    scores = scores - total[:, None]
+    return logprobs, -(scores.exp() * scores).sum(1), total
+
+
+def _grad_logits(
+    logits: Tensor,  # [n, V]
+    targets: Tensor,  # [n]
+    total: Tensor,  # [n]
+    entropy: Tensor,  # [n]
+    grad_logprobs: Tensor,  # [n]
+    grad_entropy: Tensor,  # [n]
+    temperature: float,
+) -> Tensor:  # [n, V]
+    """d logp/dz = onehot - p; dH/dz = -p (log p + H); z are the logits over temperature."""
+    scores = logits / temperature - total[:, None]
+    factor = (scores + entropy[:, None]) * grad_entropy[:, None] + grad_logprobs[:, None]
+    grad = -(scores.exp() * factor) / temperature
+    return grad.scatter_add(1, targets[:, None], (grad_logprobs / temperature)[:, None])
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Summed in full precision: bfloat16 would lose what single chunks add."""
+    accurate = _accurate(left.dtype)
+    if left.is_cuda and left.dtype != accurate:
+        return torch.mm(left, right, out_dtype=accurate)
+    return left @ right
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -67,47 +127,51 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_tokens: int,
+        is_exact: bool,
+        should_compile: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
-        entropy = torch.empty_like(logprobs)
+        entropy, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        measure = _compiled(_measure) if should_compile else _measure
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            scores = _log_softmax(hidden[chunk], weight, bias, temperature)
-            logprobs[chunk] = scores.gather(1, targets[chunk, None]).squeeze(1)
-            entropy[chunk] = -(scores.exp() * scores).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+            logits = _logits(hidden[chunk], weight, bias, is_exact)
+            logprobs[chunk], entropy[chunk], total[chunk] = measure(
+                logits, targets[chunk], temperature
+            )
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, total)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.is_exact, ctx.should_compile = is_exact, should_compile
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d logp/dz = onehot - p; dH/dz = -p (log p + H); z are the logits over temperature."""
         grad_logprobs, grad_entropy = grads
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, total = ctx.saved_tensors
+        grad_of = _compiled(_grad_logits) if ctx.should_compile else _grad_logits
         grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks in full precision: bfloat16 would lose the small ones.
         grad_weight = weight.new_zeros(weight.shape, dtype=_accurate(weight.dtype))
         grad_bias = None if bias is None else grad_weight.new_zeros(len(bias))
         for start in range(0, len(hidden), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            scores = _log_softmax(hidden[chunk], weight, bias, ctx.temperature)
-            probabilities = scores.exp()
-            factor = scores.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None])
-            factor = factor.add_(grad_logprobs[chunk, None])
-            grad_logits = probabilities.mul_(factor).neg_()
-            grad_logits.scatter_add_(1, targets[chunk, None], grad_logprobs[chunk, None])
-            grad_logits.div_(ctx.temperature)
+            grad_logits = grad_of(
+                _logits(hidden[chunk], weight, bias, ctx.is_exact),
+                targets[chunk],
+                total[chunk],
+                entropy[chunk],
+                grad_logprobs[chunk],
+                grad_entropy[chunk],
+                ctx.temperature,
+            )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[chunk]
+            grad_weight += _product(grad_logits.t(), hidden[chunk])
         return (
             grad_hidden,
             grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )

@@ -1,18 +1,26 @@
-"""The learner's side of a push: full weights written once, with the proof that they must meet."""
+"""The learner's side of a push: full weights on their way, with the proof that they must meet."""
 
 import json
+import logging
+import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raylearner.config.resources import TOLERANCE_CPU
 from raylearner.config.schema import WeightsSection
+from raylearner.errors import WeightTransferError
 from raylearner.types import PolicyVersion, Probe, WeightUpdate
+from raylearner.weights.group import WeightGroup
 from raylearner.weights.proof import probe_tokens
 from raylearner.weights.shared_files import write_weights
+
+log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -26,45 +34,133 @@ class WeightSource(Protocol):
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]: ...
 
+    def weight_shapes(self) -> Sequence[tuple[str, tuple[int, ...]]]: ...
+
     def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
+
+
+class WeightWriter:
+    """One rank's side of all pushes, whatever the transport; promises the order of collectives."""
+
+    def __init__(
+        self, source: WeightSource, config: WeightsSection, *, folder: str, dtype: str, seed: int
+    ) -> None:
+        """`dtype` is the engines' precision, `folder` holds shared files, `seed` makes probes."""
+        self._source = source
+        self._config = config
+        self._transport = "shared_files" if config.transport == "auto" else config.transport
+        self._folder = folder
+        self._dtype = dtype
+        self._seed = seed
+        self._sender: Any = None
+        self._share: Any = None
+
+    def write(
+        self, *, members: Sequence[str] = (), group: WeightGroup | None = None
+    ) -> WeightUpdate | None:
+        """Every rank gathers and probes; rank 0 returns the update.
+
+        With `nccl` nothing travels yet: `send` must follow, while the members receive.
+        """
+        version = self._source.policy_version
+        started = time.monotonic()
+        payload = self._payload(version, members, group)
+        probe = self._probe(version)
+        log.info("policy version %d written in %.3f s", version, time.monotonic() - started)
+        if dist.get_rank() != 0:
+            return None
+        return WeightUpdate(
+            policy_version=version,
+            transport=self._transport,
+            payload=payload,
+            probe=probe,
+            should_clear_caches=self._config.should_clear_caches,
+            is_collective=self._transport != "shared_files",
+        )
+
+    def send(self, group: WeightGroup) -> dict[str, float] | str:
+        """Broadcast to the group: timings, or why it broke off; the learner is unharmed by that."""
+        try:
+            return self._nccl().send(group, deadline_s=self._config.deadline_s)
+        except WeightTransferError as error:
+            return str(error)
+
+    def abandon(self) -> None:
+        """End a `send` that hangs; called from another thread."""
+        if self._sender is not None:
+            self._sender.abandon()
+
+    def release(self) -> None:
+        """Free what was kept on this GPU for the last push."""
+        if self._share is not None:
+            self._share.release()
+
+    def _payload(
+        self, version: PolicyVersion, members: Sequence[str], group: WeightGroup | None
+    ) -> dict[str, Any]:
+        dtype = getattr(torch, self._dtype)
+        if self._transport == "nccl":
+            assert group is not None, "a broadcast needs its group"
+            shapes = self._source.weight_shapes()
+            return {
+                "group": group,
+                "names": [name for name, _ in shapes],
+                "dtype_names": [self._dtype] * len(shapes),
+                "shapes": [list(shape) for _, shape in shapes],
+            }
+        weights = self._source.named_weights(self._dtype)
+        if dist.get_rank() != 0:
+            for _ in weights:
+                pass
+            return {}
+        if self._transport == "ipc":
+            from raylearner.weights.ipc import IpcShare
+
+            self._share = self._share or IpcShare()
+            return self._share.share(weights, dtype, members=members)
+        return write_weights(weights, self._folder, version, dtype)
+
+    def _probe(self, version: PolicyVersion) -> Probe:
+        vocab_size, special = vocabulary(self._source.model_folder)
+        token_ids = probe_tokens(
+            seed=self._seed,
+            policy_version=version,
+            vocab_size=vocab_size,
+            special_token_ids=special,
+            num_tokens=self._config.num_probe_tokens,
+        )
+        logprobs = self._source.probe_logprobs(token_ids)
+        tolerance = self._config.proof_tolerance
+        if tolerance == "auto":
+            tolerance = TOLERANCE_CPU
+        return Probe(
+            token_ids=token_ids,
+            logprobs=tuple(tuple(row) for row in logprobs),
+            tolerance=tolerance,
+        )
+
+    def _nccl(self) -> Any:
+        if self._sender is None:
+            # Imports vLLM, which no other transport needs in the learner.
+            from raylearner.weights.nccl import LayerSource, NcclSender
+
+            source = LayerSource(
+                self._source.weight_shapes(),
+                lambda: self._source.named_weights(self._dtype),
+                getattr(torch, self._dtype),
+            )
+            self._sender = NcclSender(source, rank=dist.get_rank())
+        return self._sender
 
 
 def write_update(
     source: WeightSource, config: WeightsSection, *, folder: str, dtype: str, seed: int
 ) -> WeightUpdate | None:
-    """Every rank gathers and probes; rank 0 writes in `dtype` and returns the update."""
-    version = source.policy_version
-    payload: dict[str, object] = {}
-    if dist.get_rank() == 0:
-        weights = source.named_weights(dtype)
-        payload = write_weights(weights, folder, version, getattr(torch, dtype))
-    else:
-        for _ in source.named_weights(dtype):
-            pass
-    vocab_size, special = vocabulary(source.model_folder)
-    token_ids = probe_tokens(
-        seed=seed,
-        policy_version=version,
-        vocab_size=vocab_size,
-        special_token_ids=special,
-        num_tokens=config.num_probe_tokens,
-    )
-    logprobs = source.probe_logprobs(token_ids)
-    if dist.get_rank() != 0:
-        return None
-    return WeightUpdate(
-        policy_version=version,
-        transport=config.transport,
-        payload=payload,
-        probe=Probe(
-            token_ids=token_ids,
-            logprobs=tuple(tuple(row) for row in logprobs),
-            tolerance=config.proof_tolerance,
-        ),
-        should_clear_caches=config.should_clear_caches,
-    )
+    """One push by shared files, outside of a run."""
+    return WeightWriter(source, config, folder=folder, dtype=dtype, seed=seed).write()
 
 
+@lru_cache(maxsize=1)
 def vocabulary(model_folder: Path) -> tuple[int, frozenset[int]]:
     """Token ids that have a text, counted, and the special ones among them."""
     size = int(json.loads((model_folder / "config.json").read_text())["vocab_size"])

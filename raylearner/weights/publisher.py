@@ -9,25 +9,35 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from raylearner.errors import WeightTransferError
 from raylearner.types import PolicyVersion, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
-Write = Callable[[PolicyVersion], Awaitable[WeightUpdate]]
+Write = Callable[[PolicyVersion, Sequence[str]], Awaitable[WeightUpdate]]
 Receive = Callable[[WeightUpdate], Awaitable[WeightReceipt]]
 Discard = Callable[[WeightUpdate], Awaitable[None]]
+Settle = Callable[[WeightUpdate], Awaitable[Mapping[str, float]]]
 OnCondemned = Callable[[str, WeightTransferError], None]
+
+BROKEN_GRACE_S = 5.0
+"""In a push that all members take together: time for the others to fail too once one has failed."""
 
 
 class Publisher:
     """Owns the membership and the last update; promises one push at a time, the last asked for last.
 
-    `write(policy_version)` may return a later version than asked for: an update's own
+    `write(policy_version, members)` may return a later version than asked for: an update's own
     `policy_version` is what it holds. The last update stays available for joiners; the one before
     it is discarded once every member has acknowledged or been condemned.
+
+    A collective update is made for the members of one push: the learner sends while they receive,
+    and `settle` tells how that went. It cannot outlive the loss of a member: `abandon` ends the
+    learner's side, whoever is left hanging is condemned as well, and the next push meets anew. It
+    is of no use to joiners, who get a push of their own.
     """
 
     def __init__(
@@ -37,7 +47,13 @@ class Publisher:
         discard: Discard,
         on_condemned: OnCondemned,
         deadline_s: float,
+        settle: Settle | None = None,
+        abandon: Discard | None = None,
     ) -> None:
+        self._settle = settle
+        self._abandon = abandon
+        self._pushing = asyncio.Lock()
+        self._broken: set[str] = set()
         self._write = write
         self._discard = discard
         self._on_condemned = on_condemned
@@ -86,6 +102,9 @@ class Publisher:
         """Bring a joiner to the current version, then count it; what it raises is the caller's."""
         if actor_id in self._members:
             raise ValueError(f"{actor_id!r} is a member already")
+        if self._last is not None and self._last.is_collective:
+            await self._admit_alone(actor_id, receive, self._last.policy_version)
+            return
         received: WeightUpdate | None = None
         while self._last is not None and self._last is not received:
             update = self._last
@@ -124,9 +143,9 @@ class Publisher:
             await asyncio.wait([self._running])
             self._running = None
         self._members.clear()
-        if self._last is not None:
+        if self._last is not None and not self._last.is_collective:
             self._stale.append(self._last)
-            self._last = None
+        self._last = None
         await self._discard_stale()
 
     def _raise_failure(self) -> None:
@@ -141,11 +160,36 @@ class Publisher:
             if waiting != self._published:
                 await self._push(waiting)
 
+    async def _admit_alone(
+        self, actor_id: str, receive: Receive, policy_version: PolicyVersion
+    ) -> None:
+        async with self._pushing:
+            update = await self._write(policy_version, (actor_id,))
+            received = asyncio.create_task(
+                self._acknowledged(actor_id, receive(update), update), name="admit"
+            )
+            settled = asyncio.create_task(self._settled(update), name="settle")
+            try:
+                await asyncio.gather(received, settled)
+            except BaseException:
+                if self._abandon is not None:
+                    await self._abandon(update)
+                raise
+            finally:
+                received.cancel()
+                settled.cancel()
+                await self._discard(update)
+            self.add(actor_id, receive)
+
     async def _push(self, policy_version: PolicyVersion) -> None:
+        async with self._pushing:
+            await self._push_alone(policy_version)
+
+    async def _push_alone(self, policy_version: PolicyVersion) -> None:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_s):
-                update = await self._write(policy_version)
+                update = await self._write(policy_version, tuple(self._members))
         except TimeoutError as error:
             raise WeightTransferError(
                 f"the learner did not write policy version {policy_version} within "
@@ -156,15 +200,14 @@ class Publisher:
                 f"the learner wrote policy version {update.policy_version}, asked for {policy_version}"
             )
         write_s = time.monotonic() - started
-        if self._last is not None:
+        if self._last is not None and not self._last.is_collective:
             self._stale.append(self._last)
         self._last = update
-        members = dict(self._members)
-        outcomes = await asyncio.gather(
-            *(self._receipt(actor_id, receive, update) for actor_id, receive in members.items())
-        )
+        outcomes, timings = await self._deliver(update, dict(self._members))
         receipts = [outcome for outcome in outcomes if isinstance(outcome, WeightReceipt)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, WeightTransferError)]
+        if update.is_collective:
+            await self._discard(update)
         await self._discard_stale()
         self._metrics = {
             "weights/publish_s": time.monotonic() - started,
@@ -174,6 +217,7 @@ class Publisher:
             "weights/proof_s": max((r.proof_s for r in receipts), default=0.0),
             "weights/proof_gap": max((r.proof_gap for r in receipts), default=0.0),
             "weights/num_engines": float(len(receipts)),
+            **timings,
         }
         if errors and not receipts:
             raise WeightTransferError(
@@ -181,6 +225,77 @@ class Publisher:
                 f"the first: {errors[0]}"
             ) from errors[0]
         self._published = update.policy_version
+
+    async def _deliver(
+        self, update: WeightUpdate, members: Mapping[str, Receive]
+    ) -> tuple[list[WeightReceipt | WeightTransferError | None], Mapping[str, float]]:
+        """What became of each member, and the timings of the learner's side."""
+        receipts = {
+            actor_id: asyncio.create_task(self._receipt(actor_id, receive, update))
+            for actor_id, receive in members.items()
+        }
+        settled = asyncio.create_task(self._settled(update), name="settle")
+        tasks: set[asyncio.Task[Any]] = {settled, *receipts.values()}
+        try:
+            await self._wait_for_all(update, tasks, receipts, settled)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        outcomes = [task.result() for task in receipts.values()]
+        if settled.cancelled():
+            raise WeightTransferError(
+                f"the learner did not end the push of policy version {update.policy_version}"
+            )
+        error = settled.exception()
+        if error is not None and not isinstance(error, WeightTransferError):
+            raise error
+        if error is not None:
+            logger.warning("policy version %d: %s", update.policy_version, error)
+            return outcomes, {}
+        return outcomes, settled.result()
+
+    async def _wait_for_all(
+        self,
+        update: WeightUpdate,
+        pending: set[asyncio.Task[Any]],
+        receipts: Mapping[str, asyncio.Task[Any]],
+        settled: asyncio.Task[Mapping[str, float]],
+    ) -> None:
+        """Until all have ended, or a collective push is broken and its grace is over."""
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            has_failed = any(
+                task.exception() is not None
+                or not isinstance(task.result(), WeightReceipt | Mapping)
+                for task in done
+            )
+            is_sent = settled.done() and settled.exception() is None
+            if not (update.is_collective and has_failed) or is_sent:
+                continue
+            if self._abandon is not None:
+                await self._abandon(update)
+            if pending:
+                _, pending = await asyncio.wait(pending, timeout=BROKEN_GRACE_S)
+            for actor_id, task in receipts.items():
+                if task in pending and (receiving := self._receiving.get(actor_id)) is not None:
+                    self._broken.add(actor_id)
+                    receiving.cancel()
+            if pending:
+                await asyncio.wait(pending, timeout=BROKEN_GRACE_S)
+            return
+
+    async def _settled(self, update: WeightUpdate) -> Mapping[str, float]:
+        if self._settle is None or not update.is_collective:
+            return {}
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._settle(update)
+        except TimeoutError as error:
+            raise WeightTransferError(
+                f"the learner did not send policy version {update.policy_version} within "
+                f"{self._deadline_s:g} s"
+            ) from error
 
     async def _receipt(
         self, actor_id: str, receive: Receive, update: WeightUpdate
@@ -193,9 +308,16 @@ class Publisher:
         finally:
             del self._receiving[actor_id]
             receiving.cancel()
+        is_broken = actor_id in self._broken
+        self._broken.discard(actor_id)
         if self._members.get(actor_id) is not receive:
             return None
         try:
+            if is_broken and receiving.cancelled():
+                raise WeightTransferError(
+                    f"{actor_id} was left hanging when another member of the push of policy version "
+                    f"{update.policy_version} failed"
+                )
             return receiving.result()
         except WeightTransferError as error:
             logger.warning("%s is condemned: %s", actor_id, error)

@@ -157,7 +157,7 @@ actors:
         f"{path}:14 replay.max_staleness: must be >= 0, got -1",
         f"{path}:15 replay.learning_rate: unknown key; did you mean 'learner.learning_rate'?",
         f"{path}:19 actors.engine.frobnicate: unknown key; valid here: kind, dtype, "
-        "max_model_tokens, max_sequences, memory_fraction, kv_cache_gib, tensor_parallel_size, "
+        "head_dtype, max_model_tokens, max_sequences, memory_fraction, kv_cache_gib, tensor_parallel_size, "
         "is_eager, extra_arguments",
         "override learner.loss.clip_high=no: must be a number, got 'no'",
         "override nonsense: must read section.key=value",

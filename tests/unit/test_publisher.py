@@ -1,13 +1,14 @@
 """The publisher: one push at a time, the newest waits, whoever fails is condemned alone."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from raylearner.errors import WeightTransferError
 from raylearner.types import Probe, WeightReceipt, WeightUpdate
+from raylearner.weights import publisher
 from raylearner.weights.publisher import Publisher
 
 PROBE = Probe(token_ids=((1, 2),), logprobs=((-1.0,),), tolerance=1e-3)
@@ -58,7 +59,7 @@ class Lab:
             deadline_s=deadline_s,
         )
 
-    async def write(self, policy_version: int) -> WeightUpdate:
+    async def write(self, policy_version: int, members: Sequence[str]) -> WeightUpdate:
         await self.write_gate.wait()
         version = self.learner_version if self.learner_version is not None else policy_version
         self.written.append(version)
@@ -299,3 +300,106 @@ async def test_close_ends_a_running_push() -> None:
     await lab.publisher.close()
     assert stuck.was_cancelled
     assert lab.discarded == [1]
+
+
+class Collective(Lab):
+    """Every update is made for the members of its push; the learner sends until told to stop."""
+
+    def __init__(self, *, deadline_s: float = 5.0) -> None:
+        super().__init__(deadline_s=deadline_s)
+        self.groups: list[tuple[str, ...]] = []
+        self.num_abandoned = 0
+        self.is_sent = asyncio.Event()
+        self.is_sent.set()
+        self.is_abandoned = asyncio.Event()
+        self.publisher = Publisher(
+            write=self.write,
+            discard=self.discard,
+            settle=self.settle,
+            abandon=self.abandon,
+            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: str(error)}),
+            deadline_s=deadline_s,
+        )
+
+    async def write(self, policy_version: int, members: Sequence[str]) -> WeightUpdate:
+        self.groups.append(tuple(members))
+        self.is_abandoned.clear()
+        update = await super().write(policy_version, members)
+        return replace(update, is_collective=True)
+
+    async def settle(self, update: WeightUpdate) -> dict[str, float]:
+        waits = [asyncio.create_task(e.wait()) for e in (self.is_sent, self.is_abandoned)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if self.is_abandoned.is_set():
+            raise WeightTransferError("abandoned")
+        return {"weights/send_s": 1.0}
+
+    async def abandon(self, update: WeightUpdate) -> None:
+        self.num_abandoned += 1
+        self.is_abandoned.set()
+
+
+async def test_a_collective_push_reports_what_the_learner_measured() -> None:
+    lab = Collective()
+    lab.add("a")
+    lab.add("b")
+    await lab.publisher.publish(1)
+    assert lab.publisher.metrics["weights/send_s"] == 1.0
+    assert lab.groups == [("a", "b")]
+    assert lab.discarded == [1]
+
+
+async def test_a_member_that_fails_breaks_a_collective_push_and_the_next_meets_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher, "BROKEN_GRACE_S", 0.05)
+    lab = Collective()
+    lab.is_sent.clear()
+    lab.add("failing", fault=RuntimeError("gone"))
+    hanging = lab.add("hanging", is_open=False)
+    with pytest.raises(WeightTransferError, match="reached none"):
+        await lab.publisher.publish(1)
+    assert set(lab.condemned) == {"failing", "hanging"}
+    assert "left hanging" in lab.condemned["hanging"]
+    assert hanging.was_cancelled
+    assert lab.num_abandoned == 1
+    lab.is_sent.set()
+    lab.add("new")
+    await lab.publisher.publish(2)
+    assert lab.groups[-1] == ("new",)
+    assert lab.publisher.policy_version == 2
+
+
+async def test_a_failed_proof_after_the_weights_arrived_condemns_only_its_engine() -> None:
+    lab = Collective()
+    lab.add("failing", fault=WeightTransferError("proof failed"))
+    slow = lab.add("slow", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: "failing" in lab.condemned)
+    slow.gate.set()
+    await lab.publisher.settle()
+    assert set(lab.condemned) == {"failing"}
+    assert lab.num_abandoned == 0
+
+
+async def test_a_joiner_of_collective_pushes_gets_one_of_its_own() -> None:
+    lab = Collective()
+    lab.add("a")
+    await lab.publisher.publish(1)
+    joiner = lab.receiver()
+    await lab.publisher.admit("b", joiner.receive)
+    assert lab.groups == [("a",), ("b",)]
+    assert joiner.versions == [1]
+    await lab.publisher.publish(2)
+    assert lab.groups[-1] == ("a", "b")
+
+
+async def test_a_joiner_that_fails_is_not_admitted_and_hurts_nobody() -> None:
+    lab = Collective()
+    lab.add("a")
+    await lab.publisher.publish(1)
+    joiner = lab.receiver(fault=RuntimeError("gone"))
+    with pytest.raises(WeightTransferError, match="gone"):
+        await lab.publisher.admit("b", joiner.receive)
+    await lab.publisher.publish(2)
+    assert lab.groups[-1] == ("a",)

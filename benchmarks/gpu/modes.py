@@ -1,0 +1,76 @@
+"""Asynchronous against synchronous on the same GPUs: the stories of `benchmarks/stories.py`.
+
+`async` and `sync` give the learner a GPU of its own and the engines the others; `colocated` is
+synchronous too, but learner and engines share every GPU. One learner rank in all of them.
+"""
+
+import time
+from typing import Any
+
+from benchmarks.gpu.common import Result, parser, visible_gpus
+from benchmarks.gpu.training import Run, summary
+from benchmarks.stories import config, write_prompts
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--mode", choices=("async", "sync", "colocated"), required=True)
+    args.add_argument("--engines-per-gpu", type=int, default=4)
+    args.add_argument("--seconds", type=float, default=45, help="after the first step")
+    args.add_argument("--eager", action="store_true")
+    arguments = args.parse_args()
+    cpu, mode = arguments.cpu, arguments.mode
+    result = Result(arguments.out, f"modes_{mode}")
+    prompts = write_prompts(
+        arguments.out / f"modes_{mode}.jsonl",
+        num_prompts=4000,
+        shortest=3 if cpu else 30,
+        longest=30 if cpu else 600,
+    )
+    num_gpus = max(1, len(visible_gpus()))
+    per_gpu = arguments.engines_per_gpu
+    sections: dict[str, dict[str, Any]] = {}
+    if cpu:
+        engines = 1
+        sections["cluster"] = {"num_cpus": 4}
+    elif mode == "colocated" or num_gpus == 1:
+        # Whole shares: on one of the GPUs the learner takes the place of an engine.
+        share = round(int(100 / (per_gpu + 1) / 5) * 5 / 100, 2)
+        engines = num_gpus * int(1 / share) - 1
+        sections["learner"] = {"gpus_per_rank": share}
+    else:
+        share = round(int(100 / per_gpu / 5) * 5 / 100, 2)
+        engines = (num_gpus - 1) * per_gpu
+    groups = 1 if cpu else 16
+    found = config(
+        prompts,
+        model=arguments.model,
+        num_steps=2 if cpu else 100_000,
+        engines=engines,
+        max_staleness=4 if mode == "async" else 0,
+        groups_per_step=groups,
+        cpu=cpu,
+        graphs=not arguments.eager,
+        **sections,
+    )
+    if not cpu:
+        found["actors"]["gpus_per_actor"] = share
+        found["actors"]["engine"]["memory_fraction"] = round(0.8 * share, 3)
+        found["actors"]["max_concurrent_episodes"] = 64
+    started = time.monotonic()
+    run = Run(arguments.out / f"modes_{mode}-run", found, cpu=cpu)
+
+    def enough(metrics: list[dict[str, Any]]) -> bool:
+        return bool(metrics) and metrics[-1]["time_s"] - metrics[0]["time_s"] > arguments.seconds
+
+    code = run.wait(timeout_s=500 if cpu else 260, enough=None if cpu else enough)
+    result.add(mode=mode, engines=engines, exit_code=code, total_s=time.monotonic() - started)
+    result.add(tail=run.tail())
+    numbers = summary(run.metrics(), skip=0 if cpu else 3, trajectories_per_step=8 * groups)
+    result.add(**numbers)
+    if code == 0 and numbers["num_steps"] > 1:
+        result.done()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""Weight pushes to running engines, through the publisher that a run uses, at a model's real size.
+
+`--size 2.3B --learners 1 --engines 1` takes as many GPUs as both together (an engine on `--tensor`
+GPUs). Learner ranks hold float32 shards and send bfloat16; each engine has 256 requests in flight.
+On the CPU weights travel by shared files instead.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from benchmarks.gpu.common import Result, environment, mean, model_folder, parser
+from raylearner.config.schema import LearnerSection, VllmEngine, WeightsSection
+from raylearner.errors import WeightTransferError
+from raylearner.learner.learner_actor import LearnerGroup
+from raylearner.types import Sampling, WeightReceipt, WeightUpdate
+from raylearner.weights.group import WeightGroup
+from raylearner.weights.publisher import Publisher
+
+PROMPT_TOKENS = 200
+
+
+class BareLearner:
+    """A sharded model with random weights, which change a little with every version."""
+
+    def __init__(self, model_path: str, *, device: str, group: Any) -> None:
+        import torch
+
+        from raylearner.learner.model import ModelOptions, load_sharded
+
+        self.model_folder = Path(model_path)
+        self.policy_version = 0
+        self._device = device
+        self._model = load_sharded(
+            model_path,
+            group,
+            dtype=torch.float32,
+            compute_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+            options=ModelOptions(),
+            random_seed=0,
+        ).requires_grad_(False)
+
+    def change(self) -> int:
+        import torch
+
+        from raylearner.learner.optimizer import local
+
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                local(parameter).mul_(1.001)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        self.policy_version += 1
+        return self.policy_version
+
+    def named_weights(self, dtype: str) -> Iterator[tuple[str, Any]]:
+        from raylearner.learner.model import DTYPES
+
+        return self._model.named_weights(DTYPES[dtype])
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return self._model.weight_shapes()
+
+    def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        import numpy as np
+        import torch
+
+        from raylearner.learner.micro_batch import PackedTokens
+
+        tokens = PackedTokens.of(
+            [np.asarray(ids, np.int64) for ids in token_ids],
+            [np.arange(len(ids)) > 0 for ids in token_ids],
+            device=self._device,
+        )
+        with torch.no_grad():
+            scores = self._model(
+                tokens.input_ids,
+                tokens.position_ids,
+                tokens.cu_seqlens,
+                tokens.max_length,
+                tokens.scored,
+                1.0,
+            )
+        self._model.reshard()
+        return [row[1:].tolist() for row in scores.logprobs.split([len(i) for i in token_ids])]
+
+
+@ray.remote(concurrency_groups={"control": 1})
+class PushActor:
+    """One learner rank, as `LearnerActor` but for what it holds."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def meeting_point(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), self.free_port()
+
+    def free_port(self) -> int:
+        from raylearner.learner.mesh import free_port
+
+        return free_port()
+
+    def start(
+        self,
+        config: LearnerSection,
+        weights: Mapping[str, Any],
+        world_size: int,
+        address: str,
+        port: int,
+        *,
+        model_path: str,
+        **unused: Any,
+    ) -> int:
+        from raylearner.learner import mesh
+        from raylearner.learner.weight_source import WeightWriter
+
+        device = "cuda" if config.gpus_per_rank else "cpu"
+        group = mesh.connect(
+            rank=self._rank, world_size=world_size, address=address, port=port, device=device
+        )
+        self._learner = BareLearner(model_path, device=device, group=group)
+        self._writer = WeightWriter(self._learner, **weights)
+        return 0
+
+    def pid(self) -> int:
+        return 0
+
+    def change(self) -> int:
+        return self._learner.change()
+
+    def write(self, members: Sequence[str], group: WeightGroup | None) -> WeightUpdate | None:
+        return self._writer.write(members=members, group=group)
+
+    def send(self, group: WeightGroup) -> dict[str, float] | str:
+        return self._writer.send(group)
+
+    @ray.method(concurrency_group="control")
+    def abandon(self) -> None:
+        self._writer.abandon()
+
+    def peak_gib(self) -> float:
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+class PushGroup(LearnerGroup):
+    actor = PushActor
+
+    async def change(self) -> int:
+        versions = await self._all("change")
+        self._policy_version = versions[0]
+        return versions[0]
+
+    async def peak_gib(self) -> float:
+        return max(await self._all("peak_gib"))
+
+
+@ray.remote
+class EngineActor:
+    """One engine and its load."""
+
+    def __init__(self, name: str, model_path: str, section: VllmEngine, transport: str) -> None:
+        from raylearner.actors.vllm_engine import VllmEngine as Engine
+
+        self._engine = Engine(
+            section, model_path=model_path, seed=0, weight_transport=transport, actor_id=name
+        )
+        self._load: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def receive(self, update: WeightUpdate) -> WeightReceipt:
+        return await self._engine.receive(update)
+
+    async def begin(self, num_requests: int, num_tokens: int) -> None:
+        sampling = Sampling(max_tokens=num_tokens)
+        prompts = [
+            [1 + (7 * i + j) % 1000 for j in range(PROMPT_TOKENS)] for i in range(num_requests)
+        ]
+        self._load = [
+            asyncio.create_task(self._engine.generate(prompt, sampling)) for prompt in prompts
+        ]
+
+    async def finish(self) -> dict[str, float]:
+        """Tokens sampled, and how many were computed again because weights had changed."""
+        completions = await asyncio.gather(*self._load)
+        again = 0
+        for completion in completions:
+            versions = completion.policy_versions
+            changes = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
+            again += sum(PROMPT_TOKENS + i for i in changes)
+        return {
+            "sampled_tokens": sum(len(c.token_ids) for c in completions),
+            "recomputed_tokens": again,
+            "requests_of_two_versions": sum(len(set(c.policy_versions)) > 1 for c in completions),
+        }
+
+    async def stop(self) -> None:
+        await self._engine.close()
+
+
+async def run(arguments: Any, result: Result) -> None:
+    cpu = arguments.cpu
+    transport = "shared_files" if cpu else "nccl"
+    dtype = "float32" if cpu else "bfloat16"
+    folder = str(model_folder(arguments.out, arguments.size, tokenizer=arguments.model))
+    section = VllmEngine(
+        kind="vllm",
+        dtype=dtype,
+        max_model_tokens=256 if cpu else 2048,
+        max_sequences=8 if cpu else 256,
+        memory_fraction=0.8,
+        tensor_parallel_size=arguments.tensor,
+        extra_arguments={"load_format": "dummy"},
+    )
+    weights = WeightsSection(
+        transport=transport, deadline_s=120, proof_tolerance=1e-3 if cpu else 2.0
+    )
+    learner = PushGroup(
+        LearnerSection(
+            num_ranks=arguments.learners, gpus_per_rank=0 if cpu else 1, cpus_per_rank=0.5
+        ),
+        weights=weights,
+        model_path=folder,
+        temperature=1.0,
+        num_steps=1,
+        seed=0,
+        run_name="pushes",
+        reward_weights={},
+        dump_folder=arguments.out / "dumps",
+        engine_dtype=dtype,
+        ranks_per_engine=arguments.tensor,
+    )
+    engines = {
+        f"engine-{i}": EngineActor.options(
+            num_cpus=0.5, num_gpus=0 if cpu else arguments.tensor, max_concurrency=1000
+        ).remote(f"engine-{i}", folder, section, transport)
+        for i in range(arguments.engines)
+    }
+    condemned: dict[str, str] = {}
+    publisher = Publisher(
+        write=learner.write,
+        discard=learner.discard,
+        settle=learner.settle,
+        abandon=learner.abandon,
+        on_condemned=lambda actor_id, error: condemned.update({actor_id: str(error)}),
+        deadline_s=weights.deadline_s,
+    )
+    try:
+        started = time.monotonic()
+        await asyncio.gather(
+            learner.start(), *(_answer(e.start.remote()) for e in engines.values())
+        )
+        result.add(start_s=time.monotonic() - started)
+        for name, engine in engines.items():
+            publisher.add(name, _receiver(engine))
+        num_requests, num_tokens = (4, 40) if cpu else (256, 512)
+        for label, has_load in (("first", False), ("idle", False), ("loaded", True)):
+            pushes = []
+            if has_load:
+                await asyncio.gather(
+                    *(_answer(e.begin.remote(num_requests, num_tokens)) for e in engines.values())
+                )
+                await asyncio.sleep(1.0)
+            for _ in range(1 if label == "first" else 3):
+                version = await learner.change()
+                started = time.monotonic()
+                try:
+                    await publisher.publish(version)
+                except WeightTransferError as error:
+                    result.add(**{f"{label}_error": str(error), "condemned": condemned})
+                    raise
+                whole = time.monotonic() - started
+                numbers = dict(publisher.metrics)
+                apart = numbers["weights/proof_s"]
+                pushes.append(numbers | {"whole_s": whole, "without_proof_s": whole - apart})
+                if has_load:
+                    await asyncio.sleep(0.7)
+            result.add(**{label: pushes, "condemned": condemned})
+            if has_load:
+                done = await asyncio.gather(*(_answer(e.finish.remote()) for e in engines.values()))
+                result.add(load=done)
+        result.add(
+            best_loaded_s=min(p["without_proof_s"] for p in result.content["loaded"]),
+            mean_loaded_s=mean([p["without_proof_s"] for p in result.content["loaded"]]),
+            learner_peak_gib=await learner.peak_gib(),
+        )
+        result.done()
+    finally:
+        await publisher.close()
+        await learner.close()
+        await asyncio.gather(
+            *(_answer(e.stop.remote()) for e in engines.values()), return_exceptions=True
+        )
+
+
+def _receiver(engine: Any) -> Any:
+    async def receive(update: WeightUpdate) -> WeightReceipt:
+        return await engine.receive.remote(update)
+
+    return receive
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--size", default="2.3B")
+    args.add_argument("--learners", type=int, default=1)
+    args.add_argument("--engines", type=int, default=1)
+    args.add_argument("--tensor", type=int, default=1)
+    arguments = args.parse_args()
+    name = f"pushes_{arguments.size}_{arguments.learners}to{arguments.engines}"
+    name += f"_tensor{arguments.tensor}" if arguments.tensor > 1 else ""
+    result = Result(arguments.out, name)
+    if arguments.cpu:
+        arguments.size = "tiny"
+    result.add(size=arguments.size, learners=arguments.learners, engines=arguments.engines)
+    # Only what Ray has not read at its import.
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=0 if arguments.cpu else None,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=True,
+    )
+    try:
+        asyncio.run(run(arguments, result))
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

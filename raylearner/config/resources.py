@@ -1,0 +1,153 @@
+"""What `auto` becomes on the machines that a run finds itself on: GPUs, memory, transport, tolerance.
+
+Pure: the same configuration and supply give the same numbers. Explicit values are never changed.
+"""
+
+import math
+from dataclasses import dataclass
+
+from raylearner.config.schema import RunConfig, TransformersEngine, VllmEngine
+from raylearner.config.section import number
+from raylearner.errors import ConfigError
+
+SHARE_STEP = 0.05
+"""Shares of a GPU are rounded down to multiples of this, so that they always fit."""
+
+TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_HALF = 1e-3, 0.05, 1.0
+"""Of the proof: float32 on CPUs, float32 on GPUs (whose kernels may use TF32), half precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration without `auto`, and what was decided, one line each."""
+
+    config: RunConfig
+    decisions: tuple[str, ...]
+
+
+def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
+    """Decide every `auto` for a cluster of `num_gpus` GPUs."""
+    per_rank, per_actor = _gpus(config, num_gpus)
+    decisions: list[str] = []
+    if "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
+        decisions.append(
+            f"{num_gpus:g} GPUs: {per_rank:g} for each of {config.learner.num_ranks} learner ranks, "
+            f"{per_actor:g} for each of {config.actors.num_actors} rollout actors"
+        )
+    engine = config.actors.engine
+    if isinstance(engine, VllmEngine) and 0 < per_actor < 1:
+        if "memory_fraction" not in engine.model_fields_set:
+            fraction = round(engine.memory_fraction * per_actor, 4)
+            engine = engine.model_copy(update={"memory_fraction": fraction})
+            decisions.append(f"each engine takes {fraction:g} of its GPU's memory")
+    elif (
+        isinstance(engine, TransformersEngine)
+        and per_actor
+        and "device" not in engine.model_fields_set
+    ):
+        engine = engine.model_copy(update={"device": "cuda"})
+    weights = config.weights
+    if weights.transport == "auto":
+        transport = _transport(config, num_gpus, per_rank=per_rank, per_actor=per_actor)
+        weights = weights.model_copy(update={"transport": transport})
+        decisions.append(f"weights travel by {transport}")
+    if weights.proof_tolerance == "auto":
+        is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
+        tolerance = TOLERANCE_HALF if is_half else TOLERANCE_GPU if per_actor else TOLERANCE_CPU
+        weights = weights.model_copy(update={"proof_tolerance": tolerance})
+    resolved = config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update={"gpus_per_rank": per_rank}),
+            "actors": config.actors.model_copy(
+                update={"gpus_per_actor": per_actor, "engine": engine}
+            ),
+            "weights": weights,
+        }
+    )
+    _refuse_impossible(resolved)
+    return Resolved(resolved, tuple(decisions))
+
+
+def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:
+    """GPUs of a rank and of an actor.
+
+    The learner keeps whole GPUs while one is left for the engines; ranks never share one, which
+    NCCL refuses. What is scarce beyond that is shared in equal parts.
+    """
+    ranks, actors = config.learner.num_ranks, config.actors.num_actors
+    per_rank, per_actor = config.learner.gpus_per_rank, config.actors.gpus_per_actor
+    engine = config.actors.engine
+    whole = float(engine.tensor_parallel_size) if isinstance(engine, VllmEngine) else 1.0
+    uses_gpu = not _runs_on_cpu(config)
+    if per_actor == "auto" and (num_gpus < 1 or not uses_gpu):
+        per_actor = 0.0
+    if per_rank == "auto" and num_gpus < 1:
+        per_rank = 0.0
+    free = num_gpus - ranks * number(per_rank) - actors * number(per_actor)
+    if per_rank == "auto":
+        needed = 1.0 if per_actor == "auto" else 0.0
+        if ranks > 1 or free >= ranks + needed:
+            per_rank = 1.0
+            free -= ranks
+        elif per_actor == "auto" and whole == 1:
+            share = _share(1 + actors, free)
+            return share, share
+        else:
+            per_rank = min(1.0, _floor(free)) if free > 0 else 1.0
+    if per_actor == "auto":
+        is_scarce = free < actors * whole and whole == 1 and free >= 1
+        per_actor = _share(actors, free) if is_scarce else whole
+    return per_rank, per_actor
+
+
+def _runs_on_cpu(config: RunConfig) -> bool:
+    engine = config.actors.engine
+    if isinstance(engine, TransformersEngine):
+        return engine.device == "cpu" and "device" in engine.model_fields_set
+    return not isinstance(engine, VllmEngine)
+
+
+def _share(num_tenants: int, num_gpus: float) -> float:
+    """Of equal tenants on whole GPUs: as many on each as the fullest must take."""
+    per_gpu = math.ceil(num_tenants / math.floor(num_gpus))
+    share = 1.0 if per_gpu == 1 else _floor(1 / per_gpu)
+    if share <= 0:
+        raise ConfigError(
+            f"actors.num_actors: {num_tenants} actors and ranks on {num_gpus:g} GPUs are more than "
+            f"{math.floor(1 / SHARE_STEP)} on one; lower it, or set the shares yourself"
+        )
+    return share
+
+
+def _floor(share: float) -> float:
+    return round(math.floor(share / SHARE_STEP + 1e-9) * SHARE_STEP, 4)
+
+
+def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor: float) -> str:
+    """NCCL refuses two ranks on one GPU; memory is shared only where all live on the same one."""
+    if not isinstance(config.actors.engine, VllmEngine) or not (per_rank and per_actor):
+        return "shared_files"
+    if per_rank >= 1 and per_actor >= 1:
+        return "nccl"
+    is_one_gpu = num_gpus == 1 and config.learner.num_ranks == 1
+    return "ipc" if is_one_gpu else "shared_files"
+
+
+def _refuse_impossible(config: RunConfig) -> None:
+    transport = config.weights.transport
+    if transport == "shared_files":
+        return
+    if not isinstance(config.actors.engine, VllmEngine):
+        raise ConfigError(f"weights.transport: {transport!r} needs engines of kind vllm")
+    per_rank = number(config.learner.gpus_per_rank)
+    per_actor = number(config.actors.gpus_per_actor)
+    if not (per_rank and per_actor):
+        raise ConfigError(
+            f"weights.transport: {transport!r} needs learner and engines on GPUs; use shared_files"
+        )
+    if transport == "nccl" and (per_rank < 1 or per_actor < 1):
+        raise ConfigError(
+            "weights.transport: 'nccl' needs a GPU of its own for every rank and engine, got "
+            f"learner.gpus_per_rank {per_rank:g} and actors.gpus_per_actor {per_actor:g}; use ipc "
+            "where all share one GPU, shared_files otherwise"
+        )

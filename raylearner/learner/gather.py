@@ -1,0 +1,75 @@
+"""Full tensors of a sharded model, some layers at a time: one collective for many parameters.
+
+Waits for the other ranks, which must iterate the same parameters to the end.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+MAX_GATHER_BYTES = 256 * 1024**2
+"""Parameters are gathered together up to this size, or one by one where larger."""
+
+
+def gathered(
+    named_parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Each name with its full tensor in `dtype`, in order; cast before it is gathered.
+
+    Never holds more full tensors than `MAX_GATHER_BYTES`, or one larger one. What is yielded may
+    share storage with the parameters.
+    """
+    held: list[tuple[str, DTensor]] = []
+    num_bytes = 0
+    for name, parameter in named_parameters:
+        tensor = parameter.detach()
+        if not isinstance(tensor, DTensor):
+            yield from _gather(held, dtype)
+            held, num_bytes = [], 0
+            yield name, tensor.to(dtype)
+            continue
+        size = tensor.numel() * dtype.itemsize
+        if held and num_bytes + size > MAX_GATHER_BYTES:
+            yield from _gather(held, dtype)
+            held, num_bytes = [], 0
+        held.append((name, tensor))
+        num_bytes += size
+    yield from _gather(held, dtype)
+
+
+def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    if not tensors:
+        return
+    mesh = tensors[0][1].device_mesh
+    is_simple = mesh.ndim == 1 and all(t.placements == (Shard(0),) for _, t in tensors)
+    if not is_simple:
+        for name, tensor in tensors:
+            yield name, tensor.to(dtype).full_tensor()
+        return
+    num_ranks = mesh.size()
+    if num_ranks == 1:
+        for name, tensor in tensors:
+            yield name, tensor.to_local().to(dtype)
+        return
+    # Every rank's part of each tensor has as many rows as the first rank's, as FSDP cuts them.
+    rows = [math.ceil(tensor.shape[0] / num_ranks) for _, tensor in tensors]
+    sizes = [
+        count * math.prod(tensor.shape[1:])
+        for count, (_, tensor) in zip(rows, tensors, strict=True)
+    ]
+    mine = torch.empty(sum(sizes), dtype=dtype, device=tensors[0][1].to_local().device)
+    starts = [0, *accumulate(sizes)]
+    for start, (_, tensor) in zip(starts, tensors, strict=False):
+        local = tensor.to_local()
+        mine[start : start + local.numel()].copy_(local.reshape(-1))
+    everyone = torch.empty(num_ranks * len(mine), dtype=dtype, device=mine.device)
+    dist.all_gather_single(everyone, mine, group=mesh.get_group())
+    everyone = everyone.view(num_ranks, -1)
+    for start, size, count, (name, tensor) in zip(starts, sizes, rows, tensors, strict=False):
+        whole = everyone[:, start : start + size].reshape(num_ranks * count, *tensor.shape[1:])
+        yield name, whole[: tensor.shape[0]]

@@ -1,0 +1,93 @@
+"""How much of a GPU a step uses: floating-point operations of the model, not of its execution.
+
+Per token 6 operations for each weight in a matrix product (2 forward, 4 backward), embedding
+look-ups free; the head counts at scored tokens only; causal attention 6 x layers x heads x head width x
+length for a token of a sequence of that length. Recomputation and scoring passes count nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raylearner.types import LearnerBatch
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+"""Dense bfloat16 peaks by what a device's name contains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """What one model costs to train on."""
+
+    num_body_weights: int
+    num_head_weights: int
+    attention_width: int
+    """Layers times query heads times head width."""
+
+    @classmethod
+    def of(cls, causal_lm: nn.Module) -> "ModelCost":
+        """Of a transformers causal language model, sharded or not."""
+        config = causal_lm.config  # pyright: ignore[reportAttributeAccessIssue]
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        embedding = causal_lm.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+        head = causal_lm.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        outside = {id(embedding.weight), id(head.weight)}
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        return cls(
+            num_body_weights=sum(
+                p.numel() for p in causal_lm.parameters() if p.ndim > 1 and id(p) not in outside
+            ),
+            num_head_weights=head.weight.numel(),
+            attention_width=config.num_hidden_layers * config.num_attention_heads * width,
+        )
+
+    def flops(self, lengths: Sequence[int], *, num_scored: int) -> float:
+        """Of one forward and backward over sequences of these lengths."""
+        body = 6.0 * self.num_body_weights * sum(lengths)
+        head = 6.0 * self.num_head_weights * num_scored
+        attention = 6.0 * self.attention_width * sum(length * length for length in lengths)
+        return body + head + attention
+
+
+class Meter:
+    """One rank's use of its device, step by step."""
+
+    def __init__(self, causal_lm: nn.Module, *, device: str, num_ranks: int) -> None:
+        self._cost = ModelCost.of(causal_lm)
+        self._device = device
+        self._num_ranks = num_ranks
+        self._peak = peak_flops(device)
+
+    def measure(self, batch: LearnerBatch, *, step_s: float) -> dict[str, float]:
+        """Of the step just made; with one epoch over the take, and scoring passes left out."""
+        trajectories = [
+            row.trajectory
+            for mini in batch.mini_batches
+            for rows in mini.micro_batches
+            for row in rows
+        ]
+        found = {
+            "learner/tokens_per_s_per_rank": batch.num_tokens / self._num_ranks / max(step_s, 1e-9)
+        }
+        if self._peak is not None:
+            flops = self._cost.flops(
+                [t.num_tokens for t in trajectories],
+                num_scored=sum(int(t.loss_mask.sum()) for t in trajectories),
+            )
+            found["learner/mfu"] = flops / max(step_s, 1e-9) / self._peak
+        if self._device == "cuda":
+            found["learner/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        return found
+
+
+def peak_flops(device: str) -> float | None:
+    """Of this process's GPU in bfloat16; None on CPUs and on unknown GPUs."""
+    if device != "cuda":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,92 @@
+"""What `auto` becomes: shares that fit, transports that work there, explicit numbers untouched."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylearner.config.loader import load
+from raylearner.config.resources import resolve
+from raylearner.config.schema import RunConfig
+from raylearner.errors import ConfigError
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+def config(**changes: Any) -> RunConfig:
+    return load(
+        [QUICKSTART], [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
+    )
+
+
+def shares(num_gpus: float, **changes: Any) -> tuple[float, float, str]:
+    resolved = resolve(config(**changes), num_gpus=num_gpus).config
+    learner, actors = resolved.learner.gpus_per_rank, resolved.actors.gpus_per_actor
+    assert learner != "auto"
+    assert actors != "auto"
+    return learner, actors, resolved.weights.transport
+
+
+def test_without_gpus_everything_runs_on_the_cpu() -> None:
+    assert shares(0) == (0, 0, "shared_files")
+    assert resolve(config(), num_gpus=0).config.weights.proof_tolerance == 1e-3
+
+
+def test_enough_gpus_give_one_to_each() -> None:
+    assert shares(3) == (1, 1, "nccl")
+    assert shares(8) == (1, 1, "nccl")
+
+
+def test_engines_share_what_the_learner_leaves() -> None:
+    assert shares(2) == (1, 0.5, "shared_files")
+    assert shares(4, actors__num_actors=7, cluster__num_cpus=8) == (1, 0.3, "shared_files")
+
+
+def test_one_gpu_is_shared_in_equal_parts_and_memory_with_it() -> None:
+    assert shares(1) == (0.3, 0.3, "ipc")
+    resolved = resolve(config(), num_gpus=1).config
+    engine = resolved.actors.engine
+    assert engine.kind == "vllm"
+    assert engine.memory_fraction == pytest.approx(0.85 * 0.3)
+    kept = resolve(config(actors__engine__memory_fraction=0.2), num_gpus=1).config.actors.engine
+    assert kept.kind == "vllm"
+    assert kept.memory_fraction == 0.2
+
+
+def test_ranks_never_share_a_gpu() -> None:
+    learner, actors, _ = shares(4, learner__num_ranks=2, actors__num_actors=4, cluster__num_cpus=8)
+    assert (learner, actors) == (1, 0.5)
+
+
+def test_an_engine_on_several_gpus_gets_them_whole() -> None:
+    changes = {"actors__engine__tensor_parallel_size": 2, "actors__num_actors": 1}
+    assert shares(4, **changes) == (1, 2, "nccl")
+
+
+def test_explicit_numbers_win() -> None:
+    assert shares(4, actors__gpus_per_actor=0.25) == (1, 0.25, "shared_files")
+    assert shares(4, learner__gpus_per_rank=0)[0] == 0
+    assert shares(4, weights__transport="shared_files") == (1, 1, "shared_files")
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_actors", [1, 2, 3, 5, 8, 13])
+def test_what_is_decided_always_fits(num_gpus: int, num_actors: int) -> None:
+    learner, actors, _ = shares(num_gpus, actors__num_actors=num_actors, cluster__num_cpus=32)
+    places = num_gpus - learner if learner == 1 else num_gpus
+    per_gpu = math.floor(1 / actors + 1e-9)
+    tenants = num_actors + (0 if learner == 1 else 1)
+    assert tenants <= places * per_gpu
+
+
+def test_transports_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs learner and engines on GPUs"):
+        resolve(config(weights__transport="nccl"), num_gpus=0)
+    with pytest.raises(ConfigError, match="a GPU of its own"):
+        resolve(config(weights__transport="nccl"), num_gpus=1)
+
+
+def test_half_precision_loosens_the_proof() -> None:
+    resolved = resolve(config(actors__engine__dtype="bfloat16"), num_gpus=3).config
+    assert resolved.weights.proof_tolerance == 1.0
