@@ -55,7 +55,8 @@ def main() -> None:
     )
     if not cpu:
         found["actors"]["gpus_per_actor"] = share
-        found["actors"]["engine"]["memory_fraction"] = round(0.8 * share, 3)
+        part = 0.5 if mode == "colocated" else 0.8
+        found["actors"]["engine"]["memory_fraction"] = round(part * share, 3)
         found["actors"]["max_concurrent_episodes"] = 64
     started = time.monotonic()
     run = Run(arguments.out / f"modes_{mode}-run", found, cpu=cpu)

@@ -70,6 +70,11 @@ def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[
     everyone = torch.empty(num_ranks * len(mine), dtype=dtype, device=mine.device)
     dist.all_gather_single(everyone, mine, group=mesh.get_group())
     everyone = everyone.view(num_ranks, -1)
+    arrived = torch.cuda.current_stream().record_event() if everyone.is_cuda else None
     for start, size, count, (name, tensor) in zip(starts, sizes, rows, tensors, strict=False):
+        if arrived is not None:
+            # Whoever iterates may have gone on to another stream since.
+            arrived.wait()
+            everyone.record_stream(torch.cuda.current_stream())
         whole = everyone[:, start : start + size].reshape(num_ranks * count, *tensor.shape[1:])
         yield name, whole[: tensor.shape[0]]

@@ -95,6 +95,7 @@ class LearnerActor:
     def send(self, group: WeightGroup) -> dict[str, float] | str:
         return self._writer.send(group)
 
+    @ray.method(concurrency_group="control")
     def release(self) -> None:
         self._writer.release()
 
