@@ -142,7 +142,7 @@ class PackedModel(nn.Module):
             entropy=zeros.index_copy(0, scored, entropy),
             state_values=None
             if self.value_head is None
-            else self.value_head(states).squeeze(1).to(zeros.dtype),
+            else self.value_head(states).sum(1).to(zeros.dtype),  # no view, which FSDP warns of
             squared_probs=squared_probs,
         )
 

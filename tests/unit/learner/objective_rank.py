@@ -1,0 +1,38 @@
+"""One rank that tries many objectives, one after the other, and leaves what they did.
+
+    python objective_rank.py FOLDER RANK NUM_RANKS PORT
+
+`jobs.pkl` holds `model` and, by name, a `config` and `batches`, per step and rank.
+"""
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import mesh
+from raylearner.learner.learner import Learner
+
+
+def play(config: dict[str, Any], model: str, batches: list[Any]) -> tuple[list[Any], dict]:
+    """Metrics of each step, and the weights after the last."""
+    learner = Learner(LearnerSection(**config), model_path=model, num_steps=10, temperature=0.9)
+    metrics = [dict(learner.step(batch).metrics) for batch in batches]
+    return metrics, {name: w.numpy().copy() for name, w in learner.named_weights("float64")}
+
+
+def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
+    content = pickle.loads((folder / "jobs.pkl").read_bytes())
+    mesh.connect(rank=rank, world_size=num_ranks, port=port)
+    results = {
+        name: play(job["config"], content["model"], [step[rank] for step in job["batches"]])
+        for name, job in content["jobs"].items()
+    }
+    if rank == 0:
+        (folder / "results.pkl").write_bytes(pickle.dumps(results))
+    mesh.disconnect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:5]))

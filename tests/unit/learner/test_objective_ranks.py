@@ -1,0 +1,187 @@
+"""One rank, two ranks and any micro-batching give the same losses, gradients and weights."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raylearner.learner.batch import pack
+from raylearner.learner.mesh import free_port
+from raylearner.types import LearnerBatch, TrajectoryGroup
+
+MakeGroups = Callable[..., list[TrajectoryGroup]]
+
+OF_THE_LAYOUT = (
+    "learner/rank_tokens",
+    "learner/padding",
+    "learner/step_s",
+    "learner/tokens_per_s",
+)
+SCRIPT = Path(__file__).with_name("objective_rank.py")
+BASE: dict[str, Any] = {
+    "compute_dtype": "float64",
+    "learning_rate": 1e-2,
+    "num_mini_batches": 2,
+}
+FROZEN = {"kind": "refreshed", "every_steps": 1, "mix": 0.5}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gae": {"advantage": {"kind": "gae", "should_bootstrap": True}, "critic": {}},
+    "shared_gae": {"advantage": {"kind": "bilevel_gae"}, "critic": {"trunk": "shared"}},
+    "vtrace": {
+        "advantage": {"kind": "vtrace"},
+        "critic": {"learning_rate": 1e-3},
+        "loss": {"kind": "gpg"},
+    },
+    "turn_gae": {"advantage": {"kind": "turn_gae"}, "critic": {"warmup_steps": 1}},
+    "reinforce_plus_plus": {"advantage": {"kind": "reinforce_plus_plus", "gamma": 0.9}},
+    "normalized_corrections": {
+        "loss": {"kind": "ppo"},
+        "corrections": [
+            {"kind": "tis", "level": "geometric", "normalize": "row"},
+            {"kind": "veto", "threshold": 0.008},
+        ],
+    },
+    "rejected": {
+        "loss": {"kind": "gspo", "form": "sequence"},
+        "corrections": [{"kind": "rejection", "high": 8.0}],
+        "should_count_rejected": False,
+    },
+    "gmpo": {"loss": {"kind": "gmpo"}},
+    "gspo": {"loss": {"kind": "gspo"}, "aggregation": "sequence_mean_of_means"},
+    "clip_cov": {
+        "loss": {
+            "kind": "clip_cov",
+            "drop_ratio": 0.2,
+            "covariance_low": 0.01,
+            "covariance_high": 50.0,
+        }
+    },
+    "kl_cov": {"loss": {"kind": "kl_cov", "top_ratio": 0.1}},
+    "otb": {"advantage": {"kind": "tir_otb"}, "loss": {"kind": "ppo"}},
+    "gigpo": {"advantage": {"kind": "gigpo"}, "loss": {"kind": "cispo"}},
+    "gdpo": {"advantage": {"kind": "gdpo"}},
+    "kl_in_reward": {
+        "advantage": {"kind": "rloo"},
+        "loss": {"kind": "sequence_ratio"},
+        "kl": {
+            "place": "reward",
+            "coefficient": 0.1,
+            "reference": FROZEN,
+            "controller": {"kind": "adaptive", "horizon": 100},
+        },
+    },
+    "resampled": {
+        "advantage": {"kind": "gae"},
+        "critic": {},
+        "resampling": {"kind": "max_random"},
+        "num_mini_batches": 1,
+        "aggregation": "sequence_mean_of_sums",
+    },
+}
+
+
+def batches(
+    name: str, make_groups: MakeGroups, *, num_ranks: int, max_tokens: int
+) -> list[list[LearnerBatch]]:
+    """Two steps; one episode has two segments, one no reward, one ran out of tokens."""
+    num_mini_batches = OBJECTIVES[name].get("num_mini_batches", 2)
+    version, steps = 0, []
+    for seed in range(2):
+        groups = [
+            replace(
+                group,
+                trajectories=tuple(
+                    replace(t, rewards={"a": t.reward, "b": float(t.num_tokens)})
+                    for t in group.trajectories
+                ),
+            )
+            for group in make_groups(seed, policy_version=version)
+        ]
+        first, second, third, *rest = groups[0].trajectories
+        second = replace(second, sample_index=0, segment=1, reward=first.reward)
+        third = replace(third, reward=None, rewards={})
+        groups[0] = replace(groups[0], trajectories=(first, second, third, *rest))
+        steps.append(
+            pack(
+                groups,
+                policy_version=version,
+                num_ranks=num_ranks,
+                max_tokens_per_micro_batch=max_tokens,
+                num_mini_batches=num_mini_batches,
+            )
+        )
+        version += not OBJECTIVES[name].get("critic", {}).get("warmup_steps")
+    return steps
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(
+    tiny_folder: Path, make_groups: MakeGroups, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("objectives")
+    jobs = {
+        name: {
+            "config": BASE | changes,
+            "batches": batches(name, make_groups, num_ranks=2, max_tokens=48),
+        }
+        for name, changes in OBJECTIVES.items()
+    }
+    (folder / "jobs.pkl").write_bytes(pickle.dumps({"model": str(tiny_folder), "jobs": jobs}))
+    port = free_port()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, folder, str(rank), "2", str(port)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=280)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(errors)[-4000:]
+    return pickle.loads((folder / "results.pkl").read_bytes())
+
+
+@pytest.fixture(scope="session")
+def play() -> Callable[..., Any]:
+    spec = spec_from_file_location("objective_rank", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.play
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_one_rank_and_two_and_any_micro_batching_agree(
+    name: str,
+    tiny_folder: Path,
+    make_groups: MakeGroups,
+    on_two_ranks: dict[str, Any],
+    play: Callable[..., Any],
+) -> None:
+    theirs, their_weights = on_two_ranks[name]
+    steps = batches(name, make_groups, num_ranks=1, max_tokens=400)
+    config = BASE | OBJECTIVES[name]
+    ours, our_weights = play(config, str(tiny_folder), [step[0] for step in steps])
+    for mine, other in zip(ours, theirs, strict=True):
+        assert set(mine) == set(other)
+        for key in mine:
+            if not key.startswith(OF_THE_LAYOUT):
+                assert mine[key] == pytest.approx(other[key], rel=1e-6, abs=1e-9), key
+    assert set(our_weights) == set(their_weights)
+    for key, tensor in our_weights.items():
+        np.testing.assert_allclose(tensor, their_weights[key], rtol=0, atol=1e-6)

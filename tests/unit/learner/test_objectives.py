@@ -1,0 +1,528 @@
+"""Objectives in the learner against a naive padded loop in float64, written here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from raylearner.config.schema import LearnerSection
+from raylearner.learner.batch import pack
+from raylearner.learner.learner import Learner
+from raylearner.types import StopReason, TrajectoryGroup
+
+MakeGroups = Callable[..., list[TrajectoryGroup]]
+
+TEMPERATURE = 0.9
+LEARNING_RATE = 1e-2
+MAX_GRAD_NORM = 0.5
+
+
+@dataclass
+class Padded:
+    """Groups as `[B, W]` arrays, the first token of each row left out of all but `ids`."""
+
+    ids: Tensor
+    mask: Tensor  # [B, W - 1]
+    behavior: Tensor
+    rewards: Tensor  # [G, S]
+    is_truncated: Tensor  # [B]
+
+    @property
+    def flat_rewards(self) -> Tensor:
+        return self.rewards.flatten()
+
+
+def pad(groups: list[TrajectoryGroup]) -> Padded:
+    rows = [t for group in groups for t in group.trajectories]
+    width = max(row.num_tokens for row in rows)
+
+    def padded(name: str) -> Tensor:
+        arrays = [np.nan_to_num(getattr(row, name)) for row in rows]
+        return torch.tensor(np.stack([np.pad(a, (0, width - len(a))) for a in arrays]))
+
+    return Padded(
+        ids=padded("token_ids").long(),
+        mask=padded("train_mask")[:, 1:],
+        behavior=padded("behavior_logprobs").double()[:, 1:],
+        rewards=torch.tensor([[t.reward for t in g.trajectories] for g in groups]).double(),
+        is_truncated=torch.tensor([row.stop_reason is StopReason.MAX_TOKENS for row in rows]),
+    )
+
+
+class Naive:
+    """A plain transformers model and AdamW."""
+
+    def __init__(self, folder: Path, *, learning_rate: float = LEARNING_RATE) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self.head = nn.Linear(self.model.config.hidden_size, 1, dtype=torch.float64)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        parameters = [*self.model.parameters(), *self.head.parameters()]
+        self.adamw = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+
+    def logprobs(self, data: Padded) -> Tensor:
+        scores = (self.model(data.ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+        return scores.gather(2, data.ids[:, 1:, None]).squeeze(2)
+
+    def values(self, data: Padded) -> Tensor:
+        """Of the state after each token: `[B, W]`."""
+        return self.head(self.model.model(data.ids).last_hidden_state).squeeze(2)
+
+    def step(self, loss: Tensor, *, max_norm: float = MAX_GRAD_NORM) -> float:
+        loss.backward()
+        used = [p for group in self.adamw.param_groups for p in group["params"]]
+        norm = float(
+            torch.nn.utils.clip_grad_norm_([p for p in used if p.grad is not None], max_norm)
+        )
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return norm
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return values[mask].sum() / mask.sum()
+
+
+def clipped(logprobs: Tensor, start: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    ratio = (logprobs - start).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+
+
+def dual_clipped(logprobs: Tensor, start: Tensor, advantages: Tensor) -> Tensor:
+    values = clipped(logprobs, start, advantages, 0.2, 0.2)
+    return torch.where(advantages < 0, torch.minimum(values, -3 * advantages), values)
+
+
+def grpo(data: Padded) -> Tensor:
+    rewards = data.rewards
+    a = (rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    return a.flatten()[:, None].expand(data.mask.shape)
+
+
+def gae(data: Padded, states: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Token by token; `states [B, W]` are values after each token."""
+    advantages, targets = torch.zeros_like(data.behavior), torch.zeros_like(data.behavior)
+    for row in range(len(data.mask)):
+        trained = data.mask[row].nonzero().squeeze(1).tolist()
+        following, trace = 0.0, 0.0
+        if data.is_truncated[row]:
+            following = float(states[row, trained[-1] + 1])
+        for number, t in enumerate(reversed(trained)):
+            reward = float(data.flat_rewards[row]) if number == 0 else 0.0
+            value = float(states[row, t])
+            trace = reward + gamma * following - value + gamma * lam * trace
+            advantages[row, t], targets[row, t] = trace, trace + value
+            following = value
+    return advantages, targets
+
+
+def vtrace(data: Padded, states: Tensor, ratio: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
+    advantages, targets = torch.zeros_like(data.behavior), torch.zeros_like(data.behavior)
+    for row in range(len(data.mask)):
+        next_value = next_target = 0.0
+        for number, t in enumerate(reversed(data.mask[row].nonzero().squeeze(1).tolist())):
+            reward = float(data.flat_rewards[row]) if number == 0 else 0.0
+            value, rho = float(states[row, t]), min(float(ratio[row, t]), 1.0)
+            target = value + rho * (reward + gamma * next_value - value)
+            target += gamma * rho * (next_target - next_value)
+            advantages[row, t] = rho * (reward + gamma * next_target - value)
+            targets[row, t] = target
+            next_value, next_target = value, target
+    return advantages, targets
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    known = values[mask]
+    return (values - known.mean()) * (known.var() + 1e-8).rsqrt()
+
+
+def value_loss(values: Tensor, old: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    plain = (values - targets).square() / 2
+    moved = (old + (values - old).clamp(-0.5, 0.5) - targets).square() / 2
+    return token_mean(torch.maximum(plain, moved), mask)
+
+
+def near(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Behavior policies on both sides of the tiny model, which is close to uniform."""
+    return [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, behavior_logprobs=t.behavior_logprobs - np.float32(2.1))
+                for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+
+
+def cut_some(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Every third episode ran out of tokens."""
+
+    def cut(index: int, t: Any) -> Any:
+        return replace(t, stop_reason=StopReason.MAX_TOKENS) if index % 3 == 0 else t
+
+    return [
+        replace(g, trajectories=tuple(cut(i, t) for i, t in enumerate(g.trajectories)))
+        for g in groups
+    ]
+
+
+def ours(
+    folder: Path, groups: list[TrajectoryGroup], **changes: Any
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    section = LearnerSection(
+        **{
+            "compute_dtype": "float64",
+            "learning_rate": LEARNING_RATE,
+            "max_tokens_per_micro_batch": 48,
+            "logprob_chunk_tokens": 7,
+            "max_grad_norm": MAX_GRAD_NORM,
+        }
+        | changes
+    )
+    learner = Learner(section, model_path=str(folder), num_steps=10, temperature=TEMPERATURE)
+    (batch,) = pack(groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=48)
+    metrics = dict(learner.step(batch).metrics)
+    return metrics, {name: w.clone() for name, w in learner.named_weights("float64")}
+
+
+def assert_equal(
+    found: tuple[dict[str, float], dict[str, Tensor]],
+    naive: Naive,
+    losses: list[float],
+    norms: list[float],
+) -> None:
+    """Adam makes steps of like size of all gradients, so rounding of the smallest ones shows."""
+    metrics, weights = found
+    assert metrics["learner/loss"] == pytest.approx(np.mean(losses), abs=1e-6)
+    assert metrics["learner/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-6)
+    expected = dict(naive.model.named_parameters())
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=2e-5)
+
+
+def epochs(
+    naive: Naive, data: Padded, loss_of: Callable[[Tensor, Tensor], Tensor], num: int = 2
+) -> tuple[list[float], list[float]]:
+    """`loss_of` takes current and starting log-probabilities."""
+    losses, norms, start = [], [], None
+    for _ in range(num):
+        logprobs = naive.logprobs(data)
+        start = logprobs.detach() if start is None else start
+        loss = loss_of(logprobs, start)
+        losses.append(loss.item())
+        norms.append(naive.step(loss))
+    return losses, norms
+
+
+@pytest.mark.parametrize("should_bootstrap", [False, True])
+def test_gae_and_ppo_with_a_critic(
+    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups, should_bootstrap: bool
+) -> None:
+    """Two epochs, so that clips act; the critic's values are not all 0, since its second step sees them."""
+    groups = cut_some(make_groups(0))
+    data, naive = pad(groups), Naive(tiny_folder)
+    if not should_bootstrap:
+        data.is_truncated[:] = False
+    critic = Naive(untied_folder, learning_rate=3e-3)
+    with torch.no_grad():
+        states = critic.values(data)
+    advantages, targets = gae(data, states, gamma=0.97, lam=0.9)
+    advantages = whitened(advantages, data.mask)
+    losses, norms = epochs(
+        naive,
+        data,
+        lambda logprobs, start: token_mean(dual_clipped(logprobs, start, advantages), data.mask),
+    )
+    value_losses = []
+    for _ in range(2):
+        loss = value_loss(critic.values(data)[:, :-1], states[:, :-1], targets, data.mask)
+        value_losses.append(loss.item())
+        critic.step(loss, max_norm=1.0)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "ppo"},
+        advantage={"kind": "gae", "gamma": 0.97, "lam": 0.9, "should_bootstrap": should_bootstrap},
+        critic={"path": str(untied_folder), "learning_rate": 3e-3},
+    )
+    assert_equal(found, naive, losses, norms)
+    assert found[0]["learner/value_loss"] == pytest.approx(np.mean(value_losses), abs=1e-9)
+
+
+def test_vtrace_and_the_policy_gradient(
+    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = near(make_groups(1))
+    data, naive, critic = pad(groups), Naive(tiny_folder), Naive(untied_folder)
+    with torch.no_grad():
+        states = critic.values(data)
+        # Far from the behavior policy in both directions.
+        ratio = (naive.logprobs(data) - data.behavior).exp()
+    assert bool((ratio[data.mask] > 1).any())
+    assert bool((ratio[data.mask] < 1).any())
+    advantages, targets = vtrace(data, states, ratio, gamma=0.9)
+    losses, norms = epochs(
+        naive, data, lambda logprobs, _: token_mean(-advantages * logprobs, data.mask), num=1
+    )
+    loss = value_loss(critic.values(data)[:, :-1], states[:, :-1], targets, data.mask)
+    found = ours(
+        tiny_folder,
+        groups,
+        loss={"kind": "gpg"},
+        advantage={"kind": "vtrace", "gamma": 0.9},
+        critic={"path": str(untied_folder)},
+    )
+    assert_equal(found, naive, losses, norms)
+    assert found[0]["learner/value_loss"] == pytest.approx(loss.item(), abs=1e-9)
+
+
+def test_reinforce_plus_plus_and_truncated_reinforce(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = near(make_groups(2))
+    data, naive = pad(groups), Naive(tiny_folder)
+    returns = torch.zeros_like(data.behavior)
+    for row in range(len(data.mask)):
+        for number, t in enumerate(reversed(data.mask[row].nonzero().squeeze(1).tolist())):
+            returns[row, t] = 0.9**number * data.flat_rewards[row]
+    advantages = whitened(returns, data.mask)
+
+    def loss_of(logprobs: Tensor, _: Tensor) -> Tensor:
+        weight = (logprobs - data.behavior).detach().exp().clamp(max=1.5)
+        return token_mean(-weight * advantages * logprobs, data.mask)
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "reinforce", "ratio_cap": 1.5},
+        advantage={"kind": "reinforce_plus_plus", "gamma": 0.9},
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_rloo_and_the_sequence_ratio_with_the_kl_in_the_reward(
+    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = make_groups(3)
+    data, naive, reference = pad(groups), Naive(tiny_folder), Naive(untied_folder)
+    with torch.no_grad():
+        difference = naive.logprobs(data) - reference.logprobs(data)
+    kl = torch.where(data.mask, difference, 0.0).sum(1)
+    rewards = data.rewards - 0.2 * kl.reshape(data.rewards.shape)
+    size = rewards.shape[1]
+    advantages = (rewards - (rewards.sum(1, True) - rewards) / (size - 1)).flatten()
+
+    def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
+        ratio = torch.where(data.mask, logprobs - start, 0.0).sum(1).exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "sequence_ratio"},
+        advantage={"kind": "rloo"},
+        kl={
+            "place": "reward",
+            "estimator": "k1",
+            "coefficient": 0.2,
+            "reference": {"kind": "frozen", "path": str(untied_folder)},
+        },
+    )
+    assert_equal(found, naive, losses, norms)
+    assert found[0]["learner/kl_coefficient"] == 0.2
+
+
+def test_gspo(tiny_folder: Path, make_groups: MakeGroups) -> None:
+    groups = make_groups(4)
+    data, naive = pad(groups), Naive(tiny_folder)
+    count, a = data.mask.sum(1), grpo(data)[:, 0]
+
+    def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
+        mean = torch.where(data.mask, logprobs - start, 0.0).sum(1) / count
+        return torch.maximum(-a * mean.exp(), -a * mean.exp().clamp(1 - 3e-4, 1 + 4e-4)).mean()
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "gspo"},
+        aggregation="sequence_mean_of_means",
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_cispo_with_truncated_and_normalized_importance_weights(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = near(make_groups(5))
+    data, naive = pad(groups), Naive(tiny_folder)
+    advantages = grpo(data)
+
+    def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
+        weight = (start - data.behavior).exp().clamp(max=1.7)
+        weight = weight / weight[data.mask].mean()
+        ratio = (logprobs - start).detach().exp().clamp(max=1.1)
+        return token_mean(-weight * ratio * advantages * logprobs, data.mask)
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "cispo", "ratio_max": 1.1},
+        corrections=[{"kind": "tis", "high": 1.7, "normalize": "token"}],
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_the_kl_loss_and_the_entropy_bonus(
+    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = make_groups(6)
+    data, naive, frozen = pad(groups), Naive(tiny_folder), Naive(untied_folder)
+    advantages = grpo(data)
+    with torch.no_grad():
+        reference = frozen.logprobs(data)
+
+    def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
+        d = logprobs - reference
+        kl = ((-d).exp() - 1 + d) * (logprobs - start).exp()
+        scores = (naive.model(data.ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+        entropy = -(scores.exp() * scores).sum(2)
+        values = dual_clipped(logprobs, start, advantages) + 0.3 * kl - 0.1 * entropy
+        return (torch.where(data.mask, values, 0.0).sum(1) / data.mask.sum(1)).mean()
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "ppo"},
+        aggregation="sequence_mean_of_means",
+        entropy_coefficient=0.1,
+        kl={
+            "coefficient": 0.3,
+            "is_weighted": True,
+            "value_limit": None,
+            "reference": {"kind": "frozen", "path": str(untied_folder)},
+        },
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_ppo_around_the_behavior_policy_and_rejected_tokens_out_of_the_count(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = near(make_groups(7))
+    data, naive = pad(groups), Naive(tiny_folder)
+    advantages = grpo(data)
+    losses, norms = epochs(
+        naive,
+        data,
+        lambda logprobs, _: token_mean(
+            dual_clipped(logprobs, data.behavior, advantages), data.mask
+        ),
+    )
+    found = ours(tiny_folder, groups, num_epochs=2, loss={"kind": "ppo"}, proximal="behavior")
+    assert_equal(found, naive, losses, norms)
+
+    naive = Naive(tiny_folder)
+    with torch.no_grad():
+        ratio = (naive.logprobs(data) - data.behavior).exp()
+    keep = data.mask & (ratio > 1 / 4) & (ratio < 4)
+    assert 0 < int(keep.sum()) < int(data.mask.sum())
+    losses, norms = epochs(
+        naive, data, lambda p, start: token_mean(dual_clipped(p, start, advantages), keep)
+    )
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "ppo"},
+        corrections=[{"kind": "rejection", "high": 4}],
+        should_count_rejected=False,
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_dr_grpo_divides_by_a_constant_and_clips_rewards(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = make_groups(8)
+    data, naive = pad(groups), Naive(tiny_folder)
+    rewards = data.rewards.clamp(max=0.6)
+    advantages = (rewards - rewards.mean(1, True)).flatten()[:, None].expand(data.mask.shape)
+
+    def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
+        values = dual_clipped(logprobs, start, advantages)
+        return torch.where(data.mask, values, 0.0).sum() / (20 * len(values))
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "ppo"},
+        advantage={"kind": "dr_grpo"},
+        reward={"clip_high": 0.6},
+        aggregation="sequence_mean_of_sums_scaled",
+        aggregation_scale=20,
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_a_shared_trunk_trains_by_the_sum_of_both_losses(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = make_groups(9)
+    data, naive = pad(groups), Naive(tiny_folder)
+    with torch.no_grad():
+        states = naive.values(data)
+    advantages, targets = gae(data, states, gamma=1.0, lam=1.0)
+    advantages = whitened(advantages, data.mask)
+
+    def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
+        policy = token_mean(dual_clipped(logprobs, start, advantages), data.mask)
+        value = value_loss(naive.values(data)[:, :-1], states[:, :-1], targets, data.mask)
+        return policy + 0.5 * value
+
+    losses, norms = epochs(naive, data, loss_of)
+    found = ours(
+        tiny_folder,
+        groups,
+        num_epochs=2,
+        loss={"kind": "ppo"},
+        advantage={"kind": "gae"},
+        critic={"trunk": "shared"},
+    )
+    assert_equal(found, naive, losses, norms)
+
+
+def test_remax_subtracts_the_greedy_reward(tiny_folder: Path, make_groups: MakeGroups) -> None:
+    groups = [replace(g, greedy_reward=0.25 * i) for i, g in enumerate(make_groups(10))]
+    data, naive = pad(groups), Naive(tiny_folder)
+    baseline = torch.tensor([g.greedy_reward for g in groups])[:, None]
+    advantages = (data.rewards - baseline).flatten()[:, None].expand(data.mask.shape)
+    losses, norms = epochs(
+        naive,
+        data,
+        lambda logprobs, start: token_mean(dual_clipped(logprobs, start, advantages), data.mask),
+    )
+    found = ours(
+        tiny_folder, groups, num_epochs=2, loss={"kind": "ppo"}, advantage={"kind": "remax"}
+    )
+    assert_equal(found, naive, losses, norms)
