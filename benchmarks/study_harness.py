@@ -1,0 +1,288 @@
+"""One training run in one process: learner, replay and episodes of the product, no Ray.
+
+The sampler is a transformers engine that holds, at every step, exactly the weights of `lag` policy
+versions ago, proven as in production. Runs are seeded: the same seed gives the same run.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.transformers_engine import TransformersEngine
+from raylearner.config import schema
+from raylearner.config.loader import load
+from raylearner.environments.catalogue import make_environment
+from raylearner.learner.batch import pack
+from raylearner.learner.demonstrations import prepare_tiny_model
+from raylearner.learner.learner import Learner
+from raylearner.learner.weight_source import vocabulary
+from raylearner.observability.spans import Tracer
+from raylearner.prompts import load_prompts
+from raylearner.replay.buffer import ReplayBuffer
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import (
+    Claim,
+    Probe,
+    Prompt,
+    Sampling,
+    StepOutput,
+    Trajectory,
+    TrajectoryGroup,
+    WeightUpdate,
+)
+from raylearner.weights.proof import probe_tokens
+from raylearner.weights.shared_files import discard_weights, write_weights
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+HARNESS = (
+    "actors.engine={kind: transformers, max_model_tokens: 256, max_sequences: 64}",
+    "learner.max_tokens_per_micro_batch=8192",
+)
+"""What every run changes in the quickstart."""
+
+PROOF_TOLERANCE = 1e-4
+"""Largest difference between learner and sampler in the log-probability of a probe token."""
+
+EVALUATE_EVERY, NUM_LATE = 10, 3
+"""The last three evaluations, ten steps apart, tell a policy that swings from one that holds."""
+
+SAMPLER = "sampler"
+"""Name of the only actor."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run: the quickstart with overrides, sampled `lag` versions behind."""
+
+    study: str
+    name: str
+    overrides: tuple[str, ...]
+    lag: int = 0
+    seed: int = 0
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return (self.name, self.lag, self.seed)
+
+    def config(self) -> schema.RunConfig:
+        own = (f"run.seed={self.seed}", f"replay.max_staleness={self.lag}")
+        return load([str(QUICKSTART)], [*HARNESS, *self.overrides, *own])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one learner step trained on, and what it did."""
+
+    groups: list[TrajectoryGroup]
+    output: StepOutput
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    @property
+    def reward(self) -> float:
+        return statistics.fmean(t.reward or 0.0 for t in self.trajectories)
+
+
+class Harness:
+    """Owns a learner, its replay and a sampler. `step` trains once, `evaluate` is greedy."""
+
+    def __init__(self, config: schema.RunConfig, *, lag: int, model_path: Path) -> None:
+        torch.set_num_threads(1)
+        assert isinstance(config.actors.engine, schema.TransformersEngine)
+        self._config = config
+        self._stack = AsyncExitStack()
+        self.learner = Learner(
+            config.learner,
+            model_path=str(model_path),
+            num_steps=config.run.num_steps,
+            seed=config.run.seed,
+            temperature=config.sampling.temperature,
+        )
+        self.engine = TransformersEngine(
+            config.actors.engine, model_path=str(model_path), seed=config.run.seed
+        )
+        self._renderer = Renderer.from_pretrained(str(model_path), config.renderer)
+        self._kit = EpisodeKit(
+            engine=self.engine,
+            renderer=self._renderer,
+            scorer=Scorer(config.rewards),
+            make_environment=lambda: make_environment(config.environment),
+            tracer=Tracer(track=SAMPLER, is_enabled=False),
+        )
+        self._buffer = ReplayBuffer(config.replay, load_prompts(config.data.train), config.run.seed)
+        self._snapshots: deque[WeightUpdate] = deque()
+        self._num_snapshots = lag + 1
+
+    async def __aenter__(self) -> "Harness":
+        folder = tempfile.TemporaryDirectory(dir=self._config.weights.folder)
+        self._folder = self._stack.enter_context(folder)
+        self._stack.push_async_callback(self.engine.close)
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def step(self) -> Step:
+        """Samples with the weights of `lag` versions ago, or the first while there are fewer."""
+        self._snapshot()
+        await self._hold(self._snapshots[0])
+        section, version = self._config.replay, self.learner.policy_version
+        while (take := self._buffer.take(section.groups_per_step, version)) is None:
+            wanted = section.groups_per_step * (section.group_size + section.extra)
+            reply = self._buffer.claim(SAMPLER, self.engine.policy_version, wanted)
+            assert reply.claims, self._buffer.describe()
+            sampling = self._sampling(self._config.sampling)
+            for trajectory in await asyncio.gather(
+                *(
+                    play_episode(self._kit, claim, replace(sampling, seed=claim.seed))
+                    for claim in reply.claims
+                )
+            ):
+                self._buffer.put([trajectory])
+        (batch,) = pack(
+            take.groups,
+            policy_version=version,
+            num_ranks=1,
+            max_tokens_per_micro_batch=self._config.learner.max_tokens_per_micro_batch,
+            num_mini_batches=self._config.learner.num_mini_batches,
+        )
+        output = self.learner.step(batch)
+        self._buffer.commit([group.group_id for group in take.groups], output.policy_version)
+        return Step(groups=take.groups, output=output)
+
+    async def evaluate(self, prompts: Sequence[Prompt]) -> float:
+        """Mean reward of the newest policy, as the configuration evaluates."""
+        self._snapshot()
+        await self._hold(self._snapshots[-1])
+        sampling = self._sampling(self._config.evaluation.sampling)
+        version = self.learner.policy_version
+        claims = [
+            Claim(
+                group_id=index,
+                sample_index=0,
+                attempt=0,
+                prompt=prompt,
+                policy_version=version,
+                seed=index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        played = await asyncio.gather(*(play_episode(self._kit, c, sampling) for c in claims))
+        assert {t.min_policy_version for t in played} == {version}
+        return statistics.fmean(trajectory.reward or 0.0 for trajectory in played)
+
+    def _snapshot(self) -> None:
+        """The learner's weights join the ring, if they are new; the oldest leaves a full one."""
+        version = self.learner.policy_version
+        if self._snapshots and self._snapshots[-1].policy_version == version:
+            return
+        vocab_size, special = vocabulary(self.learner.model_folder)
+        token_ids = probe_tokens(
+            seed=self._config.run.seed,
+            policy_version=version,
+            vocab_size=vocab_size,
+            special_token_ids=special,
+            num_tokens=self._config.weights.num_probe_tokens,
+        )
+        weights = self.learner.named_weights("float32")
+        update = WeightUpdate(
+            policy_version=version,
+            transport="shared_files",
+            payload=write_weights(weights, self._folder, version, torch.float32),
+            probe=Probe(
+                token_ids=token_ids,
+                logprobs=tuple(map(tuple, self.learner.probe_logprobs(token_ids))),
+                tolerance=PROOF_TOLERANCE,
+            ),
+        )
+        self._snapshots.append(update)
+        if len(self._snapshots) > self._num_snapshots:
+            discard_weights(self._snapshots.popleft().payload)
+
+    async def _hold(self, update: WeightUpdate) -> None:
+        if self.engine.policy_version != update.policy_version:
+            await self.engine.receive(update)
+
+    def _sampling(self, section: schema.SamplingSection) -> Sampling:
+        return Sampling(
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            repetition_penalty=section.repetition_penalty,
+            max_tokens=section.max_turn_tokens,
+            stop_token_ids=self._renderer.end_token_ids,
+        )
+
+
+def prepare_model(config: schema.RunConfig, cache: Path) -> Path:
+    """The warm-started model of a configuration, made once; runs of all seeds share it."""
+    assert isinstance(config.model, schema.TinyModel)
+    parts = (config.model, config.renderer, config.data.train)
+    text = json.dumps([part.model_dump(mode="json") for part in parts], sort_keys=True)
+    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        prompts = load_prompts(config.data.train)
+        loss = prepare_tiny_model(config.model, config.renderer, prompts, str(folder), 0)
+        log.info("made %s, last loss of the warm start %s", folder.name, loss)
+    return folder
+
+
+async def train(
+    run: Run, *, cache: Path, on_step: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
+    """Plays a whole run; returns its record."""
+    config = run.config()
+    assert config.data.evaluation is not None
+    model_path = prepare_model(config, cache)
+    held_out = load_prompts(config.data.evaluation)[: config.evaluation.num_prompts]
+    started_s, started_cpu_s = time.monotonic(), time.process_time()
+    rewards: list[float] = []
+    entropies: list[float] = []
+    evaluations: dict[int, float] = {}
+    async with Harness(config, lag=run.lag, model_path=model_path) as harness:
+        evaluations[0] = round(await harness.evaluate(held_out), 4)
+        for number in range(1, config.run.num_steps + 1):
+            step = await harness.step()
+            on_step(step)
+            rewards.append(round(step.reward, 4))
+            entropies.append(round(step.output.metrics.get("learner/entropy", float("nan")), 4))
+            left = config.run.num_steps - number
+            if left % EVALUATE_EVERY == 0 and left < NUM_LATE * EVALUATE_EVERY:
+                evaluations[number] = round(await harness.evaluate(held_out), 4)
+    return {
+        "study": run.study,
+        "name": run.name,
+        "lag": run.lag,
+        "seed": run.seed,
+        "initial_accuracy": evaluations[0],
+        "accuracy": evaluations[config.run.num_steps],
+        "late_accuracy": round(statistics.fmean(list(evaluations.values())[1:]), 4),
+        "num_steps": config.run.num_steps,
+        "seconds": round(time.monotonic() - started_s, 1),
+        "cpu_s": round(time.process_time() - started_cpu_s, 1),
+        "reward": rewards,
+        "entropy": entropies,
+        "overrides": list(run.overrides),
+    }
