@@ -6,7 +6,6 @@ None when it cannot serve yet, and `describe` says what it lacks. Not thread-saf
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,46 +25,18 @@ from raylearner.replay.staleness import (
     trained_versions,
 )
 from raylearner.replay.store import EpisodeStore
+from raylearner.replay.take import Take
 from raylearner.replay.tally import Tally
 from raylearner.types import (
     ClaimReply,
     PolicyVersion,
     Prompt,
-    Shipment,
     Trajectory,
     TrajectoryGroup,
 )
 
 MIN_PARTIAL_EPISODES = 2
 """Scored episodes that a group needs at its time limit to train: fewer give no baseline."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
-    """What one learner step trains on. Leased until `commit`."""
-
-    groups: list[TrajectoryGroup]
-    metrics: dict[str, float]
-    staleness_histogram: list[int]
-    """Trained tokens by staleness in versions."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        bare = [replace(group, trajectories=()) for group in self.groups]
-        shipment = Shipment(list(group.trajectories) for group in self.groups)
-        return _arrived_take, (bare, shipment, self.metrics, self.staleness_histogram)
-
-
-def _arrived_take(
-    bare: list[TrajectoryGroup],
-    shipment: list[list[Trajectory]],
-    metrics: dict[str, float],
-    staleness_histogram: list[int],
-) -> Take:
-    groups = [
-        replace(group, trajectories=tuple(trajectories))
-        for group, trajectories in zip(bare, shipment, strict=True)
-    ]
-    return Take(groups=groups, metrics=metrics, staleness_histogram=staleness_histogram)
 
 
 class ReplayBuffer:

@@ -15,7 +15,8 @@ import ray
 
 from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
-from raylearner.replay.buffer import ReplayBuffer, Take
+from raylearner.replay.buffer import ReplayBuffer
+from raylearner.replay.take import Take
 from raylearner.types import ClaimReply, Prompt, Trajectory
 
 MIN_WAIT_S = 0.001

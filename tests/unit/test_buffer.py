@@ -10,8 +10,9 @@ import pytest
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import CheckpointError, ReplayError, TooManyFailures
 from raylearner.replay import snapshot
-from raylearner.replay.buffer import ReplayBuffer, Take
+from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.record import SampleState
+from raylearner.replay.take import Take
 from raylearner.replay.tally import error_kind
 from raylearner.types import (
     Claim,
