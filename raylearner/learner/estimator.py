@@ -65,7 +65,7 @@ class EpisodeTable:
         """`reward_weights` by function; one that is not named weighs 1."""
 
         def tensor(array: object) -> Tensor:
-            return torch.as_tensor(array).to(device)
+            return torch.tensor(array).to(device)  # a copy: what comes through Ray is read-only
 
         parts = [tensor(part) for part in batch.parts.values()]
         rewards = tensor(batch.rewards)

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import LearnerError
-from raylearner.learner import diagnostics, mesh, metric, optimizer, preparation
+from raylearner.learner import mesh, metric, optimizer, preparation
 from raylearner.learner.critic import Critic
 from raylearner.learner.estimator import EpisodeTable
+from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.learner_state import (
     Progress,
     export_model,
@@ -51,34 +52,10 @@ from raylearner.learner.objective import (
 )
 from raylearner.learner.preparation import Part, Take
 from raylearner.learner.reference import Reference, kl_controller, reference_path
-from raylearner.observability import transcripts
-from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, TokenRow
+from raylearner.learner.update import Update, dump, offenders, step_metrics
+from raylearner.types import LearnerBatch, PolicyVersion, StepOutput
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    """One optimizer update. `offenders` are this rank's rows, all else is the same on every rank."""
-
-    loss: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    value_loss: float | None = None
-    critic_grad_norm: float | None = None
-    is_made: bool = False
-    is_too_far: bool = False
-    metrics: Sequence[Metrics] = ()
-    offenders: Sequence[TokenRow] = ()
-
-    def __str__(self) -> str:
-        parts = {
-            "loss": self.loss,
-            "gradient norm": self.grad_norm,
-            "value loss": self.value_loss,
-            "critic's gradient norm": self.critic_grad_norm,
-        }
-        return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
 
 class Learner:
@@ -171,7 +148,7 @@ class Learner:
             )
         started = time.monotonic()
         take = self._prepare(batch)
-        updates: list[_Update] = []
+        updates: list[Update] = []
         for number, part in enumerate(take.parts * self._config.num_epochs):
             if self._is_warming_up:
                 update = self._train_critic(part)
@@ -181,7 +158,12 @@ class Learner:
             if update.is_too_far:
                 break
         is_skipped = self._commit(updates)
-        metrics = self._metrics(batch, take, updates, time.monotonic() - started)
+        metrics = step_metrics(
+            batch, take, updates, step_s=time.monotonic() - started, device=self._device
+        )
+        metrics["learner/skipped_steps"] = float(self._progress.num_skipped)
+        if self._config.kl is not None:
+            metrics["learner/kl_coefficient"] = self._kl_controller.coefficient
         self._follow(metrics, num_rows=batch.num_rows, is_skipped=is_skipped)
         return StepOutput(
             policy_version=self.policy_version, is_skipped=is_skipped, metrics=metrics
@@ -213,8 +195,10 @@ class Learner:
 
         Also `critic/` and, if it changes, `reference/`.
         """
-        progress = replace(self._progress, kl_coefficient=self._kl_controller.coefficient)
-        save_state(folder / "learner", progress)
+        controller = self._kl_controller
+        if isinstance(controller, AdaptiveController):
+            self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
+        save_state(folder / "learner", self._progress)
         save_tensors(folder / "learner", self._model.own_parameters(), self._optimizer)
         if self._critic is not None:
             self._critic.save(folder / "critic")
@@ -241,8 +225,9 @@ class Learner:
             self._critic.restore(folder / "critic", num_updates=self._progress.num_critic_updates)
         if self._reference is not None:
             self._reference.restore(folder / "reference")
-        if self._progress.kl_coefficient is not None:
-            self._kl_controller.coefficient = self._progress.kl_coefficient
+        controller, coefficient = self._kl_controller, self._progress.kl_coefficient
+        if isinstance(controller, AdaptiveController) and coefficient is not None:
+            controller.coefficient = coefficient
 
     @property
     def _is_warming_up(self) -> bool:
@@ -284,7 +269,7 @@ class Learner:
             dtype=self._dtype,
         )
 
-    def _train(self, take: Take, part: Part, *, number: int) -> _Update:
+    def _train(self, take: Take, part: Part, *, number: int) -> Update:
         """Gradients of a mini-batch and the update from them, unless the policy went too far."""
         shares: list[Tensor] = []
         measured: list[Metrics] = []
@@ -314,11 +299,11 @@ class Learner:
                 )
         if number > 0 and self._went_too_far(measured):
             self._optimizer.zero_grad(set_to_none=True)
-            return _Update(is_too_far=True)
+            return Update(is_too_far=True)
         value_shares = self._critic_gradients(part, measured)
         return self._update(part, shares, value_shares, measured)
 
-    def _train_critic(self, part: Part) -> _Update:
+    def _train_critic(self, part: Part) -> Update:
         measured: list[Metrics] = []
         return self._update(part, None, self._critic_gradients(part, measured), measured)
 
@@ -386,7 +371,7 @@ class Learner:
         shares: Sequence[Tensor] | None,
         value_shares: Sequence[Tensor] | None,
         measured: Sequence[Metrics],
-    ) -> _Update:
+    ) -> Update:
         """Clip and step, unless a loss or a gradient over all ranks is not finite."""
         parameters, critic = list(self._model.parameters()), self._critic
         loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None
@@ -416,7 +401,7 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         if critic is not None:
             critic.zero_grad()
-        return _Update(
+        return Update(
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -424,7 +409,7 @@ class Learner:
             critic_grad_norm=critic_grad_norm,
             is_made=is_made,
             metrics=measured,
-            offenders=() if is_made else _offenders(part, shares, value_shares),
+            offenders=() if is_made else offenders(part, shares, value_shares),
         )
 
     def _total(self, shares: Sequence[Tensor]) -> float:
@@ -434,7 +419,7 @@ class Learner:
         dist.all_reduce(total)
         return total.item()
 
-    def _commit(self, updates: Sequence[_Update]) -> bool:
+    def _commit(self, updates: Sequence[Update]) -> bool:
         """Count the step, advance the version if any update was made; returns whether it was not."""
         is_skipped = not any(update.is_made for update in updates)
         num_skipped = self._progress.num_skipped_in_a_row + 1 if is_skipped else 0
@@ -452,21 +437,10 @@ class Learner:
             if num_skipped >= self._config.max_skipped_steps:
                 raise LearnerError(
                     f"{num_skipped} steps in a row were skipped at policy version "
-                    f"{self.policy_version}, the last because: {reason}{self._dump(updates)}"
+                    f"{self.policy_version}, the last because: {reason}"
+                    f"{dump(updates, self._dump_folder, step=self.num_steps)}"
                 )
         return is_skipped
-
-    def _dump(self, updates: Sequence[_Update]) -> str:
-        """Write this rank's offending trajectories; returns where those of all ranks are."""
-        if self._dump_folder is None or not updates:
-            return ""
-        rows = {id(row): row for update in updates for row in update.offenders}
-        transcripts.write(
-            self._dump_folder / f"rank_{dist.get_rank()}",
-            self.num_steps,
-            [row.trajectory for row in rows.values()],
-        )
-        return f"; what it trained on is in {self._dump_folder}"
 
     def _follow(self, metrics: Mapping[str, float], *, num_rows: int, is_skipped: bool) -> None:
         """What moves with the policy, once it moved: the KL's coefficient and reference."""
@@ -477,61 +451,3 @@ class Learner:
             self._kl_controller.update(metrics[key], num_rows)
         if self._reference is not None:
             self._reference.follow(self._model, policy_version=self.policy_version)
-
-    def _metrics(
-        self, batch: LearnerBatch, take: Take, updates: Sequence[_Update], step_s: float
-    ) -> dict[str, float]:
-        """Combined over micro-batches and ranks; what nothing was counted for is left out."""
-        combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
-        combined |= diagnostics.groups(take.table.rewards, take.table.groups)
-        rank_tokens = [
-            sum(row.trajectory.num_tokens for row in rows)
-            for mini in batch.mini_batches
-            for rows in mini.micro_batches
-        ]
-        mine = torch.tensor(float(sum(rank_tokens)), dtype=torch.float64, device=self._device)
-        num_dummies = torch.tensor(
-            float(rank_tokens.count(0)), dtype=torch.float64, device=self._device
-        )
-        combined["rank_tokens/max"] = metric.Max.of(mine)
-        combined["rank_tokens/mean"] = metric.Mean.of(mine)
-        combined["padding_fraction"] = metric.Mean(num_dummies, num_dummies + mine)
-        values = metric.values(mesh.all_reduced(combined, device=self._device))
-        tried = [update for update in updates if not update.is_too_far]
-        made = [update for update in tried if update.is_made] or tried
-        for key in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
-            known = [v for update in made if (v := getattr(update, key)) is not None]
-            values |= {key: sum(known) / len(known)} if known else {}
-        if made and made[-1].learning_rate is not None:
-            values["learning_rate"] = made[-1].learning_rate
-        if self._config.kl is not None:
-            values["kl_coefficient"] = self._kl_controller.coefficient
-        for rule, count in batch.num_masked_tokens.items():
-            values[f"masked_fraction/{rule}"] = count / max(batch.num_sampled_tokens, 1)
-        values |= {
-            "tokens": batch.num_tokens,
-            "trained_tokens": batch.num_trained_tokens,
-            "tokens_per_s": batch.num_tokens / max(step_s, 1e-9),
-            "step_s": step_s,
-            "num_updates": sum(update.is_made for update in updates),
-            "skipped_updates": sum(not update.is_made for update in tried),
-            "stopped_early": len(tried) < len(updates),
-            "skipped_steps": self._progress.num_skipped,
-        }
-        return {f"learner/{key}": float(v) for key, v in values.items() if not math.isnan(v)}
-
-
-def _offenders(
-    part: Part, shares: Sequence[Tensor] | None, value_shares: Sequence[Tensor] | None
-) -> list[TokenRow]:
-    """Rows of the micro-batches whose share is not finite; of all, where none tells itself apart."""
-    bad = [
-        any(s is not None and not bool(s[number].isfinite()) for s in (shares, value_shares))
-        for number in range(len(part.micros))
-    ]
-    return [
-        row
-        for prepared, is_bad in zip(part.micros, bad, strict=True)
-        if is_bad or not any(bad)
-        for row in prepared.source
-    ]

@@ -1,0 +1,112 @@
+"""What an optimizer update did, and what a step of them says of itself.
+
+Waits for: the other ranks, in `step_metrics`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raylearner.learner import diagnostics, mesh, metric
+from raylearner.learner.metric import Metrics
+from raylearner.learner.preparation import Part, Take
+from raylearner.observability import transcripts
+from raylearner.types import LearnerBatch, TokenRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer update. `offenders` are this rank's rows, all else is the same on every rank."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    value_loss: float | None = None
+    critic_grad_norm: float | None = None
+    is_made: bool = False
+    is_too_far: bool = False
+    metrics: Sequence[Metrics] = ()
+    offenders: Sequence[TokenRow] = ()
+
+    def __str__(self) -> str:
+        parts = {
+            "loss": self.loss,
+            "gradient norm": self.grad_norm,
+            "value loss": self.value_loss,
+            "critic's gradient norm": self.critic_grad_norm,
+        }
+        return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+
+
+def step_metrics(
+    batch: LearnerBatch,
+    take: Take,
+    updates: Sequence[Update],
+    *,
+    step_s: float,
+    device: torch.device | str,
+) -> dict[str, float]:
+    """Combined over micro-batches and ranks; what nothing was counted for is left out."""
+    combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
+    combined |= diagnostics.groups(take.table.rewards, take.table.groups)
+    rank_tokens = [
+        sum(row.trajectory.num_tokens for row in rows)
+        for mini in batch.mini_batches
+        for rows in mini.micro_batches
+    ]
+    mine = torch.tensor(float(sum(rank_tokens)), dtype=torch.float64, device=device)
+    num_dummies = torch.tensor(float(rank_tokens.count(0)), dtype=torch.float64, device=device)
+    combined["rank_tokens/max"] = metric.Max.of(mine)
+    combined["rank_tokens/mean"] = metric.Mean.of(mine)
+    combined["padding_fraction"] = metric.Mean(num_dummies, num_dummies + mine)
+    values = metric.values(mesh.all_reduced(combined, device=device))
+    tried = [update for update in updates if not update.is_too_far]
+    made = [update for update in tried if update.is_made] or tried
+    for key in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
+        known = [v for update in made if (v := getattr(update, key)) is not None]
+        values |= {key: sum(known) / len(known)} if known else {}
+    if made and made[-1].learning_rate is not None:
+        values["learning_rate"] = made[-1].learning_rate
+    for rule, count in batch.num_masked_tokens.items():
+        values[f"masked_fraction/{rule}"] = count / max(batch.num_sampled_tokens, 1)
+    values |= {
+        "tokens": batch.num_tokens,
+        "trained_tokens": batch.num_trained_tokens,
+        "tokens_per_s": batch.num_tokens / max(step_s, 1e-9),
+        "step_s": step_s,
+        "num_updates": sum(update.is_made for update in updates),
+        "skipped_updates": sum(not update.is_made for update in tried),
+        "stopped_early": len(tried) < len(updates),
+    }
+    return {f"learner/{key}": float(v) for key, v in values.items() if not math.isnan(v)}
+
+
+def offenders(
+    part: Part, shares: Sequence[Tensor] | None, value_shares: Sequence[Tensor] | None
+) -> list[TokenRow]:
+    """Rows of the micro-batches whose share is not finite; of all, where none tells itself apart."""
+    bad = [
+        any(s is not None and not bool(s[number].isfinite()) for s in (shares, value_shares))
+        for number in range(len(part.micros))
+    ]
+    return [
+        row
+        for prepared, is_bad in zip(part.micros, bad, strict=True)
+        if is_bad or not any(bad)
+        for row in prepared.source
+    ]
+
+
+def dump(updates: Sequence[Update], folder: Path | None, *, step: int) -> str:
+    """Write this rank's offending trajectories; returns where those of all ranks are, as a clause."""
+    if folder is None or not updates:
+        return ""
+    rows = {id(row): row for update in updates for row in update.offenders}
+    trajectories = [row.trajectory for row in rows.values()]
+    path = transcripts.write(folder / f"rank_{dist.get_rank()}", step, trajectories)
+    return f"; what it trained on is in {folder}/rank_*/{path.name}"

@@ -1,0 +1,247 @@
+"""What a step does beside its loss: warm-up, early stop, references that follow, skips, resuming."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raylearner.config.schema import LearnerSection
+from raylearner.errors import CheckpointError, ConfigError, LearnerError
+from raylearner.learner.batch import pack
+from raylearner.learner.learner import Learner
+from raylearner.types import StepOutput, StopReason, TrajectoryGroup
+
+MakeGroups = Callable[..., list[TrajectoryGroup]]
+
+GAE: dict[str, Any] = {"advantage": {"kind": "gae"}, "critic": {"learning_rate": 1e-2}}
+REFRESHED = {"kind": "refreshed", "every_steps": 2, "mix": 0.5}
+ADAPTIVE = {"kind": "adaptive", "target": 0.01, "horizon": 50}
+
+
+def make_learner(folder: Path, dump_folder: Path | None = None, **changes: Any) -> Learner:
+    options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
+    section = LearnerSection(**options)
+    return Learner(section, model_path=str(folder), num_steps=10, dump_folder=dump_folder)
+
+
+def step(learner: Learner, groups: list[TrajectoryGroup], **options: Any) -> StepOutput:
+    (batch,) = pack(
+        groups,
+        policy_version=learner.policy_version,
+        num_ranks=1,
+        max_tokens_per_micro_batch=48,
+        **options,
+    )
+    return learner.step(batch)
+
+
+def weights_of(learner: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.named_weights("float64")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GAE | {"critic": {"warmup_steps": 1}},
+        GAE | {"critic": {"trunk": "shared"}},
+        {"kl": {"coefficient": 0.1, "reference": REFRESHED, "controller": ADAPTIVE}},
+        {"loss": {"kind": "clip_cov", "covariance_low": 0.0, "drop_ratio": 0.3}},
+        GAE | {"resampling": {"kind": "max_random"}},
+    ],
+    ids=["critic", "shared_critic", "reference", "clip_cov", "resampling"],
+)
+def test_resume_is_exact(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups, changes: dict[str, Any]
+) -> None:
+    steps = [make_groups(seed, num_groups=2) for seed in range(3)]
+    whole = make_learner(tiny_folder, **changes)
+    for groups in steps[:2]:
+        step(whole, groups)
+    whole.save(tmp_path)
+    after = [step(whole, groups).metrics for groups in steps[2:]]
+
+    resumed = make_learner(tiny_folder, **changes)
+    resumed.restore(tmp_path)
+    again = [step(resumed, groups).metrics for groups in steps[2:]]
+    for ours, theirs in zip(after, again, strict=True):
+        times = ("learner/step_s", "learner/tokens_per_s")
+        assert {k: v for k, v in ours.items() if k not in times} == {
+            k: v for k, v in theirs.items() if k not in times
+        }
+    ours = weights_of(resumed)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole).items())
+    expected = {"learner", "model"}
+    expected |= {"critic"} if changes.get("critic") and "trunk" not in changes["critic"] else set()
+    expected |= {"reference"} if "kl" in changes else set()
+    assert {path.name for path in tmp_path.iterdir()} == expected
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_learner_that_has_one(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    make_learner(tiny_folder).save(tmp_path)
+    with pytest.raises(CheckpointError, match="without a critic"):
+        make_learner(tiny_folder, **GAE).restore(tmp_path)
+
+
+def test_while_the_critic_warms_up_policy_and_version_stay(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder, **GAE | {"critic": {"warmup_steps": 2}})
+    before = weights_of(learner)
+    values = []
+    for seed in range(2):
+        output = step(learner, make_groups(seed))
+        assert (output.policy_version, output.is_skipped) == (0, False)
+        assert "learner/loss" not in output.metrics
+        assert output.metrics["learner/num_updates"] == 2
+        values.append(output.metrics["learner/value_loss"])
+    assert values[0] > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    output = step(learner, make_groups(2))
+    assert output.policy_version == 1
+    assert not torch.equal(weights_of(learner)["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_a_policy_that_went_too_far_ends_the_reuse_of_a_take(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = make_groups(0)
+    free = step(make_learner(tiny_folder, num_epochs=4), groups).metrics
+    assert (free["learner/num_updates"], free["learner/stopped_early"]) == (4, 0)
+    assert free["learner/approx_kl_k3"] > 1e-4
+    learner = make_learner(tiny_folder, num_epochs=4, max_kl=1e-4)
+    metrics = step(learner, groups).metrics
+    assert (metrics["learner/num_updates"], metrics["learner/stopped_early"]) == (1, 1)
+    assert metrics["learner/skipped_updates"] == 0
+    single = make_learner(tiny_folder, num_epochs=1)
+    step(single, groups)
+    ours = weights_of(learner)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(single).items())
+
+
+def test_a_refreshed_reference_moves_with_every_kth_version_and_the_coefficient_with_the_kl(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    kl = {"coefficient": 0.1, "reference": REFRESHED, "controller": ADAPTIVE}
+    learner = make_learner(tiny_folder, kl=kl, num_epochs=1)
+    reference = learner._reference
+    assert reference is not None
+
+    def held() -> Tensor:
+        return reference._model.own_parameters()["model.norm.weight"].full_tensor().clone()
+
+    first, initial = step(learner, make_groups(0)).metrics, held()
+    # The policy is the reference yet: KL 0 is below the target, by more than the limit of 0.2.
+    assert first["learner/kl"] == 0.0
+    second = step(learner, make_groups(1)).metrics
+    assert second["learner/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 12 / 50))
+    assert second["learner/kl"] > 0
+    policy = weights_of(learner)["model.norm.weight"]
+    torch.testing.assert_close(held(), (initial + policy) / 2)
+    moved = held()
+    step(learner, make_groups(2))
+    assert torch.equal(held(), moved)
+
+
+def test_no_reference_is_loaded_at_coefficient_0(tiny_folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_folder, kl={"coefficient": 0.0, "reference": {"kind": "frozen"}})
+    assert learner._reference is None
+    frozen = make_learner(tiny_folder, kl={"reference": {"kind": "frozen"}})
+    frozen.save(tmp_path)
+    assert not (tmp_path / "reference").exists()
+    for reference in (None, {"kind": "adapter_off"}):
+        with pytest.raises(ConfigError, match=r"use \{kind: frozen\}"):
+            make_learner(tiny_folder, kl={"reference": reference})
+
+
+def test_skipped_steps_are_counted_and_the_last_one_leaves_its_trajectories(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+) -> None:
+    """One episode of an infinite reward: its group is what is written down, and no other."""
+    groups = make_groups(0, num_groups=2, group_size=4)
+    bad, *rest = groups[1].trajectories
+    groups[1] = replace(groups[1], trajectories=(replace(bad, reward=np.inf), *rest))
+    learner = make_learner(tiny_folder, tmp_path / "skipped", max_skipped_steps=2, num_epochs=1)
+    before = weights_of(learner)
+    output = step(learner, groups)
+    assert (output.is_skipped, output.metrics["learner/skipped_steps"]) == (True, 1)
+    with pytest.raises(LearnerError, match=r"2 steps in a row.*loss nan.*skipped/rank_\*/step_0"):
+        step(learner, groups)
+    lines = (tmp_path / "skipped" / "rank_0" / "step_000002.jsonl").read_text().splitlines()
+    written = {json.loads(line)["group_id"] for line in lines}
+    assert groups[1].group_id in written
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+
+
+def test_a_value_loss_that_is_not_finite_skips_both_updates(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder, **GAE)
+    critic = learner._critic
+    assert critic is not None
+    with torch.no_grad():
+        critic._model.own_parameters()["value_head.bias"].fill_(torch.nan)
+    before = weights_of(learner)
+    assert step(learner, make_groups(0)).is_skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+
+
+def test_truncated_episodes_train_nothing_and_stay_in_the_baseline(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    groups = make_groups(0)
+    cut = [
+        replace(
+            g,
+            trajectories=(
+                replace(g.trajectories[0], stop_reason=StopReason.MAX_TOKENS, reward=5.0),
+                *g.trajectories[1:],
+            ),
+        )
+        for g in groups
+    ]
+    learner = make_learner(tiny_folder, num_epochs=1)
+    metrics = step(learner, cut, should_mask_truncated=True).metrics
+    num_cut = sum(g.trajectories[0].num_sampled_tokens for g in groups)
+    num_all = sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
+    assert metrics["learner/masked_fraction/truncated"] == pytest.approx(num_cut / num_all)
+    assert metrics["learner/masked_fraction/stale"] == 0
+    assert metrics["learner/trained_tokens"] == num_all - num_cut
+    assert metrics["learner/reward/max"] == 5.0
+    assert metrics["learner/advantage/max"] < 0  # the rest of each group is below the cut one
+
+
+def test_gdpo_weighs_reward_functions_as_the_run_does(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    """A function of weight 0 changes nothing, whatever it says."""
+
+    def with_parts(noise: float) -> list[TrajectoryGroup]:
+        return [
+            replace(
+                g,
+                trajectories=tuple(
+                    replace(t, rewards={"a": t.reward, "b": noise * t.num_tokens})
+                    for t in g.trajectories
+                ),
+            )
+            for g in make_groups(0)
+        ]
+
+    losses = []
+    for noise in (1.0, -7.0):
+        learner = Learner(
+            LearnerSection(compute_dtype="float64", advantage={"kind": "gdpo"}),
+            model_path=str(tiny_folder),
+            num_steps=10,
+            reward_weights={"a": 2.0, "b": 0.0},
+        )
+        losses.append(step(learner, with_parts(noise)).metrics["learner/loss"])
+    assert losses[0] == losses[1] != 0
