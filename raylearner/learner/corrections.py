@@ -268,7 +268,9 @@ def combine_corrections(
         weights = weights * correction.weights
         keep = keep & correction.keep
         metrics.update(correction.metrics)
-    metrics.update(_rejected(keep, mask, rows, prefix="all", count_empty_rows=count_empty_rows))
+    metrics.update(
+        _rejected(keep, mask, rows, prefix="corrections", count_empty_rows=count_empty_rows)
+    )
     return Correction(weights=select(weights, keep), keep=keep, metrics=metrics)
 
 

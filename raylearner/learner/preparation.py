@@ -18,7 +18,7 @@ from raylearner.config.advantage import (
 )
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
-from raylearner.learner import advantages, mesh, metric
+from raylearner.learner import advantages, diagnostics, mesh, metric
 from raylearner.learner.correction import correct, is_normalized, weight_means
 from raylearner.learner.corrections import log_ratios
 from raylearner.learner.critic import end_values, prefix_values
@@ -123,6 +123,11 @@ def prepare(
     ]
     measured: list[Metrics] = []
     flat = _with_advantages(config, flat, scores, states, table, kl_coefficient, measured, dtype)
+    measured.extend(
+        diagnostics.gradient_power(p.advantages, s.logprobs, s.squared_probs, p.mask, p.micro.rows)
+        for p, s in zip(flat, scores, strict=True)
+        if s is not None and s.squared_probs is not None
+    )
     table = replace(table, copies=_copies(config, table, seed))
     means = _weight_means(config, flat)
     if not config.should_count_rejected and config.corrections:

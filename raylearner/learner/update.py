@@ -70,6 +70,10 @@ def step_metrics(
     for key in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
         known = [v for update in made if (v := getattr(update, key)) is not None]
         values |= {key: sum(known) / len(known)} if known else {}
+    if "gradient_power/total" in values and "grad_norm" in values:
+        values |= diagnostics.gradient_noise(
+            values["gradient_power/total"], values["grad_norm"], batch.num_rows
+        )
     if made and made[-1].learning_rate is not None:
         values["learning_rate"] = made[-1].learning_rate
     for rule, count in batch.num_masked_tokens.items():

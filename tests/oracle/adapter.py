@@ -643,8 +643,8 @@ def _verl_rejection(
         applied.append(correction)
     combined = corrections.combine_corrections(applied, mask, rows, count_empty_rows=True)
     measured = metric.values(combined.metrics)
-    outputs["rollout_rs_masked_fraction"] = measured["all/rejected_fraction"]
-    outputs["rollout_rs_seq_masked_fraction"] = measured["all/row_rejected_fraction"]
+    outputs["rollout_rs_masked_fraction"] = measured["corrections/rejected_fraction"]
+    outputs["rollout_rs_seq_masked_fraction"] = measured["corrections/row_rejected_fraction"]
     return combined.keep, outputs
 
 

@@ -194,7 +194,7 @@ def test_combined_corrections_keep_what_all_keep() -> None:
     keep = of_tokens.keep & of_rows.keep
     assert torch.equal(found.keep, keep)
     torch.testing.assert_close(found.weights, torch.where(keep, weights.weights, 0.0))
-    assert found.metrics["all/rejected_fraction"].value() == pytest.approx(
+    assert found.metrics["corrections/rejected_fraction"].value() == pytest.approx(
         1 - keep.sum().item() / mask.sum().item()
     )
 

@@ -1,9 +1,12 @@
 """Objectives that make no sense are refused, with the reason and the nearest valid choice."""
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from raylearner.config import shape
@@ -263,6 +266,12 @@ def test_what_is_allowed_and_odd_is_noted(learner: dict[str, Any], words: str) -
     config = make_config(learner)
     assert check(config) == []
     assert any(words in note for note in notes(config))
+
+
+def test_the_documented_configuration_is_valid() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert check(make_config(yaml.safe_load(shown)["learner"])) == []
 
 
 def sections_by_kind(union: object) -> dict[str, type[BaseModel]]:

@@ -15,6 +15,7 @@ import pytest
 
 from raylearner.learner.batch import pack
 from raylearner.learner.mesh import free_port
+from raylearner.observability.metrics import undocumented
 from raylearner.types import LearnerBatch, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -178,6 +179,7 @@ def test_one_rank_and_two_and_any_micro_batching_agree(
     config = BASE | OBJECTIVES[name]
     ours, our_weights = play(config, str(tiny_folder), [step[0] for step in steps])
     for mine, other in zip(ours, theirs, strict=True):
+        assert undocumented(mine) == []
         assert set(mine) == set(other)
         for key in mine:
             if not key.startswith(OF_THE_LAYOUT):
