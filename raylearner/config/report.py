@@ -19,10 +19,11 @@ def derived(config: RunConfig) -> list[tuple[str, str]]:
     """Name and value of everything that follows from the configuration."""
     actors, learner, replay = config.actors, config.learner, config.replay
     episodes, longest = config.episodes_per_step, config.max_sequence_tokens
-    started = replay.groups_per_step * (replay.group_size + replay.extra)
+    per_group = replay.group_size + replay.extra + replay.should_play_greedy
+    started = replay.groups_per_step * per_group
     in_flight = min(
         actors.num_actors * actors.max_concurrent_episodes,
-        max_running_groups(config) * (replay.group_size + replay.extra),
+        max_running_groups(config) * per_group,
     )
     return [
         ("rollout actors", _share(actors.num_actors, actors.cpus_per_actor, actors.gpus_per_actor)),

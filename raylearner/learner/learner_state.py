@@ -185,8 +185,9 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensors[f"master.{name}"] = parameter.detach()
-        for moment in MOMENTS if optimizer is not None else ():
-            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+        if optimizer is not None:
+            for moment in MOMENTS:
+                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
     return tensors
 
 

@@ -215,7 +215,7 @@ def hidden_states(
 
 def value_head(causal_lm: PreTrainedModel) -> nn.Linear:
     """One output for each hidden state, 0 at the start."""
-    weight = causal_lm.get_input_embeddings().weight
+    weight = causal_lm.get_input_embeddings().get_parameter("weight")
     head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

@@ -145,58 +145,19 @@ def _with_advantages(
     measured: list[Metrics],
     dtype: torch.dtype,
 ) -> list[Prepared]:
-    if not flat:
-        return []
-    section, kl = config.advantage, config.kl
-    has_penalty = kl is not None and kl.place == "reward" and kl_coefficient > 0
+    section, penalty = config.advantage, torch.zeros_like(table.rewards)
     is_by_token = section.kind in TOKEN_ESTIMATORS
-    penalty = torch.zeros_like(table.rewards)
-    whole = None
-    if is_by_token or has_penalty:
+    if flat and (is_by_token or _taxes_reward(config, kl_coefficient)):
         columns: list[dict[str, Tensor]] = []
         for p, s in zip(flat, scores, strict=True):
-            column = {"turns": p.micro.turns, "anchors": p.micro.anchors}
-            if kl is not None and has_penalty:
-                assert p.start_logprobs is not None
-                assert p.reference_logprobs is not None
-                taken, metrics = kl_in_reward(
-                    torch.zeros_like(p.start_logprobs),
-                    p.start_logprobs,
-                    p.reference_logprobs,
-                    p.mask,
-                    p.micro.rows,
-                    coefficient=kl_coefficient,
-                    kind=kl.estimator,
-                    value_limit=kl.value_limit,
-                )
-                column["penalty"] = -taken
-                measured.append(metrics)
-            if section.kind in CRITIC_ESTIMATORS:
-                assert p.values is not None, f"{section.kind} needs a critic"
-                column["values"] = p.values
-            if section.kind == "vtrace":
-                assert p.start_logprobs is not None
-                column["log_ratio"] = log_ratios(
-                    p.start_logprobs, p.micro.behavior_logprobs, p.mask
-                )
-            if s is not None and s.squared_probs is not None:
-                column |= {"logprobs": s.logprobs, "squared_probs": s.squared_probs}
+            column, metrics = _columns(config, p, s, kl_coefficient)
             columns.append(column)
-        should_bootstrap = isinstance(section, CriticAdvantage) and section.should_bootstrap
-        whole = WholeBatch.gather(
-            [p.micro for p in flat],
-            of_tokens=columns,
-            of_rows=[
-                {"bootstrap": end_values(state, p.micro)}
-                if should_bootstrap and state is not None
-                else {}
-                for p, state in zip(flat, states, strict=True)
-            ],
-        )
-        token_penalty = whole.of_tokens.get("penalty", torch.zeros_like(whole.mask).double())
-        penalty = penalty.index_add(0, whole.episodes, whole.rows.sum(token_penalty, whole.mask))
+            measured.append(metrics)
+        ends = [_row_columns(config, p, state) for p, state in zip(flat, states, strict=True)]
+        whole = WholeBatch.gather([p.micro for p in flat], of_tokens=columns, of_rows=ends)
+        by_token = whole.of_tokens["penalty"]
         if is_by_token:
-            found = token_advantages(section, table, whole, token_penalty)
+            found = token_advantages(section, table, whole, by_token)
             return [
                 replace(p, advantages=a.to(dtype), targets=t.to(dtype), is_target=i)
                 for p, a, t, i in zip(
@@ -207,8 +168,54 @@ def _with_advantages(
                     strict=True,
                 )
             ]
+        penalty = penalty.index_add(0, whole.episodes, whole.rows.sum(by_token, whole.mask))
     by_episode = episode_advantages(section, table, penalty).to(dtype)
     return [replace(p, advantages=p.micro.rows.spread(by_episode[p.micro.episodes])) for p in flat]
+
+
+def _taxes_reward(config: LearnerSection, kl_coefficient: float) -> bool:
+    return config.kl is not None and config.kl.place == "reward" and kl_coefficient > 0
+
+
+def _columns(
+    config: LearnerSection, p: Prepared, scores: Scores | None, kl_coefficient: float
+) -> tuple[dict[str, Tensor], Metrics]:
+    """What an estimator wants to know of each token."""
+    micro, kind = p.micro, config.advantage.kind
+    penalty, metrics = torch.zeros_like(micro.behavior_logprobs), {}
+    if config.kl is not None and _taxes_reward(config, kl_coefficient):
+        assert p.start_logprobs is not None
+        assert p.reference_logprobs is not None
+        taken, metrics = kl_in_reward(
+            torch.zeros_like(p.start_logprobs),
+            p.start_logprobs,
+            p.reference_logprobs,
+            p.mask,
+            micro.rows,
+            coefficient=kl_coefficient,
+            kind=config.kl.estimator,
+            value_limit=config.kl.value_limit,
+        )
+        penalty = -taken
+    columns = {"turns": micro.turns, "anchors": micro.anchors, "penalty": penalty}
+    if kind in CRITIC_ESTIMATORS:
+        assert p.values is not None, f"{kind} needs a critic"
+        columns["values"] = p.values
+    if kind == "vtrace":
+        columns["log_ratio"] = _start_ratio(p)
+    if scores is not None and scores.squared_probs is not None:
+        columns |= {"logprobs": scores.logprobs, "squared_probs": scores.squared_probs}
+    return columns, metrics
+
+
+def _row_columns(
+    config: LearnerSection, p: Prepared, state_values: Tensor | None
+) -> dict[str, Tensor]:
+    section = config.advantage
+    if not isinstance(section, CriticAdvantage) or not section.should_bootstrap:
+        return {}
+    assert state_values is not None
+    return {"bootstrap": end_values(state_values, p.micro)}
 
 
 def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | None:  # [E]
@@ -226,7 +233,7 @@ def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | 
 
 def _weight_means(config: LearnerSection, flat: Sequence[Prepared]) -> tuple[float | None, ...]:
     """Over the whole batch."""
-    if not any(map(is_normalized, config.corrections)):
+    if not flat or not any(map(is_normalized, config.corrections)):
         return (None,) * len(config.corrections)
     found = metric.combine(
         weight_means(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages)

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raylearner.learner.batch import pack, row_cost
-from raylearner.types import LearnerBatch, Trajectory, TrajectoryGroup
+from raylearner.learner.micro_batch import MicroBatch
+from raylearner.types import CompletionStop, LearnerBatch, Trajectory, TrajectoryGroup, Turn
 
 BUDGET = 64
 
@@ -197,3 +199,70 @@ def test_what_follows_the_last_trained_token_is_not_sent(
         [group_of(0, [row])], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=99
     )
     assert rows_of([batch])[0].trajectory.num_tokens == 10
+
+
+def test_rows_tell_turns_and_what_they_start_from(
+    make_trajectory: Callable[..., Trajectory],
+) -> None:
+    """Two episodes with the same first reply and unlike second ones."""
+
+    def episode(index: int, replies: tuple[str, str, str]) -> Trajectory:
+        t = make_trajectory(np.random.default_rng(index), sample_index=index, num_tokens=12)
+        mask = np.isin(np.arange(12), [2, 3, 6, 9, 11])
+        spans = ((2, 4, 6), (6, 7, 9), (9, 12, 12))
+        return replace(
+            t,
+            loss_mask=mask,
+            train_mask=mask,
+            behavior_logprobs=np.where(mask, -1, np.nan).astype(np.float32),
+            policy_versions=np.where(mask, 0, -1).astype(np.int32),
+            turns=tuple(
+                Turn(
+                    start=start,
+                    end=end,
+                    reply_end=reply_end,
+                    text="",
+                    reply=reply,
+                    stop_reason=CompletionStop.END,
+                    min_policy_version=0,
+                    max_policy_version=0,
+                )
+                for (start, end, reply_end), reply in zip(spans, replies, strict=True)
+            ),
+        )
+
+    group = TrajectoryGroup(
+        group_id=0,
+        prompt_id="0",
+        policy_version=0,
+        trajectories=(episode(0, ("a", "b", "")), episode(1, ("a", "c", ""))),
+    )
+    (batch,) = pack([group], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
+    first, second = batch.mini_batches[0].micro_batches[0]
+    assert first.turns.tolist() == [-1, -1, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    same = [a == b for a, b in zip(first.anchors, second.anchors, strict=True)]
+    assert same == [True, True, False]
+    rows = batch.mini_batches[0].micro_batches[0]
+    micro = MicroBatch.of(rows, policy_version=0, dtype=torch.float32)
+    assert micro.anchors[6:12].tolist() == [first.anchors[1]] * 3 + [first.anchors[2]] * 3
+
+
+def test_a_penalty_that_some_episodes_have_is_0_for_the_others(
+    make_trajectory: Callable[..., Trajectory],
+) -> None:
+    rng = np.random.default_rng(0)
+    parts = ({"exact": 1.0}, {"exact": None, "penalty": -0.5}, {})
+    group = TrajectoryGroup(
+        group_id=0,
+        prompt_id="0",
+        policy_version=0,
+        trajectories=tuple(
+            replace(make_trajectory(rng, sample_index=i), rewards=rewards)
+            for i, rewards in enumerate(parts)
+        ),
+        greedy_reward=0.5,
+    )
+    (batch,) = pack([group], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
+    np.testing.assert_array_equal(batch.parts["exact"], [1.0, np.nan, np.nan])
+    np.testing.assert_array_equal(batch.parts["penalty"], [0.0, -0.5, np.nan])
+    assert batch.greedy_rewards.tolist() == [0.5] * 3
