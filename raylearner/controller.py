@@ -421,7 +421,7 @@ class Controller:
         assert self._publisher is not None, "start comes first"
         await self._publisher.close()
         await learner.restart()
-        await self._restore_latest(learner)
         await self._fleet.abort()
+        await self._restore_latest(learner)
         self._make_publisher()
         await self._publish()
