@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 PYTEST = $(PYTHON) -m pytest
 SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
-PARTS = $(wildcard tests/unit tests/oracle tests/services tests/hostile tests/vllm tests/ray tests/e2e)
+PARTS = $(wildcard tests/unit tests/oracle tests/services tests/vllm tests/ray tests/e2e)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup fmt fmt-check lint types test test-unit test-ray test-gpu check

@@ -24,7 +24,7 @@ from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.transformers_engine import TransformersEngine
 from raylearner.config import schema
 from raylearner.config.loader import load
-from raylearner.environments.catalogue import make_environment
+from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.learner.batch import pack
 from raylearner.learner.demonstrations import prepare_tiny_model
 from raylearner.learner.learner import Learner
@@ -125,7 +125,7 @@ class Harness:
             engine=self.engine,
             renderer=self._renderer,
             scorer=Scorer(config.rewards),
-            make_environment=lambda: make_environment(config.environment),
+            make_environment=EnvironmentFactory(config.environment).make,
             tracer=Tracer(track=SAMPLER, is_enabled=False),
         )
         self._buffer = ReplayBuffer(config.replay, load_prompts(config.data.train), config.run.seed)

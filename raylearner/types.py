@@ -328,6 +328,8 @@ class Probe:
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
     tolerance: float
+    statistic: Literal["max", "mean"] = "max"
+    """What of |engine - learner| over all tokens must be within `tolerance`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

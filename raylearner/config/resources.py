@@ -13,7 +13,7 @@ from raylearner.errors import ConfigError
 SHARE_STEP = 0.05
 """Shares of a GPU are rounded down to multiples of this, so that they always fit."""
 
-TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_HALF = 1e-3, 0.05, 1.0
+TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_HALF = 1e-3, 0.05, 0.25
 """Of the proof: float32 on CPUs, float32 on GPUs (whose kernels may use TF32), half precision."""
 
 
@@ -51,8 +51,10 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
         transport = _transport(config, num_gpus, per_rank=per_rank, per_actor=per_actor)
         weights = weights.model_copy(update={"transport": transport})
         decisions.append(f"weights travel by {transport}")
+    is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
+    if weights.proof_statistic == "auto":
+        weights = weights.model_copy(update={"proof_statistic": "mean" if is_half else "max"})
     if weights.proof_tolerance == "auto":
-        is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
         tolerance = TOLERANCE_HALF if is_half else TOLERANCE_GPU if per_actor else TOLERANCE_CPU
         weights = weights.model_copy(update={"proof_tolerance": tolerance})
     resolved = config.model_copy(

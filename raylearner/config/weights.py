@@ -19,6 +19,8 @@ class WeightsSection(Section):
     deadline_s: PositiveFloat = 120.0
     """An engine that has not acknowledged by then is condemned and replaced."""
     proof_tolerance: PositiveFloat | Literal["auto"] = "auto"
-    """Largest |learner - engine| log-probability on the probe prompts; auto goes by precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 1 in half precision."""
+    """Most |learner - engine| log-probability on the probe prompts, in nats; auto goes by precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 0.25 in half precision."""
+    proof_statistic: Literal["auto", "max", "mean"] = "auto"
+    """Which statistic of it over the probe's tokens; auto is the mean in half precision, where single tokens differ by more than a nat, and the maximum in float32."""
     num_probe_tokens: PositiveInt = 32
     """Length of a probe prompt."""

@@ -137,6 +137,7 @@ class WeightWriter:
             token_ids=token_ids,
             logprobs=tuple(tuple(row) for row in logprobs),
             tolerance=tolerance,
+            statistic="mean" if self._config.proof_statistic == "mean" else "max",
         )
 
     def _nccl(self) -> Any:

@@ -37,12 +37,15 @@ def probe_tokens(
 
 
 def gap(engine_logprobs: Sequence[Sequence[float]], probe: Probe) -> float:
-    """The largest |engine - learner| log-probability; infinite where either is not a number."""
+    """|engine - learner| log-probability, the probe's statistic of it over all tokens.
+
+    Infinite where either is not a number.
+    """
     if len(engine_logprobs) != len(probe.logprobs):
         raise WeightTransferError(
             f"the engine answered {len(engine_logprobs)} of {len(probe.logprobs)} probe prompts"
         )
-    largest = 0.0
+    differences: list[float] = []
     for index, (engine, learner) in enumerate(zip(engine_logprobs, probe.logprobs, strict=True)):
         if len(engine) != len(learner):
             raise WeightTransferError(
@@ -51,8 +54,10 @@ def gap(engine_logprobs: Sequence[Sequence[float]], probe: Probe) -> float:
             )
         for ours, theirs in zip(engine, learner, strict=True):
             difference = abs(ours - theirs)
-            largest = max(largest, math.inf if math.isnan(difference) else difference)
-    return largest
+            differences.append(math.inf if math.isnan(difference) else difference)
+    if not differences:
+        return 0.0
+    return max(differences) if probe.statistic == "max" else sum(differences) / len(differences)
 
 
 def check(
@@ -63,7 +68,7 @@ def check(
     if not found <= probe.tolerance:
         raise WeightTransferError(
             f"proof of policy version {policy_version} failed: the engine's log-probabilities of "
-            f"{len(probe.token_ids)} probe prompts differ from the learner's by up to {found:.3g}, "
-            f"allowed are {probe.tolerance:.3g}; the engine does not hold the learner's weights"
+            f"{len(probe.token_ids)} probe prompts differ from the learner's by {found:.3g} "
+            f"({probe.statistic}), allowed are {probe.tolerance:.3g}; the engine does not hold the learner's weights"
         )
     return found

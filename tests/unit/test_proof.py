@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -76,7 +77,14 @@ def test_check_returns_a_small_gap_and_raises_a_large_one_with_the_numbers() -> 
     probe = make_probe([[-1.0]], tolerance=0.25)
     assert check([[-1.25]], probe, policy_version=7) == 0.25
     with pytest.raises(
-        WeightTransferError, match=r"version 7 .* 0\.5, allowed are 0\.25"
+        WeightTransferError, match=r"version 7 .* 0\.5 \(max\), allowed are 0\.25"
     ) as caught:
         check([[-1.5]], probe, policy_version=7)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_the_mean_forgives_one_token_and_not_all_of_them() -> None:
+    probe = replace(make_probe([[-1.0] * 10], tolerance=0.25), statistic="mean")
+    assert check([[-1.0] * 9 + [-3.0]], probe, policy_version=1) == pytest.approx(0.2)
+    with pytest.raises(WeightTransferError, match=r"\(mean\)"):
+        check([[-1.5] * 10], probe, policy_version=1)

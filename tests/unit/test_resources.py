@@ -89,4 +89,5 @@ def test_transports_that_cannot_work_are_refused() -> None:
 
 def test_half_precision_loosens_the_proof() -> None:
     resolved = resolve(config(actors__engine__dtype="bfloat16"), num_gpus=3).config
-    assert resolved.weights.proof_tolerance == 1.0
+    assert resolved.weights.proof_tolerance == 0.25
+    assert resolved.weights.proof_statistic == "mean"
