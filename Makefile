@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 PYTEST = $(PYTHON) -m pytest
 SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
-PARTS = $(wildcard tests/unit tests/oracle tests/services tests/vllm tests/ray tests/e2e)
+PARTS = $(wildcard tests/unit tests/learner tests/oracle tests/services tests/vllm tests/ray tests/e2e)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup fmt fmt-check lint types test test-unit test-ray test-gpu check
@@ -26,7 +26,7 @@ lint: ## Lint
 types: ## Check types, strictly where pyproject.toml says so
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
-test: ## Set up, then run all tests that need no GPU: unit, Ray and vLLM, one process each
+test: ## Set up, then run all tests that need no GPU: one process for each folder
 	@$(SETUP)
 	@failed=; for part in $(PARTS); do \
 	  echo "== $$part"; $(PYTEST) $$part || failed="$$failed $$part"; \

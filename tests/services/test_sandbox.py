@@ -23,7 +23,7 @@ from raylearner.tools.sandbox import Sandbox, SandboxResult, SandboxStatus
 
 HOSTILE = sorted((Path(__file__).parents[1] / "hostile").glob("*.py"))
 LIMITS = SandboxSection(
-    wall_s=2.0,
+    wall_s=4.0,
     cpu_s=0.8,
     memory_bytes=256 * MIB,
     file_bytes=4 * MIB,

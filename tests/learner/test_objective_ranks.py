@@ -140,7 +140,7 @@ def on_two_ranks(
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     processes = [
         subprocess.Popen(

@@ -157,7 +157,7 @@ def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tw
     job = {"config": config, "model": str(tiny_folder), "batches": batches}
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
     port = free_port()
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     processes = [
         subprocess.Popen(
             [

@@ -173,7 +173,7 @@ def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), tmp_path],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
         text=True,
     )
