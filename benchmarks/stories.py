@@ -20,7 +20,38 @@ from benchmarks.gpu.common import Result, parser
 from benchmarks.gpu.training import Run, summary
 from raylearner.rewards.functions import EpisodeView
 
-TOPICS = ["a lighthouse keeper", "a lost dog", "the first snow", "a train at night", "an old clockmaker", "a garden", "two sisters", "a letter that came late", "the sea", "a chess game", "a robot", "a mountain village", "a baker", "a storm", "a library", "an island", "a violin", "the moon", "a bridge", "a stolen painting", "a river", "a teacher", "a desert caravan", "a fox", "a spaceship", "a market", "a kite", "a king", "a mirror", "an apple tree"]
+TOPICS = [
+    "a lighthouse keeper",
+    "a lost dog",
+    "the first snow",
+    "a train at night",
+    "an old clockmaker",
+    "a garden",
+    "two sisters",
+    "a letter that came late",
+    "the sea",
+    "a chess game",
+    "a robot",
+    "a mountain village",
+    "a baker",
+    "a storm",
+    "a library",
+    "an island",
+    "a violin",
+    "the moon",
+    "a bridge",
+    "a stolen painting",
+    "a river",
+    "a teacher",
+    "a desert caravan",
+    "a fox",
+    "a spaceship",
+    "a market",
+    "a kite",
+    "a king",
+    "a mirror",
+    "an apple tree",
+]
 
 
 def length_reward(episode: EpisodeView) -> float:

@@ -27,7 +27,7 @@ class ToolError(TrajectoryError):
     kind = "tool"
 
 
-class EnvironmentFault(TrajectoryError):  # noqa: N818 - EnvironmentError is a builtin
+class EnvironmentFault(TrajectoryError):
     """The environment raised."""
 
     kind = "environment"
@@ -49,7 +49,7 @@ class ReplayError(RaylearnerError):
     """A trajectory or a call breaks the replay contract; the rule is named."""
 
 
-class TooManyFailures(RaylearnerError):  # noqa: N818 - reads as what happened
+class TooManyFailures(RaylearnerError):
     """Too large a share of recent episodes failed for one cause, or too many groups were filtered."""
 
 
@@ -69,9 +69,9 @@ class LearnerError(RaylearnerError):
     """A learner step failed in a way that no restart would mend."""
 
 
-class LearnerDied(RaylearnerError):  # noqa: N818 - reads as what happened
+class LearnerDied(RaylearnerError):
     """A learner rank's process is gone; the run may roll back to its last checkpoint."""
 
 
-class RunStopped(RaylearnerError):  # noqa: N818 - reads as what happened
+class RunStopped(RaylearnerError):
     """The run ended on request, after a checkpoint."""

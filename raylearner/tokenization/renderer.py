@@ -84,7 +84,9 @@ class Renderer:
         not written twice. Contents are cut to `max_observation_tokens` with a visible mark.
         """
         if any(m.images for m in messages):
-            raise RenderError("an observation holds images, which this model's renderer cannot show")
+            raise RenderError(
+                "an observation holds images, which this model's renderer cannot show"
+            )
         content = "\n".join(m.content for m in messages)
         content_ids = self.encode(content)
         limit = self.config.max_observation_tokens

@@ -42,9 +42,7 @@ class Transcript:
     _turns: list[Turn] = field(default_factory=list[Turn])
     _open: _OpenTurn | None = None
 
-    def open(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Starts with the rendered prompt. Raises `RenderError` when it is too long."""
         self._append_fixed(self.renderer.render(messages, tools=tools))
         self.prompt_length = len(self.token_ids)
