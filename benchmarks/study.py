@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,9 +60,15 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 """The quickstart's own task, model and learning rate; all one version behind."""
 
 OFF_POLICY_TASK = (
+    "model={hidden_size: 128, num_layers: 2, num_heads: 4, intermediate_size: 512}",
+    "model.warm_start={num_steps: 400, batch_size: 64, learning_rate: 3.0e-3}",
+    "model.warm_start.tool_fraction=0.35",
     "data.train.max_operand=999",
     "data.evaluation.max_operand=999",
-    "replay.groups_per_step=4",
+    "replay={groups_per_step: 4, group_size: 8}",
+    "learner.learning_rate=3.0e-4",
+    "learner.schedule=linear",
+    "learner.advantage={kind: grpo}",
     "run.num_steps=80",
 )
 """Operands of three digits: longer expressions and results to copy, each digit a way to fail."""
@@ -131,17 +137,28 @@ def objectives_table(records: Sequence[dict[str, Any]]) -> list[str]:
     return [head, "|---|---:|---:|---:|---:|---:|---:|", *rows]
 
 
-def off_policy_table(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Late accuracy: mean over seeds, extremes, and change from the same objective at lag 0."""
+def off_policy_tables(records: Sequence[dict[str, Any]]) -> list[str]:
+    """What the policy is worth in the end, and what it was over the second half of the run."""
+    return [
+        *_by_lag(records, "accuracy", lambda record: record["late_accuracy"]),
+        "",
+        *_by_lag(records, "reward", lambda r: statistics.fmean(r["reward"][r["num_steps"] // 2 :])),
+    ]
+
+
+def _by_lag(
+    records: Sequence[dict[str, Any]], title: str, value: Callable[[dict[str, Any]], float]
+) -> list[str]:
+    """Mean over seeds, extremes, and change from the same objective at lag 0."""
     lines = [
-        "| correction | " + " | ".join(f"lag {lag}" for lag in LAGS) + " |",
+        f"| {title} | " + " | ".join(f"lag {lag}" for lag in LAGS) + " |",
         "|---" + "|---:" * len(LAGS) + "|",
     ]
     for name in _names(records):
         cells: list[str] = []
         means: list[float] = []
         for lag in LAGS:
-            values = [r["late_accuracy"] for r in _of(records, name, lag)]
+            values = [value(record) for record in _of(records, name, lag)]
             if not values:
                 cells.append("")
                 continue
@@ -242,7 +259,7 @@ def run_study(
 def table(study: StudyName, results: Path | None = None) -> None:
     """Write a Markdown table to standard output."""
     records = list(read_results(results or RESULTS / f"{study}.jsonl").values())
-    make = objectives_table if study == "objectives" else off_policy_table
+    make = objectives_table if study == "objectives" else off_policy_tables
     typer.echo("\n".join(make(records)))
 
 

@@ -76,18 +76,27 @@ def test_every_run_of_every_study_is_a_valid_configuration() -> None:
             assert run.config().replay.max_staleness == run.lag
 
 
-def test_the_off_policy_table_compares_with_the_same_objective_at_lag_0() -> None:
+def test_the_off_policy_tables_compare_with_the_same_objective_at_lag_0() -> None:
     """At lag 0 a weighted one is the same as none."""
     values = {0: (0.9, 0.8, 1.0), 4: (0.81, 0.81, 0.81), 16: (0.0, 0.45, 0.9)}
     records = [
-        {"name": "tis" if lag else "none", "lag": lag, "seed": seed, "late_accuracy": accuracy}
+        {
+            "name": "tis" if lag else "none",
+            "lag": lag,
+            "seed": seed,
+            "late_accuracy": accuracy,
+            "num_steps": 4,
+            "reward": [0.0, 0.0, accuracy, accuracy],
+        }
         for lag, accuracies in values.items()
         for seed, accuracy in enumerate(accuracies)
     ]
-    assert study.off_policy_table(records)[2:] == [
+    tables = study.off_policy_tables(records)
+    assert tables[2:4] == [
         "| none | 0.90 (0.80 to 1.00) |  |  |",
         "| tis | 0.90 (0.80 to 1.00) | 0.81 (0.81 to 0.81), -10% | 0.45 (0.00 to 0.90), -50% |",
     ]
+    assert tables[7:] == tables[2:4]  # of the second half of the run
 
 
 @pytest.mark.slow
