@@ -80,7 +80,11 @@ OFF_POLICY: dict[str, tuple[str, ...]] = {
         "learner.loss={kind: decoupled_ppo, behavior_cap: 5.0, behavior_mode: filter}",
     ),
     "icepop": ("learner.loss={kind: ppo}", "learner.corrections=[{kind: icepop}]"),
-    "vtrace": ("learner.advantage={kind: vtrace}", "learner.loss={kind: gpg}", CRITIC),
+    "vtrace": (
+        "learner.advantage={kind: vtrace}",
+        "learner.loss={kind: gpg}",
+        "learner.critic={learning_rate: 2.0e-4}",
+    ),
 }
 """One update per take, so that the proximal policy is the current one and no ratio is clipped."""
 
