@@ -22,6 +22,7 @@ from raylearner.errors import LearnerDied, RunStopped, StalledError
 from raylearner.evaluation import Evaluator
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
+from raylearner.learner.checkpoint import Checkpoint
 from raylearner.learner.learner_actor import LearnerGroup
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
@@ -170,7 +171,7 @@ class Controller:
         self._make_publisher()
         if is_resumed:
             with self._recorder.stage("restoring the last checkpoint"):
-                await self._restore_latest(self._learner)
+                await self._restore(self._learner, await self._latest_checkpoint())
         with self._recorder.stage("publishing the first weights"):
             await self._publish()
         self._fleet.play(tasks)
@@ -392,8 +393,11 @@ class Controller:
                 )
             checkpoint.prune(self._folder / "checkpoints", keep_last=self._config.run.keep_last)
 
-    async def _restore_latest(self, learner: LearnerGroup) -> None:
-        latest = checkpoint.latest(self._folder / "checkpoints")
+    async def _latest_checkpoint(self) -> Checkpoint | None:
+        """In a thread: every byte is hashed before a checkpoint counts as whole."""
+        return await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")
+
+    async def _restore(self, learner: LearnerGroup, latest: Checkpoint | None) -> None:
         if latest is None:
             logger.warning("%s holds no whole checkpoint: the run starts over", self._folder)
             self._recorder.rewind(-1)
@@ -408,7 +412,7 @@ class Controller:
     async def _roll_back(self, learner: LearnerGroup, error: LearnerDied) -> None:
         """Learner, ledger and buffer go back to one cut; engines are set to its version."""
         self._num_learner_restarts += 1
-        latest = checkpoint.latest(self._folder / "checkpoints")
+        latest = await self._latest_checkpoint()
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
             why = (
                 "no checkpoint exists yet"
@@ -422,6 +426,6 @@ class Controller:
         await self._publisher.close()
         await learner.restart()
         await self._fleet.abort()
-        await self._restore_latest(learner)
+        await self._restore(learner, latest)
         self._make_publisher()
         await self._publish()

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raylearner.config.schema import EvaluationSection, SamplingSection
+from raylearner.actors.rollout_worker import EvaluateCall
+from raylearner.config.schema import EvaluationSection
 from raylearner.errors import RaylearnerError
 from raylearner.types import PolicyVersion, Prompt, StopReason, Trajectory
 
@@ -14,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 3
 """How often the share of an actor that died is given to the others."""
-
-EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
 
 
 class Evaluator:

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
-from raylearner.actors.rollout_worker import RolloutActivity
+from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
 from raylearner.config import resources
 from raylearner.config.checks import notes
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
@@ -84,9 +84,6 @@ def check_supply(config: RunConfig) -> None:
             )
     if problems:
         raise ConfigError("\n".join([*problems, "nothing was started."]))
-
-
-EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
 
 
 async def _answer(reference: Any) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,8 @@ def end(process: "subprocess.Popen[Any]", *, grace_s: float = 20.0) -> None:
                 process.wait(wait_s)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def model_folder(out: Path, size: str, *, tokenizer: str) -> Path:

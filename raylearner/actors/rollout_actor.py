@@ -132,10 +132,6 @@ class RolloutActor:
         activity = replace(self._worker.drain_activity(), tools=self._environments.drain_metrics())
         return activity, self._tracer.drain()
 
-    async def policy_version(self) -> int:
-        assert self._engine is not None, "start comes first"
-        return self._engine.policy_version
-
     async def abort(self) -> None:
         """Ends running episodes; their claims are void, so nothing of them is reported."""
         assert self._engine is not None, "start comes first"

@@ -7,16 +7,19 @@ learner's commit and by weights landing here) and for a free episode slot (unblo
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.outbox import Outbox
+from raylearner.config.schema import SamplingSection
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
 
 CLAIM_POLL_S = 2.0
 """Longest one claim call waits in the replay actor before it is asked again."""
 
 ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
+EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +28,8 @@ class RolloutActivity:
 
     num_episodes: int
     num_sampled_tokens: int
-    num_aborted: int
     idle_s: float
     wall_s: float
-    num_running: int
     tools: Mapping[str, float] = field(default_factory=dict[str, float])
     """`tools/*` of all tools of the actor."""
 
@@ -57,7 +58,7 @@ class RolloutWorker:
         self._running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._slot_freed = asyncio.Event()
         self._is_halted = False
-        self._num_episodes = self._num_tokens = self._num_aborted = 0
+        self._num_episodes = self._num_tokens = 0
         self._busy = _BusyClock()
 
     async def run(self) -> None:
@@ -101,12 +102,10 @@ class RolloutWorker:
         activity = RolloutActivity(
             num_episodes=self._num_episodes,
             num_sampled_tokens=self._num_tokens,
-            num_aborted=self._num_aborted,
             idle_s=idle_s,
             wall_s=wall_s,
-            num_running=len(self._running),
         )
-        self._num_episodes = self._num_tokens = self._num_aborted = 0
+        self._num_episodes = self._num_tokens = 0
         return activity
 
     async def _fill(self, episodes: asyncio.TaskGroup) -> None:
@@ -131,17 +130,13 @@ class RolloutWorker:
         if claim.is_greedy:
             sampling = replace(sampling, temperature=0.0)
         try:
-            trajectory = await play_episode(self._kit, claim, sampling)
-            if self._is_halted:
-                return
-            if trajectory.stop_reason is StopReason.ABORTED:
-                self._num_aborted += 1
-                return
-            self._num_episodes += 1
-            self._num_tokens += trajectory.num_sampled_tokens
-            await self._outbox.send([trajectory])
-        except asyncio.CancelledError:
-            self._num_aborted += 1
+            with suppress(asyncio.CancelledError):  # no longer wanted: nothing of it is reported
+                trajectory = await play_episode(self._kit, claim, sampling)
+                if self._is_halted or trajectory.stop_reason is StopReason.ABORTED:
+                    return
+                self._num_episodes += 1
+                self._num_tokens += trajectory.num_sampled_tokens
+                await self._outbox.send([trajectory])
         finally:
             self._running.pop(claim.key, None)
             self._slot_freed.set()

@@ -154,13 +154,6 @@ class WeightWriter:
         return self._sender
 
 
-def write_update(
-    source: WeightSource, config: WeightsSection, *, folder: str, dtype: str, seed: int
-) -> WeightUpdate | None:
-    """One push by shared files, outside of a run."""
-    return WeightWriter(source, config, folder=folder, dtype=dtype, seed=seed).write()
-
-
 @lru_cache(maxsize=1)
 def vocabulary(model_folder: Path) -> tuple[int, frozenset[int]]:
     """Token ids that have a text, counted, and the special ones among them."""

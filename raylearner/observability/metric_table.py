@@ -23,7 +23,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/idle_fraction", "fraction", "Share of the actors' time without any episode to play."),
     ("rollout/stop/<reason>", "fraction", "Share of the step's trajectories that ended for this reason."),
     ("rollout/errors/<kind>", "episodes", "Episodes that failed for this cause since the run began."),
-    ("rollout/multi_version_fraction", "fraction", "Share of trajectories with tokens of two or more policy versions."),
     ("rollout/invalid_actions/mean", "turns", "Mean turns of a trajectory with neither a tool call nor an answer."),
     ("rollout/tool_calls/mean", "calls", "Mean tool calls of a trajectory."),
     ("rollout/episode_s/mean", "s", "Mean time from an episode's start to its end."),

@@ -17,13 +17,9 @@ class Activity(Protocol):
     @property
     def num_sampled_tokens(self) -> int: ...
     @property
-    def num_aborted(self) -> int: ...
-    @property
     def idle_s(self) -> float: ...
     @property
     def wall_s(self) -> float: ...
-    @property
-    def num_running(self) -> int: ...
     @property
     def tools(self) -> Mapping[str, float]: ...
 
@@ -48,9 +44,6 @@ def step_metrics(
         ),
         "rollout/invalid_actions/mean": _mean(
             [sum(not turn.is_valid for turn in t.turns) for t in trajectories]
-        ),
-        "rollout/multi_version_fraction": _mean(
-            [t.min_policy_version < t.max_policy_version for t in trajectories]
         ),
     }
     for reason, count in Counter(t.stop_reason for t in trajectories).items():
