@@ -5,6 +5,7 @@
 `jobs.pkl` holds `model` and, by name, a `config` and `batches`, per step and rank.
 """
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     if rank == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     mesh.disconnect()
+    os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 `job.pkl` holds `config`, `model` and `batches`, per step and rank.
 """
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     if rank == 0:
         (folder / "result.pkl").write_bytes(pickle.dumps(result))
     mesh.disconnect()
+    os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
 
 
 if __name__ == "__main__":
