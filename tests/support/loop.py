@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ class Launcher:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A test run started in a shell's background ignores it, and so would its children.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         self._processes.append(process)
         return process
