@@ -15,6 +15,7 @@ import ray
 
 from raylearner import placement
 from raylearner.actors.rollout_actor import RolloutSections
+from raylearner.config.lora import lora_rank
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
@@ -205,7 +206,7 @@ class Controller:
         return str(path)
 
     def _rollout_sections(self) -> RolloutSections:
-        config = self._config
+        config, lora = self._config, self._config.learner.lora
         return RolloutSections(
             engine=config.actors.engine,
             environment=config.environment,
@@ -250,6 +251,9 @@ class Controller:
                 [group.group_id for group in take.groups], output.policy_version
             )
             self.step += 1
+            lora_rank=lora_rank(lora)
+            if lora is not None and config.weights.transport == "adapter"
+            else None,
             self._start_publishing(output.policy_version)
             await self._report(take, output, wait_s=step_started - wait_started, since=wait_started)
             await self._checkpoint_and_evaluate()

@@ -79,8 +79,9 @@ def score_learner(
     import torch
 
     from raylearner.learner import mesh
+    from raylearner.learner.loading import load_sharded
     from raylearner.learner.micro_batch import PackedTokens
-    from raylearner.learner.model import DTYPES, ModelOptions, load_sharded
+    from raylearner.learner.model import DTYPES, ModelOptions
 
     network = load_sharded(
         model,

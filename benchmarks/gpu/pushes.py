@@ -31,7 +31,8 @@ class BareLearner:
     def __init__(self, model_path: str, *, device: str, group: Any) -> None:
         import torch
 
-        from raylearner.learner.model import ModelOptions, load_sharded
+        from raylearner.learner.loading import load_sharded
+        from raylearner.learner.model import ModelOptions
 
         self.model_folder = Path(model_path)
         self.policy_version = 0

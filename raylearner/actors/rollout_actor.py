@@ -39,6 +39,8 @@ class RolloutSections:
     weight_transport: str
     seed: int
     should_trace: bool
+    lora_rank: int | None = None
+    """Of adapters that come by themselves."""
 
 
 def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampling:
@@ -156,6 +158,7 @@ class RolloutActor:
                     seed=self._sections.seed,
                     weight_transport=self._sections.weight_transport,
                     actor_id=self._actor_id,
+                    lora_rank=self._sections.lora_rank,
                 )
             case schema.TransformersEngine() as config:
                 from raylearner.actors.transformers_engine import TransformersEngine

@@ -11,7 +11,7 @@ import io
 import itertools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import psutil
@@ -33,6 +33,7 @@ from raylearner.weights.group import WeightGroup
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 BAN_BIAS = -100.0
@@ -41,6 +42,8 @@ ABORT_POLL_S = 0.01
 """Between two attempts to abort requests that vLLM had not registered yet."""
 SHARED_BELOW = 0.5
 """With a smaller share of a GPU's memory an engine counts on others that start beside it."""
+ADAPTER_ID = 1
+"""The one place for an adapter; its name says which policy version it holds."""
 EXTENSION = "raylearner.weights.receiver.WorkerExtension"
 
 
@@ -59,8 +62,14 @@ class VllmEngine:
         weight_transport: str,
         actor_id: str = "",
         policy_version: PolicyVersion = 0,
+        lora_rank: int | None = None,
     ) -> None:
-        """`actor_id` is how pushes made for their members name this engine."""
+        """`actor_id` is how pushes made for their members name this engine.
+
+        `lora_rank` is the rank of the adapters that come by the transport `adapter`.
+        """
+        self._lora_rank = lora_rank
+        self._adapter: LoRARequest | None = None
         self._config = config
         self._model_path = model_path
         self._seed = seed
@@ -77,6 +86,12 @@ class VllmEngine:
         self._end_token_ids: frozenset[int] = frozenset()
         self._processes: set[psutil.Process] = set()
         self._log: vllm_process.ErrorLog | None = None
+
+    @property
+    def _backend(self) -> str:
+        """Of vLLM's weight transfer; adapters come another way."""
+        is_adapter = self._weight_transport == "adapter"
+        return "shared_files" if is_adapter else self._weight_transport
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -185,9 +200,15 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "log_config_file": log_configuration,
-            "weight_transfer_config": WeightTransferConfig(backend=self._weight_transport),
+            "weight_transfer_config": WeightTransferConfig(backend=self._backend),
             "worker_extension_cls": EXTENSION,
         }
+        if self._lora_rank is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": _lora_room(self._lora_rank),
+            }
         if config.memory_fraction < SHARED_BELOW:
             arguments |= vllm_process.cache_arguments(
                 self._model_path, memory_fraction=config.memory_fraction
@@ -206,7 +227,7 @@ class VllmEngine:
         assert llm is not None
         self._end_token_ids = _end_token_ids(llm)
         # A broadcast's communicator is made at its first push, among all members.
-        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self._weight_transport)
+        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self._backend)
         if arguments is not None:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
         await llm.update_weight_version(str(self._policy_version))
@@ -244,7 +265,9 @@ class VllmEngine:
         if not is_probe:
             self._running.add(request_id)
         try:
-            async for item in llm.generate(prompt, parameters, request_id):
+            async for item in llm.generate(
+                prompt, parameters, request_id, lora_request=self._adapter
+            ):
                 output = item
         except Exception as error:
             if llm.errored and self._failure is None:
@@ -281,8 +304,6 @@ class VllmEngine:
         return completion
 
     async def _receive(self, llm: "AsyncLLM", update: WeightUpdate) -> WeightReceipt:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         if update.transport != self._weight_transport:
             raise WeightTransferError(
                 f"weights came by {update.transport!r}, this engine takes {self._weight_transport!r}"
@@ -294,11 +315,10 @@ class VllmEngine:
         # tokens. Nothing is scheduled before the end of the pause, so nothing old is cached anew.
         await llm.pause_generation(mode="keep", clear_cache=update.should_clear_caches)
         started = time.monotonic()
-        await llm.start_weight_update()
-        await llm.update_weights(
-            WeightTransferUpdateRequest(update_info=self._update_arguments(update))
-        )
-        await llm.finish_weight_update(str(update.policy_version))
+        if update.transport == "adapter":
+            await self._replace_adapter(llm, update)
+        else:
+            await self._replace_weights(llm, update)
         finished = time.monotonic()
         await llm.resume_generation()
         resumed = time.monotonic()
@@ -318,6 +338,31 @@ class VllmEngine:
             update_s=finished - started,
             proof_s=proof_s,
         )
+
+    async def _replace_weights(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await llm.start_weight_update()
+        await llm.update_weights(
+            WeightTransferUpdateRequest(update_info=self._update_arguments(update))
+        )
+        await llm.finish_weight_update(str(update.policy_version))
+
+    async def _replace_adapter(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        """In the place of the one before, so that running requests go on under the new one."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(
+            lora_name=f"policy-{update.policy_version}",
+            lora_int_id=ADAPTER_ID,
+            lora_path=update.payload["path"],
+            load_inplace=True,
+        )
+        if not await llm.add_lora(request):
+            raise WeightTransferError(f"vLLM refused the adapter {request.lora_name}")
+        await llm.update_weight_version(str(update.policy_version))
+        # Requests must not load it again each time they are scheduled.
+        self._adapter = LoRARequest(request.lora_name, ADAPTER_ID, request.lora_path)
 
     async def _join(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
         """Meet the learner and the other members, unless this is the group of the last push."""
@@ -418,6 +463,16 @@ def _end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
     if configured is not None:
         ends.update([configured] if isinstance(configured, int) else configured)
     return frozenset(ends)
+
+
+def _lora_room(rank: int) -> int:
+    """The least of the ranks that vLLM has kernels for."""
+    from vllm.config.lora import MaxLoRARanks
+
+    rooms = [room for room in get_args(MaxLoRARanks) if room >= rank]
+    if not rooms:
+        raise EngineError(f"vLLM takes adapters of at most rank {max(get_args(MaxLoRARanks))}")
+    return min(rooms)
 
 
 def _prompt(token_ids: Sequence[int]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def check(config: RunConfig) -> list[Finding]:
         *_lengths(config),
         *_layout(config),
         *_model(config),
+        *_lora(config),
         *_data(config),
     ]
 
@@ -160,6 +161,35 @@ def _model(config: RunConfig) -> Iterator[Finding]:
             f">= {MIN_VLLM_HEAD_WIDTH}; set it to {num_heads}, or model.hidden_size to "
             f"{MIN_VLLM_HEAD_WIDTH * model.num_heads}",
         )
+
+
+def _lora(config: RunConfig) -> Iterator[Finding]:
+    lora, transport = config.learner.lora, config.weights.transport
+    if lora is None:
+        if transport == "adapter":
+            yield Finding(
+                "weights.transport",
+                "'adapter' carries LoRA adapters, and the learner trains all weights; use 'auto', "
+                "or add `learner.lora: {}`",
+            )
+        return
+    if transport == "adapter" and not isinstance(config.actors.engine, VllmEngine):
+        yield Finding(
+            "weights.transport",
+            f"'adapter' needs actors.engine.kind 'vllm', got {config.actors.engine.kind!r}; use "
+            "'shared_files', which carries weights with the adapters merged",
+        )
+    if lora.path is not None:
+        for key in lora.own_keys:
+            yield Finding(
+                f"learner.lora.{key}",
+                "is decided by the adapter in learner.lora.path; remove one of the two",
+            )
+        if not Path(lora.path).expanduser().is_dir():
+            yield Finding(
+                "learner.lora.path",
+                f"no such directory {lora.path!r}; name one with adapter_config.json in it",
+            )
 
 
 def _is_local(path: str) -> bool:

@@ -11,6 +11,7 @@ from raylearner.config.advantage import (
 from raylearner.config.correction import CorrectionSection
 from raylearner.config.critic import CriticSection
 from raylearner.config.kl import KlSection
+from raylearner.config.lora import LoraSection
 from raylearner.config.loss import Aggregation, DecoupledPpo, LossSection
 from raylearner.config.section import (
     AutoFloat,
@@ -64,6 +65,8 @@ class LearnerSection(Section):
     """Tokens whose logits exist at once."""
     max_kl: PositiveFloat | None = None
     """Ends the reuse of a take: an update that finds the policy further than this from the proximal one (k3, nats per token) is not made, nor those after it. The first is always made."""
+    lora: LoraSection | None = None
+    """Present: low-rank adapters are trained, and nothing else."""
     reward: RewardShaping = RewardShaping()
     """What is done to rewards before any baseline."""
     advantage: AdvantageSection = GrpoAdvantage(kind="grpo")

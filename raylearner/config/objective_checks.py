@@ -9,7 +9,12 @@ from raylearner.config.advantage import (
 )
 from raylearner.config.correction import WEIGHING, Icepop, Mis, Rejection, Tis
 from raylearner.config.finding import Finding
-from raylearner.config.kl import AdapterOffReference, AdaptiveCoefficient
+from raylearner.config.kl import (
+    AdapterOffReference,
+    AdaptiveCoefficient,
+    FrozenReference,
+    RefreshedReference,
+)
 from raylearner.config.loss import (
     BEHAVIOR_WEIGHTED,
     WITHOUT_PROXIMAL,
@@ -54,6 +59,17 @@ def objective_notes(config: RunConfig) -> Iterator[str]:
             "aggregated by its mean; the choice acts on entropy and KL terms alone"
         )
     kl = learner.kl
+    if (
+        kl is not None
+        and learner.lora is not None
+        and learner.lora.path is None
+        and isinstance(kl.reference, FrozenReference)
+        and kl.reference.path is None
+    ):
+        yield (
+            "learner.kl.reference: 'frozen' loads a second copy of the model that the adapters are "
+            "on; 'adapter_off' gives the same numbers without it"
+        )
     if kl is not None and kl.place == "loss" and kl.estimator == "k1" and not kl.straight_through:
         yield (
             "learner.kl.estimator: the gradient of 'k1' is 0 in expectation; "
@@ -144,11 +160,17 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
             f"required with learner.kl.coefficient {kl.coefficient:g}: a penalty needs something to "
             "pull to; use `reference: {kind: frozen}`",
         )
-    if isinstance(kl.reference, AdapterOffReference):
+    if isinstance(kl.reference, AdapterOffReference) and config.learner.lora is None:
         yield Finding(
             "learner.kl.reference.kind",
             "'adapter_off' is the policy without its LoRA adapter, and the learner trains all "
-            "weights; use 'frozen'",
+            "weights; use 'frozen', or add `learner.lora: {}`",
+        )
+    if isinstance(kl.reference, RefreshedReference) and config.learner.lora is not None:
+        yield Finding(
+            "learner.kl.reference.kind",
+            "'refreshed' mixes weights, and two adapters mixed are not their policies mixed; with "
+            "learner.lora use 'adapter_off' or 'frozen'",
         )
     if isinstance(kl.controller, AdaptiveCoefficient) and kl.coefficient == 0:
         yield Finding(

@@ -127,7 +127,11 @@ def _floor(share: float) -> float:
 
 def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor: float) -> str:
     """NCCL refuses two ranks on one GPU; memory is shared only where all live on the same one."""
-    if not isinstance(config.actors.engine, VllmEngine) or not (per_rank and per_actor):
+    if not isinstance(config.actors.engine, VllmEngine):
+        return "shared_files"
+    if config.learner.lora is not None:
+        return "adapter"
+    if not (per_rank and per_actor):
         return "shared_files"
     if per_rank >= 1 and per_actor >= 1:
         return "nccl"
@@ -137,7 +141,7 @@ def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor
 
 def _refuse_impossible(config: RunConfig) -> None:
     transport = config.weights.transport
-    if transport == "shared_files":
+    if transport in ("shared_files", "adapter"):
         return
     if not isinstance(config.actors.engine, VllmEngine):
         raise ConfigError(f"weights.transport: {transport!r} needs engines of kind vllm")

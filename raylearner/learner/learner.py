@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,30 +21,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from raylearner.config.kl import AdapterOffReference
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import LearnerError
-from raylearner.learner import mesh, metric, optimizer, preparation
+from raylearner.learner import lora, mesh, metric, optimizer, preparation
 from raylearner.learner.critic import Critic
 from raylearner.learner.estimator import EpisodeTable
 from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.learner_state import (
     Progress,
     export_model,
+    export_adapter,
     restore_state,
     restore_tensors,
     save_state,
     save_tensors,
 )
 from raylearner.learner.metric import Metrics
+from raylearner.learner.loading import load_sharded, model_directory
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
-from raylearner.learner.model import (
-    DTYPES,
-    ModelOptions,
-    Scores,
-    load_sharded,
-    model_directory,
-)
+from raylearner.learner.model import DTYPES, ModelOptions, Scores
 from raylearner.learner.objective import (
     choose_tokens,
     critic_share,
@@ -106,7 +104,12 @@ class Learner:
             ),
         )
         trunk = None if config.critic is None else config.critic.trunk
-        self._model = load(str(self.model_folder), has_value_head=trunk == "shared")
+        self._model = load(
+            str(self.model_folder),
+            has_value_head=trunk == "shared",
+            adapters=config.lora,
+            adapter_seed=seed,
+        )
         self._optimizer = optimizer.make_optimizer(
             self._model.parameters(),
             learning_rate=config.learning_rate,
@@ -119,8 +122,11 @@ class Learner:
             self._critic = Critic(config.critic, load(path, has_value_head=True))
         self._reference: Reference | None = None
         if config.kl is not None and config.kl.coefficient > 0:
-            path = reference_path(config.kl.reference) or str(self.model_folder)
-            self._reference = Reference(config.kl.reference, load(path))
+            if isinstance(config.kl.reference, AdapterOffReference):
+                self._reference = Reference(config.kl.reference, self._model)
+            else:
+                path = reference_path(config.kl.reference) or str(self.model_folder)
+                self._reference = Reference(config.kl.reference, load(path))
         self._kl_controller = kl_controller(config.kl)
         self._seed = seed
         self._reward_weights = reward_weights or {}
@@ -193,8 +199,16 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Shards, progress and RNG under `learner/`, a `from_pretrained` directory under `model/`.
 
-        Also `critic/` and, if it changes, `reference/`.
+        Also `critic/`, `reference/` if it changes, and `adapter/` in peft's form.
         """
+    def adapter_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of the adapters by peft's names; every rank must iterate to the end."""
+        return lora.adapter_weights(self._model.causal_lm, DTYPES[dtype])
+
+    def adapter_config(self) -> dict[str, Any]:
+        """What peft writes beside them."""
+        return lora.adapter_config(self._model.causal_lm, base=str(self.model_folder))
+
         controller = self._kl_controller
         if isinstance(controller, AdaptiveController):
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
@@ -209,6 +223,8 @@ class Learner:
             self._model,
             source=self.model_folder,
             dtype=DTYPES["bfloat16" if self._config.compute_dtype == "bfloat16" else "float32"],
+        if self._config.lora is not None:
+            export_adapter(folder / "adapter", self._model, source=self.model_folder)
             policy_version=self.policy_version,
         )
 

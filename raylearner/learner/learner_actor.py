@@ -246,7 +246,7 @@ class LearnerGroup:
         if update.transport == "ipc":
             if self._ranks:
                 await self._all("release")
-        elif update.transport == "shared_files":
+        elif update.transport in ("shared_files", "adapter"):
             # Imports torch, which the controller's start-up has no other use for.
             from raylearner.weights.shared_files import discard_weights
 

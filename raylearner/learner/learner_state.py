@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylearner.errors import CheckpointError
+from raylearner.learner import lora
 from raylearner.learner.model import PackedModel
 from raylearner.types import PolicyVersion
 
@@ -142,6 +143,20 @@ def export_model(
             f"`AutoModelForCausalLM.from_pretrained`.\n"
         )
     _write_shards(folder, model.named_weights(dtype), is_writer=is_writer)
+    dist.barrier()
+
+
+def export_adapter(folder: Path, model: PackedModel, *, source: Path) -> None:
+    """The adapters as peft saves them, for the model in `source`."""
+    weights = {
+        name: tensor.cpu().contiguous()
+        for name, tensor in lora.adapter_weights(model.causal_lm, torch.float32)
+    }
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / lora.WEIGHTS_FILE, {"format": "pt"})
+        config = lora.adapter_config(model.causal_lm, base=str(source))
+        (folder / lora.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 
 

@@ -151,8 +151,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, total = ctx.saved_tensors
         grad_of = _compiled(_grad_logits) if ctx.should_compile else _grad_logits
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = weight.new_zeros(weight.shape, dtype=_accurate(weight.dtype))
-        grad_bias = None if bias is None else grad_weight.new_zeros(len(bias))
+        accurate = _accurate(weight.dtype)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # a head may be frozen
+        grad_weight = weight.new_zeros(weight.shape, dtype=accurate) if needs_weight else None
+        grad_bias = weight.new_zeros(len(bias), dtype=accurate) if needs_bias else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             grad_logits = grad_of(
@@ -168,10 +170,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += _product(grad_logits.t(), hidden[chunk])
+            if grad_weight is not None:
+                grad_weight += _product(grad_logits.t(), hidden[chunk])
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 5,
         )

@@ -1,14 +1,16 @@
-"""The policy that a KL penalty pulls to: a copy that stands still, or follows slowly.
+"""The policy that a KL penalty pulls to: a copy that stands still or follows slowly, or its own base.
 
 Waits for: the other ranks, in every forward.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from raylearner.config.kl import (
+    AdapterOffReference,
     AdaptiveCoefficient,
     FrozenReference,
     KlSection,
@@ -16,6 +18,7 @@ from raylearner.config.kl import (
     RefreshedReference,
 )
 from raylearner.errors import ConfigError
+from raylearner.learner import lora
 from raylearner.learner.kl import AdaptiveController, FixedController
 from raylearner.learner.learner_state import restore_tensors, save_tensors
 from raylearner.learner.micro_batch import PackedTokens
@@ -27,21 +30,31 @@ class Reference:
     """Owns a sharded model without gradients. One that never changes is not checkpointed."""
 
     def __init__(self, config: ReferenceSection | None, model: PackedModel) -> None:
-        """`model` holds the weights of `reference_path`, or else of the initial policy."""
+        """`model` holds the weights of `reference_path`, or else of the initial policy.
+
+        With `adapter_off` it is the policy itself. Raises `ConfigError` if that has no adapter.
+        """
+        if isinstance(config, AdapterOffReference) and not model.has_adapters:
+            raise ConfigError(
+                "learner.kl.reference: 'adapter_off' is the policy without its LoRA adapter, and it "
+                "has none; use {kind: frozen}, or add `learner.lora: {}`"
+            )
         self._config = config
         self._model = model
 
     @torch.no_grad()
     def score(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
         """Log-probabilities at the policy's temperature."""
-        scores = self._model(
-            tokens.input_ids,
-            tokens.position_ids,
-            tokens.cu_seqlens,
-            tokens.max_length,
-            tokens.scored,
-            temperature,
-        )
+        is_policy = isinstance(self._config, AdapterOffReference)
+        with lora.switched_off(self._model.causal_lm) if is_policy else nullcontext():
+            scores = self._model(
+                tokens.input_ids,
+                tokens.position_ids,
+                tokens.cu_seqlens,
+                tokens.max_length,
+                tokens.scored,
+                temperature,
+            )
         self._model.reshard()
         return scores.logprobs
 
@@ -69,9 +82,9 @@ def reference_path(config: ReferenceSection | None) -> str | None:
         return config.path
     if isinstance(config, RefreshedReference):
         return None
-    what = "none is configured" if config is None else f"kind {config.kind!r} needs LoRA"
     raise ConfigError(
-        f"learner.kl.reference: a coefficient above 0 needs one, and {what}; use {{kind: frozen}}"
+        "learner.kl.reference: a coefficient above 0 needs one, and none is configured; use "
+        "{kind: frozen}"
     )
 
 

@@ -1,7 +1,7 @@
 """How much of a GPU a step uses: floating-point operations of the model, not of its execution.
 
-Per token 6 operations for each weight in a matrix product (2 forward, 4 backward), embedding
-look-ups free; the head counts at scored tokens only; causal attention 6 x layers x heads x head width x
+Per token 6 operations for each weight in a matrix product (2 forward, 4 backward, or 2 backward where
+it is frozen), embedding look-ups free; the head counts at scored tokens only; causal attention 6 x layers x heads x head width x
 length for a token of a sequence of that length. Recomputation and scoring passes count nothing.
 """
 
@@ -23,6 +23,9 @@ class ModelCost:
 
     num_body_weights: int
     num_head_weights: int
+    num_frozen_weights: int
+    """Of the body."""
+    num_frozen_head_weights: int
     attention_width: int
     """Layers times query heads times head width."""
 
@@ -42,13 +45,19 @@ class ModelCost:
                 p.numel() for p in causal_lm.parameters() if p.ndim > 1 and id(p) not in outside
             ),
             num_head_weights=head.weight.numel(),
+            num_frozen_weights=sum(
+                p.numel()
+                for p in causal_lm.parameters()
+                if p.ndim > 1 and id(p) not in outside and not p.requires_grad
+            ),
+            num_frozen_head_weights=0 if head.weight.requires_grad else head.weight.numel(),
             attention_width=config.num_hidden_layers * config.num_attention_heads * width,
         )
 
     def flops(self, lengths: Sequence[int], *, num_scored: int) -> float:
         """Of one forward and backward over sequences of these lengths."""
-        body = 6.0 * self.num_body_weights * sum(lengths)
-        head = 6.0 * self.num_head_weights * num_scored
+        body = (6.0 * self.num_body_weights - 2.0 * self.num_frozen_weights) * sum(lengths)
+        head = (6.0 * self.num_head_weights - 2.0 * self.num_frozen_head_weights) * num_scored
         attention = 6.0 * self.attention_width * sum(length * length for length in lengths)
         return body + head + attention
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from raylearner.config.schema import WarmStart
+from raylearner.learner.loading import load_model
 from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import load_model
 from raylearner.learner.optimizer import learning_rate_at
 
 log = logging.getLogger(__name__)

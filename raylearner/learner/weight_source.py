@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from raylearner.errors import WeightTransferError
 from raylearner.types import PolicyVersion, Probe, WeightUpdate
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.proof import probe_tokens
-from raylearner.weights.shared_files import write_weights
+from raylearner.weights.shared_files import write_adapter, write_weights
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ class WeightSource(Protocol):
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]: ...
 
     def weight_shapes(self) -> Sequence[tuple[str, tuple[int, ...]]]: ...
+
+    def adapter_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]: ...
+
+    def adapter_config(self) -> Mapping[str, Any]: ...
 
     def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
@@ -75,7 +79,7 @@ class WeightWriter:
             payload=payload,
             probe=probe,
             should_clear_caches=self._config.should_clear_caches,
-            is_collective=self._transport != "shared_files",
+            is_collective=self._transport not in ("shared_files", "adapter"),
         )
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
@@ -108,7 +112,9 @@ class WeightWriter:
                 "dtype_names": [self._dtype] * len(shapes),
                 "shapes": [list(shape) for _, shape in shapes],
             }
-        weights = self._source.named_weights(self._dtype)
+        is_adapter = self._transport == "adapter"
+        source = self._source
+        weights = (source.adapter_weights if is_adapter else source.named_weights)(self._dtype)
         if dist.get_rank() != 0:
             for _ in weights:
                 pass
@@ -118,6 +124,8 @@ class WeightWriter:
 
             self._share = self._share or IpcShare()
             return self._share.share(weights, dtype, members=members)
+        if is_adapter:
+            return write_adapter(weights, source.adapter_config(), self._folder, version, dtype)
         return write_weights(weights, self._folder, version, dtype)
 
     def _probe(self, version: PolicyVersion) -> Probe:

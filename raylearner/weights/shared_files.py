@@ -1,6 +1,7 @@
 """The learner's side of weight files: one safetensors file per push on memory-backed storage."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -50,9 +51,32 @@ def write_weights(
     return {"path": str(path), "num_tensors": len(kept), "num_bytes": num_bytes}
 
 
+def write_adapter(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
+    folder: str | Path,
+    policy_version: PolicyVersion,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Write one push of a LoRA adapter: a directory as peft makes them, whole when it is named."""
+    payload = write_weights(tensors, folder, policy_version, dtype)
+    written = Path(payload["path"])
+    adapter = written.with_suffix("")
+    partial = written.with_suffix(".partial")
+    partial.mkdir()
+    written.rename(partial / "adapter_model.safetensors")
+    (partial / "adapter_config.json").write_text(json.dumps(dict(config)) + "\n")
+    partial.rename(adapter)
+    return payload | {"path": str(adapter)}
+
+
 def discard_weights(payload: Mapping[str, Any]) -> None:
-    """Remove the file of a push that every engine has acknowledged or outlived."""
-    Path(payload["path"]).unlink(missing_ok=True)
+    """Remove the file or directory of a push that every engine has acknowledged or outlived."""
+    path = Path(payload["path"])
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _untied(

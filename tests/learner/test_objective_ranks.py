@@ -56,6 +56,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "should_count_rejected": False,
     },
     "gmpo": {"loss": {"kind": "gmpo"}},
+    "lora": {
+        "lora": {"rank": 3},
+        "kl": {"coefficient": 0.1, "reference": {"kind": "adapter_off"}},
+    },
     "gspo": {"loss": {"kind": "gspo"}, "aggregation": "sequence_mean_of_means"},
     "clip_cov": {
         "loss": {

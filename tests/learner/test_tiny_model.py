@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylearner.config.schema import TinyModel, WarmStart
 from raylearner.errors import ConfigError
-from raylearner.learner.model import load_model
+from raylearner.learner.loading import load_model
 from raylearner.learner.tiny_model import TAGS, make_tiny_model
 from raylearner.learner.warm_start import warm_start
 from raylearner.learner.weight_source import vocabulary

@@ -73,6 +73,11 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
             "without its LoRA adapter",
         ),
         (
+            {"kl": {"reference": {"kind": "refreshed"}}, "lora": {}},
+            "learner.kl.reference.kind",
+            "use 'adapter_off' or 'frozen'",
+        ),
+        (
             {"kl": {"coefficient": 0, "controller": {"kind": "adaptive"}}},
             "learner.kl.coefficient",
             "0.001 will do",

@@ -1,0 +1,224 @@
+"""LoRA through peft: adapters inside a sharded model, merged or alone on their way out.
+
+A model with adapters has, in place of a linear layer's `weight`, `base_layer.weight`, which is
+frozen, and `lora_A.default.weight` [r, in] and `lora_B.default.weight` [out, r], which are trained.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from raylearner.config.lora import LoraSection, lora_rank
+from raylearner.errors import ConfigError
+from raylearner.learner.gather import gathered
+
+ADAPTER = "default"
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+"""What peft puts before the names in its files."""
+
+ItemT = TypeVar("ItemT")
+
+
+def inject(causal_lm: PreTrainedModel, section: LoraSection, *, base_dtype: torch.dtype) -> None:
+    """Adapters where `section` wants them; all other weights are frozen and kept in `base_dtype`.
+
+    Raises `ConfigError` for modules that the model has not, and for adapters of a kind whose
+    weights are more than two products.
+    """
+    config = _config(section)
+    try:
+        inject_adapter_in_model(config, causal_lm, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"learner.lora.target_modules: {error}") from error
+    for name, layer in _layers(causal_lm):
+        if not isinstance(layer.base_layer, nn.Linear):
+            raise ConfigError(
+                f"learner.lora.target_modules: {name} is a {type(layer.base_layer).__name__}; "
+                "only linear layers can have adapters"
+            )
+    for parameter in causal_lm.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(base_dtype)
+
+
+def has_adapters(causal_lm: nn.Module) -> bool:
+    return any(True for _ in _layers(causal_lm))
+
+
+@torch.no_grad()
+def initialize(causal_lm: nn.Module, section: LoraSection, *, seed: int) -> None:
+    """The weights of `section.path`, or else A drawn alike on any number of ranks and B zero."""
+    reader = None if section.path is None else _AdapterReader(Path(section.path).expanduser())
+    for index, (name, parameter) in enumerate(causal_lm.named_parameters()):
+        if not is_adapter(name):
+            continue
+        if reader is not None:
+            whole = reader.tensor(name, tuple(parameter.shape))
+        elif ".lora_B." in name:
+            whole = torch.zeros(parameter.shape)
+        else:
+            # Kaiming's uniform with slope sqrt(5), as peft draws it.
+            bound = 1 / math.sqrt(parameter.shape[1])
+            generator = torch.Generator().manual_seed(seed + 1_000_003 * index)
+            whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        _copy(parameter, whole)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The name that a weight has in a checkpoint without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors by their transformers names, each adapter added to its layer in float32 or finer.
+
+    Every rank must iterate to the end.
+    """
+    scaling = {name: layer.scaling[ADAPTER] for name, layer in _layers(causal_lm)}
+    for name, parts in _by_layer(gathered(causal_lm.named_parameters(), dtype)):
+        if len(parts) == 1:
+            yield name, parts[0]
+            continue
+        exact = torch.promote_types(dtype, torch.float32)
+        base, first, second = (part.to(exact) for part in parts)
+        scale = scaling[name.removesuffix(".weight")]
+        yield name, torch.addmm(base, second, first, alpha=scale).to(dtype)
+
+
+def merged_shapes(causal_lm: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and full shapes of what `merged` yields, in its order."""
+    shapes = ((name, tuple(p.shape)) for name, p in causal_lm.named_parameters())
+    return [(name, parts[0]) for name, parts in _by_layer(shapes)]
+
+
+def adapter_weights(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors of the adapters alone, by peft's names. Every rank must iterate to the end."""
+    mine = ((name, p) for name, p in causal_lm.named_parameters() if is_adapter(name))
+    for name, tensor in gathered(mine, dtype):
+        yield _PREFIX + name.replace(f".{ADAPTER}.", "."), tensor
+
+
+def adapter_config(causal_lm: Any, *, base: str) -> dict[str, Any]:
+    """What peft writes to adapter_config.json, for the model directory or hub id `base`."""
+    config = causal_lm.peft_config[ADAPTER].to_dict()
+    config |= {"base_model_name_or_path": base, "inference_mode": True}
+    return json.loads(json.dumps(config, default=_as_json))
+
+
+@contextmanager
+def switched_off(causal_lm: nn.Module) -> Iterator[None]:
+    """Inside, the model is the one that its adapters were put on."""
+    layers = [layer for _, layer in _layers(causal_lm)]
+    held = [layer.scaling[ADAPTER] for layer in layers]
+    for layer in layers:
+        layer.scaling[ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, held, strict=True):
+            layer.scaling[ADAPTER] = scale
+
+
+def _config(section: LoraSection) -> LoraConfig:
+    if section.path is None:
+        modules = section.target_modules
+        return LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType] - a factor like any
+            target_modules=modules if isinstance(modules, str) else list(modules),
+            task_type="CAUSAL_LM",
+        )
+    lora_rank(section)
+    config = PeftConfig.from_pretrained(str(Path(section.path).expanduser()))
+    extras = (
+        "use_dora",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+        "trainable_token_indices",
+    )
+    found = [key for key in extras if getattr(config, key, None)]
+    if not isinstance(config, LoraConfig) or found or config.bias != "none":
+        what = ", ".join(found) or f"type {config.peft_type}, bias {getattr(config, 'bias', None)}"
+        raise ConfigError(
+            f"learner.lora.path: {section.path!r}: only plain LoRA adapters can be gone on from, "
+            f"this one has {what}"
+        )
+    config.inference_mode, config.lora_dropout = False, 0.0
+    return config
+
+
+def _layers(causal_lm: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    for name, module in causal_lm.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def _by_layer(items: Iterable[tuple[str, ItemT]]) -> Iterator[tuple[str, list[ItemT]]]:
+    """Each weight by its name without adapters: itself alone, or base, A and B together."""
+    held: dict[str, list[ItemT]] = {}
+    for name, item in items:
+        if name.endswith(".base_layer.weight"):
+            held[base_name(name)] = [item]
+        elif is_adapter(name):
+            weight = name[: name.index(".lora_")] + ".weight"
+            held[weight].append(item)
+            if ".lora_B." in name:
+                yield weight, held.pop(weight)
+        else:
+            yield base_name(name), [item]
+
+
+def _copy(parameter: nn.Parameter, whole: Tensor) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    local = parameter.to_local()
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if local.numel():
+        local.copy_(whole[offset[0] : offset[0] + len(local)])
+
+
+def _as_json(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+class _AdapterReader:
+    """Tensors of a file that peft wrote, by the names they have in the model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / WEIGHTS_FILE
+        if not self._path.is_file():
+            raise ConfigError(f"learner.lora.path: {folder} has no {WEIGHTS_FILE}")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        key = _PREFIX + name.replace(f".{ADAPTER}.", ".")
+        with safe_open(self._path, "pt") as file:
+            if key not in file.keys():  # noqa: SIM118 - no mapping
+                raise ConfigError(f"learner.lora.path: {self._path} has no {key}")
+            tensor = file.get_tensor(key)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"learner.lora.path: {self._path}: {key} is {tuple(tensor.shape)}, this model "
+                f"needs {shape}"
+            )
+        return tensor

@@ -1,0 +1,150 @@
+"""LoRA: what is trained, what is pushed, what is saved, and what the policy is without its adapter."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from raylearner.config.schema import LearnerSection
+from raylearner.errors import CheckpointError, ConfigError
+from raylearner.learner.batch import pack
+from raylearner.learner.learner import Learner
+from raylearner.types import StepOutput, TrajectoryGroup
+
+MakeGroups = Callable[..., list[TrajectoryGroup]]
+PROBE = [[5, 6, 7, 8], [20, 21, 22]]
+
+
+def make_learner(folder: Path, *, lora: dict[str, Any] | None = None, **changes: Any) -> Learner:
+    options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
+    section = LearnerSection(lora={"rank": 4, "alpha": 8} if lora is None else lora, **options)
+    return Learner(section, model_path=str(folder), num_steps=10)
+
+
+def step(learner: Learner, groups: list[TrajectoryGroup]) -> StepOutput:
+    (batch,) = pack(
+        groups,
+        policy_version=learner.policy_version,
+        num_ranks=1,
+        max_tokens_per_micro_batch=48,
+    )
+    return learner.step(batch)
+
+
+def weights_of(learner: Learner, dtype: str = "float64") -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.named_weights(dtype)}
+
+
+def base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def test_an_untrained_adapter_changes_nothing(tiny_folder: Path) -> None:
+    learner = make_learner(tiny_folder)
+    theirs = dict(base(tiny_folder).named_parameters())
+    mine = weights_of(learner)
+    assert [(name, tuple(w.shape)) for name, w in mine.items()] == learner.weight_shapes()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_steps_train_adapters_alone_and_peft_merges_them_alike(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder)
+    before = weights_of(learner)
+    for seed in range(2):
+        step(learner, make_groups(seed, policy_version=seed))
+    after, probe = weights_of(learner), learner.probe_logprobs(PROBE)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    linear = {n for n in after if n.endswith("_proj.weight")}
+    assert changed == linear
+    learner.save(tmp_path)
+
+    adapted = PeftModel.from_pretrained(base(tiny_folder), str(tmp_path / "adapter"))
+    merged = dict(adapted.merge_and_unload().named_parameters())
+    for name, weight in after.items():
+        torch.testing.assert_close(merged[name].double(), weight, rtol=0, atol=1e-6)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    with torch.no_grad():
+        for ids, mine in zip(PROBE, probe, strict=True):
+            tokens = torch.tensor([ids])
+            logprobs = exported(tokens).logits[0, :-1].log_softmax(-1)
+            theirs = logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+            assert theirs == pytest.approx(mine, abs=1e-5)
+
+
+def test_the_reference_without_the_adapter_is_the_frozen_one(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    """Both give the same KL and so the same policy; neither touches what is trained."""
+    found: dict[str, list[float]] = {}
+    weights: dict[str, dict[str, Tensor]] = {}
+    for kind in ("adapter_off", "frozen"):
+        kl = {"coefficient": 0.1, "reference": {"kind": kind}}
+        learner = make_learner(tiny_folder, kl=kl)
+        outputs = [step(learner, make_groups(s, policy_version=s)) for s in range(3)]
+        found[kind] = [output.metrics["learner/kl"] for output in outputs]
+        weights[kind] = weights_of(learner)
+    assert found["adapter_off"] == pytest.approx(found["frozen"], rel=1e-9)
+    assert found["adapter_off"][2] > 1e-3
+    for name, weight in weights["frozen"].items():
+        torch.testing.assert_close(weights["adapter_off"][name], weight, rtol=0, atol=1e-10)
+
+
+def test_resume_is_exact_and_holds_adapters_only(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder)
+    step(learner, make_groups(0))
+    learner.save(tmp_path)
+    resumed = make_learner(tiny_folder)
+    resumed.restore(tmp_path)
+    outputs = [step(one, make_groups(1, policy_version=1)) for one in (learner, resumed)]
+    assert outputs[0].metrics["learner/loss"] == outputs[1].metrics["learner/loss"]
+    left, right = weights_of(learner), weights_of(resumed)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    size = sum(f.stat().st_size for f in (tmp_path / "learner" / "tensors").glob("*.safetensors"))
+    whole = sum(weight.numel() for weight in left.values()) * 8
+    assert size < whole  # three copies of everything would be more than that
+    with pytest.raises(CheckpointError, match="checkpoint of another model"):
+        make_learner(tiny_folder, lora={"rank": 8, "alpha": 8}).restore(tmp_path)
+
+
+def test_an_existing_adapter_is_gone_on_from(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder, lora={"rank": 4, "alpha": 8, "target_modules": ["q_proj"]})
+    step(learner, make_groups(0))
+    learner.save(tmp_path)
+    again = make_learner(tiny_folder, lora={"path": str(tmp_path / "adapter")})
+    mine, theirs = weights_of(learner), weights_of(again)
+    for name, weight in mine.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-6)
+    step(again, make_groups(1))
+    changed = {n for n, w in weights_of(again).items() if not torch.equal(w, theirs[n])}
+    assert changed
+    assert all(name.endswith("q_proj.weight") for name in changed)
+
+
+def test_in_half_precision_only_what_is_trained_has_masters(
+    tiny_folder: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder, compute_dtype="bfloat16", head_dtype="compute")
+    dtypes = {p.requires_grad: p.dtype for p in learner.causal_lm.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    assert not step(learner, make_groups(0)).is_skipped
+
+
+def test_what_cannot_be_adapted_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*wq"):
+        make_learner(tiny_folder, lora={"target_modules": ["wq"]})
+    with pytest.raises(ConfigError, match=r"embed_tokens is a Embedding"):
+        make_learner(tiny_folder, lora={"target_modules": ["embed_tokens"]})
+    with pytest.raises(ConfigError, match=r"learner\.lora\.path: .* is no adapter in peft's form"):
+        make_learner(tiny_folder, lora={"path": str(tmp_path)})

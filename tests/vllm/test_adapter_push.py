@@ -1,0 +1,128 @@
+"""LoRA adapters land alone, under running generations, in the place of the one before."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+
+from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.config.lora import LoraSection
+from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.errors import WeightTransferError
+from raylearner.learner import lora
+from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
+from raylearner.weights.proof import probe_tokens
+from raylearner.weights.shared_files import discard_weights, write_adapter
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+RUNNING = Sampling(max_tokens=300, banned_token_ids=(1,))
+SECTION = LoraSection(rank=4, alpha=16)
+
+
+class AdapterLab:
+    """An engine of the base model, and adapters of one model by version."""
+
+    def __init__(self, engine: VllmEngine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+        self.model = make_model(is_tied=True)
+        lora.inject(self.model, SECTION, base_dtype=torch.float32)
+        self.payloads: list[dict] = []
+
+    def set_version(self, version: int) -> None:
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if lora.is_adapter(name):
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+    def logprobs(
+        self, version: int, token_ids: Sequence[int], first: int, banned: Sequence[int] = ()
+    ) -> np.ndarray:
+        self.set_version(version)
+        ids = torch.tensor([list(token_ids)])
+        with torch.no_grad():
+            logits = self.model(ids).logits[0]
+        logits[:, list(banned)] = -torch.inf
+        logprobs = logits.log_softmax(-1)
+        return logprobs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0].numpy()
+
+    def gap(self, prompt: Sequence[int], completion: Completion) -> float:
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        gaps = []
+        for version in np.unique(completion.policy_versions).tolist():
+            mine = self.logprobs(version, tokens, len(prompt), RUNNING.banned_token_ids)
+            own = completion.policy_versions == version
+            gaps.append(np.abs(mine - completion.logprobs)[own].max())
+        return float(max(gaps))
+
+    async def push(self, version: int, *, proof_of: int | None = None) -> WeightReceipt:
+        ids = probe_tokens(
+            seed=0,
+            policy_version=version,
+            vocab_size=len(VOCABULARY),
+            special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
+            num_tokens=32,
+        )
+        proof_version = version if proof_of is None else proof_of
+        probe = Probe(
+            token_ids=ids,
+            logprobs=tuple(tuple(self.logprobs(proof_version, row, 1).tolist()) for row in ids),
+            tolerance=1e-4,
+        )
+        self.set_version(version)
+        payload = write_adapter(
+            lora.adapter_weights(self.model, torch.float32),
+            lora.adapter_config(self.model, base="base"),
+            self.folder,
+            version,
+            torch.float32,
+        )
+        self.payloads.append(payload)
+        return await self.engine.receive(
+            WeightUpdate(policy_version=version, transport="adapter", payload=payload, probe=probe)
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AdapterLab]:
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("base"), is_tied=True)
+    section = VllmEngineSection.model_validate(
+        {"kind": "vllm", "dtype": "float32", "max_model_tokens": 512, "kv_cache_gib": 1}
+    )
+    engine = VllmEngine(
+        section, model_path=str(checkpoint), seed=0, weight_transport="adapter", lora_rank=4
+    )
+    await engine.start()
+    yield AdapterLab(engine, tmp_path_factory.mktemp("adapters"))
+    await engine.close()
+
+
+async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) -> None:
+    await lab.push(1)
+    prompt = [VOCABULARY.index(c) for c in "user: what is 1 + 1? " * 8]
+    running = [asyncio.create_task(lab.engine.generate(prompt, RUNNING)) for _ in range(8)]
+    await asyncio.sleep(0.4)
+    receipt = await lab.push(2)
+    await asyncio.sleep(0.2)
+    again = await lab.push(3)
+    for payload in lab.payloads[:-1]:
+        discard_weights(payload)  # nothing may need them any more
+    completions = await asyncio.gather(*running)
+    assert any(len(np.unique(c.policy_versions)) >= 2 for c in completions)
+    assert max(lab.gap(prompt, c) for c in completions) < 1e-4
+    assert max(receipt.proof_gap, again.proof_gap) < 1e-4
+    assert 0 < receipt.update_s < receipt.pause_s
+    later = await lab.engine.generate(prompt, RUNNING)
+    assert set(later.policy_versions.tolist()) == {3}
+    assert lab.gap(prompt, later) < 1e-4
+
+
+async def test_the_proof_tells_another_adapter(lab: AdapterLab) -> None:
+    """The last test of this engine, which it condemns."""
+    with pytest.raises(WeightTransferError, match="proof of policy version 5 failed"):
+        await lab.push(5, proof_of=4)
