@@ -216,6 +216,9 @@ class Controller:
             max_concurrent_episodes=config.actors.max_concurrent_episodes,
             run_name=config.run.name,
             weight_transport=config.weights.transport,
+            lora_rank=lora_rank(lora)
+            if lora is not None and config.weights.transport == "adapter"
+            else None,
             seed=config.run.seed,
             should_trace=config.observability.trace,
         )
@@ -251,9 +254,6 @@ class Controller:
                 [group.group_id for group in take.groups], output.policy_version
             )
             self.step += 1
-            lora_rank=lora_rank(lora)
-            if lora is not None and config.weights.transport == "adapter"
-            else None,
             self._start_publishing(output.policy_version)
             await self._report(take, output, wait_s=step_started - wait_started, since=wait_started)
             await self._checkpoint_and_evaluate()

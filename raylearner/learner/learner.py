@@ -31,15 +31,15 @@ from raylearner.learner.estimator import EpisodeTable
 from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.learner_state import (
     Progress,
-    export_model,
     export_adapter,
+    export_model,
     restore_state,
     restore_tensors,
     save_state,
     save_tensors,
 )
-from raylearner.learner.metric import Metrics
 from raylearner.learner.loading import load_sharded, model_directory
+from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
 from raylearner.learner.model import DTYPES, ModelOptions, Scores
 from raylearner.learner.objective import (
@@ -196,11 +196,6 @@ class Learner:
         """Names and full shapes of what `named_weights` yields, in its order."""
         return self._model.weight_shapes()
 
-    def save(self, folder: Path) -> None:
-        """Shards, progress and RNG under `learner/`, a `from_pretrained` directory under `model/`.
-
-        Also `critic/`, `reference/` if it changes, and `adapter/` in peft's form.
-        """
     def adapter_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the adapters by peft's names; every rank must iterate to the end."""
         return lora.adapter_weights(self._model.causal_lm, DTYPES[dtype])
@@ -209,6 +204,11 @@ class Learner:
         """What peft writes beside them."""
         return lora.adapter_config(self._model.causal_lm, base=str(self.model_folder))
 
+    def save(self, folder: Path) -> None:
+        """Shards, progress and RNG under `learner/`, a `from_pretrained` directory under `model/`.
+
+        Also `critic/`, `reference/` if it changes, and `adapter/` in peft's form.
+        """
         controller = self._kl_controller
         if isinstance(controller, AdaptiveController):
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
@@ -218,13 +218,13 @@ class Learner:
             self._critic.save(folder / "critic")
         if self._reference is not None:
             self._reference.save(folder / "reference")
+        if self._config.lora is not None:
+            export_adapter(folder / "adapter", self._model, source=self.model_folder)
         export_model(
             folder / "model",
             self._model,
             source=self.model_folder,
             dtype=DTYPES["bfloat16" if self._config.compute_dtype == "bfloat16" else "float32"],
-        if self._config.lora is not None:
-            export_adapter(folder / "adapter", self._model, source=self.model_folder)
             policy_version=self.policy_version,
         )
 
