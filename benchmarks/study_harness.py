@@ -26,7 +26,7 @@ from raylearner.config import schema
 from raylearner.config.loader import load
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.learner.batch import pack
-from raylearner.learner.demonstrations import prepare_tiny_model
+from raylearner.demonstrations import prepare_tiny_model
 from raylearner.learner.learner import Learner
 from raylearner.learner.weight_source import vocabulary
 from raylearner.observability.spans import Tracer
@@ -238,13 +238,15 @@ class Harness:
 def prepare_model(config: schema.RunConfig, cache: Path) -> Path:
     """The warm-started model of a configuration, made once; runs of all seeds share it."""
     assert isinstance(config.model, schema.TinyModel)
-    parts = (config.model, config.renderer, config.data.train)
+    parts = (config.model, config.renderer, config.environment, config.data.train)
     text = json.dumps([part.model_dump(mode="json") for part in parts], sort_keys=True)
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         prompts = load_prompts(config.data.train)
-        loss = prepare_tiny_model(config.model, config.renderer, prompts, str(folder), 0)
+        loss = prepare_tiny_model(
+            config.model, config.renderer, config.environment, prompts, str(folder), 0
+        )
         log.info("made %s, last loss of the warm start %s", folder.name, loss)
     return folder
 

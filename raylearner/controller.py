@@ -72,7 +72,7 @@ def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 @ray.remote(num_cpus=1)
 def _make_tiny_model(*arguments: Any) -> float | None:
     """In a process of its own, so that the driver never loads torch."""
-    from raylearner.learner.demonstrations import prepare_tiny_model
+    from raylearner.demonstrations import prepare_tiny_model
 
     return prepare_tiny_model(*arguments)
 
@@ -199,7 +199,12 @@ class Controller:
         path = self._folder / "model"
         if not path.exists():
             loss = await _make_tiny_model.remote(
-                model, self._config.renderer, self._training, str(path), self._config.run.seed
+                model,
+                self._config.renderer,
+                self._config.environment,
+                self._training,
+                str(path),
+                self._config.run.seed,
             )
             if loss is not None:
                 logger.info("warm start ended with a loss of %.3f", loss)

@@ -16,8 +16,14 @@ class WarmStart(Section):
     """Demonstrations per step."""
     learning_rate: PositiveFloat = 3e-3
     """Peak learning rate of the warm start."""
-    tool_fraction: Fraction = 0.35
-    """Fraction of demonstrations that use the tool rightly; the rest guess an answer."""
+    num_demonstrations: PositiveInt = 2000
+    """Demonstrations played in the environment, and dealt out again and again."""
+    right_fraction: Fraction = 0.35
+    """Fraction of demonstrations that go the right way; the rest guess."""
+    turns: tuple[str, ...] = ("<calc>{expression}</calc>", "<answer>{answer}</answer>")
+    """The right way, turn by turn. `{prompt}`, `{answer}` and columns of the prompt are filled in."""
+    guess: str = "<answer>{number}</answer>"
+    """The only turn of a guess. Also `{number}`, drawn up to 9999, and `{other_answer}`, of another prompt."""
 
 
 class TinyModel(Section):
@@ -37,7 +43,7 @@ class TinyModel(Section):
     is_tied: bool = True
     """Whether the output head shares the input embedding."""
     warm_start: WarmStart | None = None
-    """Present: the model imitates demonstrations of the calculator task before the run."""
+    """Present: the model imitates demonstrations before the run."""
 
 
 class PretrainedModel(Section):

@@ -10,8 +10,9 @@ from transformers.utils.logging import disable_progress_bar
 from raylearner.config.schema import TinyModel
 from raylearner.errors import ConfigError
 
-TAGS = ("<calc>", "</calc>", "<result>", "</result>", "<answer>", "</answer>")
-"""Ordinary tokens of several characters each."""
+TAG_NAMES = ("calc", "search", "fetch", "code", "result", "observation", "answer")
+TAGS = tuple(tag for name in TAG_NAMES for tag in (f"<{name}>", f"</{name}>"))
+"""Ordinary tokens of several characters each: what the tools' default tags are."""
 
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"

@@ -1,0 +1,188 @@
+"""Imperfect scripted demonstrations for the warm start of a tiny model, played in the real environment.
+
+A share of them do what `model.warm_start.turns` says; the others guess. Imitating both leaves the
+policy undecided, which is what reinforcement then settles.
+"""
+
+import asyncio
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from string import Formatter
+
+import numpy as np
+
+from raylearner.actors.engine import Engine
+from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.config.schema import (
+    EnvironmentSection,
+    RendererSection,
+    RewardSection,
+    TinyModel,
+    WarmStart,
+)
+from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.errors import ConfigError, EngineError
+from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.learner.warm_start import warm_start
+from raylearner.observability.spans import Tracer
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import (
+    Claim,
+    Completion,
+    CompletionStop,
+    Prompt,
+    Sampling,
+    StopReason,
+    WeightReceipt,
+    WeightUpdate,
+)
+
+TokenRowWithMask = tuple[list[int], list[bool]]
+
+MAX_CONCURRENT = 32
+"""Demonstrations played at once."""
+LARGEST_NUMBER = 9999
+"""Of `{number}` in a guess."""
+
+
+def prepare_tiny_model(
+    model: TinyModel,
+    renderer_section: RendererSection,
+    environment: EnvironmentSection,
+    prompts: Sequence[Prompt],
+    folder: str,
+    seed: int,
+) -> float | None:
+    """Makes the model directory `folder`; returns the warm start's last loss, None without one.
+
+    Raises `ConfigError` for turns that name a column which the prompts have not, and when a
+    demonstration fails.
+    """
+    partial = Path(f"{folder}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    make_tiny_model(model, partial, seed=seed)
+    loss = None
+    if model.warm_start is not None:
+        renderer = Renderer.from_pretrained(str(partial), renderer_section)
+        rows = asyncio.run(demonstrate(prompts, renderer, environment, model.warm_start, seed=seed))
+        loss = warm_start(partial, rows, model.warm_start, seed=seed)
+    partial.rename(folder)
+    return loss
+
+
+async def demonstrate(
+    prompts: Sequence[Prompt],
+    renderer: Renderer,
+    environment: EnvironmentSection,
+    config: WarmStart,
+    *,
+    seed: int,
+) -> list[TokenRowWithMask]:
+    """Pairs of token ids and a mask that is True on what the demonstrator wrote."""
+    factory = EnvironmentFactory(environment)
+    places = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def play(prompt: Prompt, turns: list[str]) -> TokenRowWithMask:
+        async with places:
+            return await _play(prompt, turns, renderer, factory)
+
+    try:
+        scripts = _scripts(prompts, config, random.Random(seed))
+        return list(await asyncio.gather(*(play(prompt, turns) for prompt, turns in scripts)))
+    finally:
+        await factory.close()
+
+
+def _scripts(
+    prompts: Sequence[Prompt], config: WarmStart, rng: random.Random
+) -> Iterator[tuple[Prompt, list[str]]]:
+    for _ in range(min(config.num_demonstrations, config.num_steps * config.batch_size)):
+        prompt = rng.choice(prompts)
+        if rng.random() < config.right_fraction:
+            yield prompt, [_filled(turn, prompt) for turn in config.turns]
+        else:
+            guess = {
+                "number": str(rng.randint(1, LARGEST_NUMBER)),
+                "other_answer": str(rng.choice(prompts).answer),
+            }
+            yield prompt, [_filled(config.guess, prompt, **guess)]
+
+
+def _filled(template: str, prompt: Prompt, **more: str) -> str:
+    values: dict[str, object] = {
+        **prompt.columns,
+        "prompt": prompt.messages[-1].content,
+        "answer": prompt.answer,
+        **more,
+    }
+    names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    if missing := names - values.keys():
+        raise ConfigError(
+            f"model.warm_start: {template!r} names {', '.join(sorted(missing))}, and prompt "
+            f"{prompt.prompt_id} has {', '.join(sorted(values))}; write {{{{ and }}}} for braces"
+        )
+    return template.format_map(values)
+
+
+async def _play(
+    prompt: Prompt, turns: list[str], renderer: Renderer, factory: EnvironmentFactory
+) -> TokenRowWithMask:
+    kit = EpisodeKit(
+        engine=_Demonstrator(turns, renderer),
+        renderer=renderer,
+        scorer=Scorer(RewardSection(functions=())),
+        make_environment=factory.make,
+        tracer=Tracer(track="demonstrator", is_enabled=False),
+    )
+    claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
+    played = await play_episode(
+        kit, claim, Sampling(max_tokens=renderer.config.max_response_tokens)
+    )
+    if played.stop_reason is StopReason.ERROR:
+        raise ConfigError(
+            f"model.warm_start: the demonstration of prompt {prompt.prompt_id} failed: "
+            f"{played.error}"
+        )
+    return played.token_ids.tolist(), played.loss_mask.tolist()
+
+
+class _Demonstrator(Engine):
+    """An engine that writes the turns of one episode, one after another."""
+
+    def __init__(self, turns: list[str], renderer: Renderer) -> None:
+        self._turns = iter(turns)
+        self._renderer = renderer
+
+    @property
+    def policy_version(self) -> int:
+        return 0
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
+    ) -> Completion:
+        turn = next(self._turns, None)
+        if turn is None:
+            raise EngineError("the episode goes on after the last of model.warm_start.turns")
+        written = np.asarray(self._renderer.encode(turn), np.int32)
+        return Completion(
+            token_ids=written,
+            logprobs=np.zeros(len(written), np.float32),
+            policy_versions=np.zeros(len(written), np.int32),
+            stop_reason=CompletionStop.STOP_STRING,
+        )
+
+    async def start(self) -> None: ...
+
+    async def receive(self, update: WeightUpdate) -> WeightReceipt:
+        raise EngineError("a demonstrator takes no weights")
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,64 @@
+"""Demonstrations: what the YAML's turns say, played in the real environment, masked as sampled tokens are."""
+
+import pytest
+
+from raylearner.config.schema import (
+    CalculatorData,
+    RendererSection,
+    TinyModel,
+    ToolUse,
+    WarmStart,
+)
+from raylearner.demonstrations import demonstrate
+from raylearner.errors import ConfigError
+from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.prompts import load_prompts
+from raylearner.tokenization.renderer import Renderer
+
+PROMPTS = load_prompts(CalculatorData(kind="calculator", num_prompts=20))
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder = make_tiny_model(TinyModel(kind="tiny"), tmp_path_factory.mktemp("tiny"), seed=0)
+    return Renderer.from_pretrained(str(folder), RendererSection())
+
+
+async def written(renderer: Renderer, **changes: object) -> list[tuple[str, str]]:
+    """Of each demonstration the whole text, and what the demonstrator wrote of it."""
+    config = WarmStart.model_validate({"num_demonstrations": 30, **changes})
+    rows = await demonstrate(PROMPTS, renderer, ToolUse(kind="tool_use"), config, seed=0)
+    return [
+        (
+            renderer.decode(ids),
+            renderer.decode([i for i, is_written in zip(ids, mask, strict=True) if is_written]),
+        )
+        for ids, mask in rows
+    ]
+
+
+async def test_the_right_way_calls_the_tool_and_copies_its_result(renderer: Renderer) -> None:
+    answers = {str(p.columns["expression"]): p.answer for p in PROMPTS}
+    for whole, own in await written(renderer, right_fraction=1.0):
+        expression = own.removeprefix("<calc>").partition("</calc>")[0]
+        answer = answers[expression]
+        assert own == f"<calc>{expression}</calc><answer>{answer}</answer>"
+        assert f"<result>{answer}</result>" in whole
+
+
+async def test_a_share_guesses(renderer: Renderer) -> None:
+    found = await written(renderer, num_demonstrations=200, right_fraction=0.25)
+    num_right = sum("<calc>" in own for _, own in found)
+    assert 30 <= num_right <= 70
+    again = await written(renderer, num_demonstrations=200, right_fraction=0.25)
+    assert again == found
+
+
+async def test_a_column_that_is_not_there_is_named(renderer: Renderer) -> None:
+    with pytest.raises(ConfigError, match=r"names nonsense, and prompt .* has answer, expression"):
+        await written(renderer, right_fraction=1.0, turns=["<calc>{nonsense}</calc>"])
+
+
+async def test_turns_that_do_not_end_the_episode_are_refused(renderer: Renderer) -> None:
+    with pytest.raises(ConfigError, match=r"goes on after the last of model\.warm_start\.turns"):
+        await written(renderer, right_fraction=1.0, turns=["<calc>{expression}</calc>"])
