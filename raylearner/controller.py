@@ -24,8 +24,10 @@ from raylearner.evaluation import Evaluator
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
 from raylearner.learner.checkpoint import Checkpoint
-from raylearner.learner.learner_actor import LearnerGroup
+from raylearner.learner.learner_actor import LearnerGroup, Recording
+from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
+from raylearner.observability.sinks import Sink, flattened
 from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
 from raylearner.placement import RolloutFleet
@@ -55,8 +57,8 @@ def run(config: RunConfig, *, resume: Path | None = None) -> None:
     try:
         config = placement.resolve(config)
         placement.check_supply(config)
-        folder.mkdir(parents=True, exist_ok=resume is not None)
-        asyncio.run(_train(config, folder, training, held_out, is_resumed=resume is not None))
+        with run_directory.claimed(folder, is_new=resume is None):
+            asyncio.run(_train(config, folder, training, held_out, is_resumed=resume is not None))
     finally:
         ray.shutdown()
 
@@ -67,6 +69,25 @@ def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     if data.evaluation is None:
         return training, []
     return training, load_prompts(data.evaluation, system_prompt=data.system_prompt)
+
+
+def _make_sinks(config: RunConfig, folder: Path) -> list[Sink]:
+    """Where numbers go besides the run directory's JSON lines; each is imported where asked for."""
+    sinks: list[Sink] = []
+    hparams = flattened(config.model_dump(mode="json"))
+    if config.observability.tensorboard:
+        from raylearner.observability.tensorboard_file import TensorBoardFile
+
+        sinks.append(TensorBoardFile(folder / "tensorboard", hparams=hparams))
+    if config.observability.ray_metrics:
+        from raylearner.observability.ray_metrics import RayMetrics
+
+        sinks.append(RayMetrics(run_name=config.run.name))
+    if config.observability.wandb is not None:
+        from raylearner.observability.wandb_run import WandbRun
+
+        sinks.append(WandbRun(config.observability.wandb, folder, hparams=hparams))
+    return sinks
 
 
 @ray.remote(num_cpus=1)
@@ -86,7 +107,12 @@ async def _train(
     is_resumed: bool,
 ) -> None:
     (folder / "config.yaml").write_text(resolved_yaml(config))
-    recorder = Recorder(folder, config.observability, num_steps=config.run.num_steps)
+    recorder = Recorder(
+        folder,
+        config.observability,
+        num_steps=config.run.num_steps,
+        sinks=_make_sinks(config, folder),
+    )
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
@@ -120,7 +146,7 @@ class Controller:
         self._training = training
         self._evaluator = Evaluator(config.evaluation, held_out) if held_out else None
         self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
-        self._should_stop = False
+        self._stop_requested = asyncio.Event()
         self._is_closed = False
         self._num_learner_restarts = 0
         self._replay: Any = None
@@ -132,7 +158,11 @@ class Controller:
     def request_stop(self) -> None:
         """Ends the run at the next step boundary, after a checkpoint (SIGTERM, `ray job stop`)."""
         logger.info("stop requested: a checkpoint follows the running step")
-        self._should_stop = True
+        self._stop_requested.set()
+
+    @property
+    def _should_stop(self) -> bool:
+        return self._stop_requested.is_set()
 
     # -- starting and ending -------------------------------------------------------------------
 
@@ -153,6 +183,11 @@ class Controller:
             reward_weights=Scorer(config.rewards).weights,
             dump_folder=self._folder / "skipped",
             run_name=config.run.name,
+            recording=Recording(
+                should_trace=config.observability.trace,
+                profile=config.observability.profile,
+                profile_folder=self._folder / "profile",
+            ),
             engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
             ranks_per_engine=getattr(config.actors.engine, "tensor_parallel_size", 1),
         )
@@ -239,11 +274,11 @@ class Controller:
         while self.step < config.run.num_steps:
             wait_started = time.monotonic()
             take = await self._take()
-            step_started = time.monotonic()
+            step_started, trained_version = time.monotonic(), learner.policy_version
             with self._tracer.span("pack"):
                 batches = pack(
                     take.groups,
-                    policy_version=learner.policy_version,
+                    policy_version=trained_version,
                     num_ranks=config.learner.num_ranks,
                     max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
                     num_mini_batches=config.learner.num_mini_batches,
@@ -260,7 +295,13 @@ class Controller:
             )
             self.step += 1
             self._start_publishing(output.policy_version)
-            await self._report(take, output, wait_s=step_started - wait_started, since=wait_started)
+            await self._report(
+                take,
+                output,
+                trained_version=trained_version,
+                wait_s=step_started - wait_started,
+                since=wait_started,
+            )
             await self._checkpoint_and_evaluate()
         await self._assert_everyone_is_current()
 
@@ -271,8 +312,10 @@ class Controller:
         progress, changed_at = -1, time.monotonic()
         with self._tracer.span("take"):
             while True:
-                take = await self._replay.take.remote(
-                    config.replay.groups_per_step, learner.policy_version, TAKE_POLL_S
+                take = await self._unless_stopped(
+                    self._replay.take.remote(
+                        config.replay.groups_per_step, learner.policy_version, TAKE_POLL_S
+                    )
                 )
                 if take is not None:
                     return take
@@ -285,6 +328,17 @@ class Controller:
                 elif now - changed_at > config.run.watchdog_s:
                     await self._raise_stalled(now - changed_at)
 
+    async def _unless_stopped(self, call: Any) -> Any:
+        """What the call returns, or None at once when a stop is requested: little time is given."""
+        calling = asyncio.ensure_future(placement.answer(call))
+        stopping = asyncio.ensure_future(self._stop_requested.wait())
+        try:
+            await asyncio.wait([calling, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return calling.result() if calling.done() else None
+        finally:
+            calling.cancel()
+            stopping.cancel()
+
     async def _raise_stalled(self, idle_s: float) -> None:
         lines = await self._replay.describe.remote()
         await self._replay.save.remote(str(self._folder / "stalled"))
@@ -293,10 +347,15 @@ class Controller:
             f" {self._folder / 'stalled'}:\n" + "\n".join(f"  {line}" for line in lines)
         )
 
-    async def _report(self, take: Take, output: Any, *, wait_s: float, since: float) -> None:
+    async def _report(
+        self, take: Take, output: Any, *, trained_version: int, wait_s: float, since: float
+    ) -> None:
+        """`trained_version` is the policy's before the step."""
         assert self._fleet is not None, "start comes first"
         assert self._publisher is not None, "start comes first"
+        assert self._learner is not None, "start comes first"
         activities, spans = await self._fleet.drain()
+        spans += await self._learner.drain_spans()
         metrics = step_metrics(take.groups, activities)
         metrics |= take.metrics | output.metrics | dict(self._publisher.metrics)
         metrics |= {
@@ -308,7 +367,14 @@ class Controller:
         self._recorder.spans([*spans, *self._tracer.drain()])
         self._recorder.step(self.step, metrics)
         trajectories = [t for group in take.groups for t in group.trajectories]
-        await asyncio.to_thread(self._recorder.trajectories, self.step, trajectories)
+        await asyncio.to_thread(
+            self._recorder.trajectories,
+            self.step,
+            trajectories,
+            policy_version=trained_version,
+            advantages=output.advantages,
+            learner_logprobs=output.logprobs,
+        )
 
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
@@ -340,6 +406,7 @@ class Controller:
             abandon=self._learner.abandon,
             on_condemned=self._fleet.condemn,
             deadline_s=self._config.weights.deadline_s,
+            tracer=self._tracer,
         )
         for actor_id in self._fleet.actors:
             self._publisher.add(actor_id, self._fleet.receiver(actor_id))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,10 +28,10 @@ STOP_TIMEOUT_S = 20.0
 """Longest an actor may take to end its engine before it is killed."""
 
 
-def connect(config: ClusterSection) -> None:
+def connect(config: ClusterSection) -> str:
     """Joins the cluster of `RAY_ADDRESS` or `cluster.address`, or starts a local one.
 
-    Raises `ConfigError` when the cluster cannot be reached.
+    Returns the `host:port` of its dashboard, empty where it has none. Raises `ConfigError` when the cluster cannot be reached.
     """
     address = os.environ.get("RAY_ADDRESS") or config.address
     # What actors print stays in Ray's log files; what matters of it comes back as errors and metrics.
@@ -38,15 +39,14 @@ def connect(config: ClusterSection) -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if address:
         try:
-            ray.init(address=address, **common)
+            return ray.init(address=address, **common).dashboard_url or ""
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"cluster.address {address!r} cannot be joined: {error}; start it with"
                 " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
                 " or leave the address out for a local cluster"
             ) from error
-        return
-    ray.init(
+    context = ray.init(
         address="local",
         num_cpus=config.num_cpus,
         object_store_memory=config.object_store_bytes,
@@ -55,6 +55,7 @@ def connect(config: ClusterSection) -> None:
         _node_ip_address="127.0.0.1",
         **common,
     )
+    return context.dashboard_url or ""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -67,26 +68,53 @@ def resolve(config: RunConfig) -> RunConfig:
     return resolved.config
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What a run reserves, and the keys that say so."""
+
+    cpus: float
+    gpus: float
+    num_actors: int
+    num_ranks: int
+
+
+def size(config: RunConfig, *, num_gpus: float, least_cpus: float = 0.0) -> Size:
+    """Of a run alone on a cluster with so many GPUs."""
+    config = resources.resolve(config, num_gpus=num_gpus).config
+    return Size(
+        cpus=max(config.cpus_needed, least_cpus),
+        gpus=config.gpus_needed,
+        num_actors=config.actors.num_actors,
+        num_ranks=config.learner.num_ranks,
+    )
+
+
 def check_supply(config: RunConfig) -> None:
     """Raises `ConfigError` with demand and supply when the cluster cannot hold the run."""
+    refuse_too_large(size(config, num_gpus=ray.cluster_resources().get("GPU", 0.0)))
+
+
+def refuse_too_large(size: Size, *, what: str = "") -> None:
+    """Raises `ConfigError` where the whole cluster has less; `what` names the run."""
     supply = ray.cluster_resources()
     problems: list[str] = []
     for resource, needed, keys in (
-        ("CPU", config.cpus_needed, "actors.cpus_per_actor, learner.cpus_per_rank"),
-        ("GPU", config.gpus_needed, "actors.gpus_per_actor, learner.gpus_per_rank"),
+        ("CPU", size.cpus, "actors.cpus_per_actor, learner.cpus_per_rank"),
+        ("GPU", size.gpus, "actors.gpus_per_actor, learner.gpus_per_rank"),
     ):
         has = supply.get(resource, 0.0)
         if needed > has:
             problems.append(
-                f"{needed:g} {resource}s are needed ({config.actors.num_actors} rollout actors and"
-                f" {config.learner.num_ranks} learner ranks), the cluster has {has:g};"
-                f" lower actors.num_actors, learner.num_ranks, {keys}, or add nodes"
+                f"{what + ': ' if what else ''}{needed:g} {resource}s are needed"
+                f" ({size.num_actors} rollout actors and {size.num_ranks} learner ranks), the"
+                f" cluster has {has:g}; lower actors.num_actors, learner.num_ranks, {keys}, or add"
+                " nodes"
             )
     if problems:
         raise ConfigError("\n".join([*problems, "nothing was started."]))
 
 
-async def _answer(reference: Any) -> Any:
+async def answer(reference: Any) -> Any:
     """A Ray reference as a coroutine."""
     return await reference
 
@@ -167,7 +195,7 @@ class RolloutFleet:
     async def drain(self) -> tuple[list[RolloutActivity], list[Span]]:
         """Activity and spans of every living actor since the last call."""
         reports = await asyncio.gather(
-            *(_answer(actor.drain.remote()) for actor in self.actors.values()),
+            *(answer(actor.drain.remote()) for actor in self.actors.values()),
             return_exceptions=True,
         )
         alive = [r for r in reports if not isinstance(r, BaseException)]
@@ -176,7 +204,7 @@ class RolloutFleet:
     async def abort(self) -> None:
         """Ends every running episode; their claims must be void already."""
         await asyncio.gather(
-            *(_answer(actor.abort.remote()) for actor in self.actors.values()),
+            *(answer(actor.abort.remote()) for actor in self.actors.values()),
             return_exceptions=True,
         )
 

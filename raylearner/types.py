@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 PolicyVersion: TypeAlias = int
 """0 is the initial policy; each committed learner step makes the next."""
 
+TrajectoryKey: TypeAlias = tuple[int, int, int, int]
+"""Group, sample index, attempt and segment."""
+
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
@@ -183,6 +186,11 @@ class Trajectory:
         return int(self.train_mask.sum())
 
     @property
+    @property
+    def key(self) -> TrajectoryKey:
+        """Of this segment alone."""
+        return (*self.episode_key, self.segment)
+
     def is_truncated(self) -> bool:
         """Whether it ran out of tokens, so that more might have come."""
         return self.stop_reason is StopReason.MAX_TOKENS
@@ -429,3 +437,9 @@ class StepOutput:
     the critic alone."""
     is_skipped: bool
     metrics: Mapping[str, float]
+    advantages: Mapping[TrajectoryKey, float] = field(default_factory=dict[TrajectoryKey, float])
+    """Mean advantage of the tokens that trained; each rank tells of its own trajectories."""
+    logprobs: Mapping[TrajectoryKey, NDArray[np.float32]] = field(
+        default_factory=dict[TrajectoryKey, NDArray[np.float32]]
+    )
+    """The learner's at the start of the step, `[T]` of a trajectory; as above, of a rank's own."""

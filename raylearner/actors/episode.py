@@ -88,15 +88,20 @@ async def _play(
     while transcript.remaining_tokens > 0:
         budget = min(sampling.max_tokens, transcript.remaining_tokens)
         turn_sampling = replace(sampling, stop=environment.stop, max_tokens=budget, seed=seed)
-        with kit.tracer.span("generate", group=transcript.claim.group_id):
-            completion = await kit.engine.generate(transcript.token_ids, turn_sampling)
-        completion = _until_end(completion, kit.renderer.end_token_ids)
-        text = transcript.add_completion(completion)
-        if completion.stop_reason is CompletionStop.ABORTED:
-            transcript.add_reply(())
-            return StopReason.ABORTED
-        with kit.tracer.span("environment", group=transcript.claim.group_id):
-            reply = await environment.step(Message(role="assistant", content=text))
+        with kit.tracer.span("turn", group=transcript.claim.group_id) as turn:
+            with kit.tracer.span("generate") as generate:
+                completion = await kit.engine.generate(transcript.token_ids, turn_sampling)
+                generate.arguments["tokens"] = len(completion.token_ids)
+            completion = _until_end(completion, kit.renderer.end_token_ids)
+            text = transcript.add_completion(completion)
+            if completion.stop_reason is CompletionStop.ABORTED:
+                transcript.add_reply(())
+                return StopReason.ABORTED
+            with kit.tracer.span("environment") as step:
+                reply = await environment.step(Message(role="assistant", content=text))
+                if reply.tool is not None:
+                    step.name = f"tool {reply.tool}"
+            turn.arguments["is_valid"] = reply.is_valid
         fits = transcript.add_reply(reply.messages, tool=reply.tool, is_valid=reply.is_valid)
         if reply.is_done:
             ran_out = completion.stop_reason is CompletionStop.LENGTH

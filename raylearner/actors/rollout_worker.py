@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.outbox import Outbox
 from raylearner.config.schema import SamplingSection
+from raylearner.observability.spans import Tracer
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
 
 CLAIM_POLL_S = 2.0
@@ -59,7 +60,7 @@ class RolloutWorker:
         self._slot_freed = asyncio.Event()
         self._is_halted = False
         self._num_episodes = self._num_tokens = 0
-        self._busy = _BusyClock()
+        self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
         """Plays until `halt`. Raises whatever is no episode's fault."""
@@ -144,9 +145,11 @@ class RolloutWorker:
 
 
 class _BusyClock:
-    """Seconds without any episode in flight, and in all, since the last drain."""
+    """Seconds without any episode in flight, and in all, since the last drain; idle spells as spans."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._idle_since_s = time.time()
         self._is_busy = False
         self._drained_at = self._changed_at = time.monotonic()
         self._idle_s = 0.0
@@ -155,6 +158,10 @@ class _BusyClock:
         now = time.monotonic()
         if not self._is_busy:
             self._idle_s += now - self._changed_at
+        if is_busy and not self._is_busy:
+            self._tracer.since("wait for work", self._idle_since_s)
+        elif self._is_busy and not is_busy:
+            self._idle_since_s = time.time()
         self._is_busy, self._changed_at = is_busy, now
 
     def drain(self) -> tuple[float, float]:

@@ -14,7 +14,12 @@ from raylearner.config.kl import KlSection
 from raylearner.config.learner import LearnerSection
 from raylearner.config.loss import DecoupledPpo, LossSection
 from raylearner.config.model import ModelSection, PretrainedModel, TinyModel, WarmStart
-from raylearner.config.observability import ObservabilitySection
+from raylearner.config.observability import (
+    CompletionsSection,
+    ObservabilitySection,
+    ProfileSection,
+    WandbSection,
+)
 from raylearner.config.replay import ReplaySection
 from raylearner.config.rollout import (
     ActorsSection,
@@ -44,6 +49,7 @@ __all__ = [
     "AdvantageSection",
     "CalculatorData",
     "ClusterSection",
+    "CompletionsSection",
     "CorrectionSection",
     "CriticSection",
     "DataSection",
@@ -65,6 +71,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "PretrainedModel",
+    "ProfileSection",
     "RendererSection",
     "ReplaySection",
     "RewardFunction",
@@ -80,6 +87,7 @@ __all__ = [
     "ToolUse",
     "TransformersEngine",
     "VllmEngine",
+    "WandbSection",
     "WarmStart",
     "WeightsSection",
 ]

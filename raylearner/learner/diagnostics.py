@@ -11,6 +11,23 @@ from raylearner.learner.advantages import zero_variance
 from raylearner.learner.metric import Correlation, Max, Mean, Metrics, Min, Std, summary
 from raylearner.learner.rows import LOG_RATIO_LIMIT, Rows, clamp_log_ratio, dense_ids, select
 
+WEIGHT_BOUNDS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0)
+"""Edges between which trained tokens are counted by their importance weight."""
+
+
+def weight_shares(log_ratio: Tensor, mask: Tensor) -> Metrics:
+    """The distribution of exp(log_ratio) over the mask `[T]`, before any truncation.
+
+    `importance_weight/share_k` is the share of tokens in bin k of those that `WEIGHT_BOUNDS` divide,
+    upper edges included.
+    """
+    edges = torch.tensor(WEIGHT_BOUNDS, dtype=log_ratio.dtype, device=log_ratio.device).log()
+    bins = torch.bucketize(log_ratio, edges)
+    return {
+        f"importance_weight/share_{number}": Mean.of(bins == number, mask)
+        for number in range(len(WEIGHT_BOUNDS) + 1)
+    }
+
 
 def logprob_gap(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Metrics:
     """|proximal - behavior| in nats and |exp - exp| of the probabilities, over the mask `[T]`.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,8 +51,16 @@ from raylearner.learner.objective import (
 )
 from raylearner.learner.preparation import Part, Take
 from raylearner.learner.reference import Reference, kl_controller, reference_path
-from raylearner.learner.update import Update, dump, offenders, step_metrics
-from raylearner.types import LearnerBatch, PolicyVersion, StepOutput
+from raylearner.learner.update import (
+    Update,
+    by_trajectory,
+    dump,
+    offenders,
+    row_advantages,
+    step_metrics,
+)
+from raylearner.observability.spans import Tracer
+from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, TrajectoryKey
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +84,12 @@ class Learner:
         dump_folder: Path | None = None,
         device: str = "cpu",
         device_mesh: DeviceMesh | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`num_steps` is the length of the run, for the schedule; without a mesh the rank is alone.
 
         `reward_weights` are those of the reward functions, by name. What made steps fail goes to
-        `dump_folder`.
+        `dump_folder`. Spans of a GPU tell when its host queued the work, not when it ran.
         """
         if temperature <= 0:
             raise ValueError(f"temperature: a policy to train samples at > 0, got {temperature!r}")
@@ -131,8 +141,10 @@ class Learner:
         self._seed = seed
         self._reward_weights = reward_weights or {}
         self._dump_folder = dump_folder
+        self._tracer = tracer or Tracer("learner", is_enabled=False)
         self._num_updates_of_run = num_steps * config.num_epochs * config.num_mini_batches
         self._progress = Progress()
+        self._start_logprobs: dict[TrajectoryKey, NDArray[np.float32]] = {}
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -153,7 +165,9 @@ class Learner:
                 f"batch packed for policy version {batch.policy_version}, held: {self.policy_version}"
             )
         started = time.monotonic()
-        take = self._prepare(batch)
+        self._start_logprobs = {}
+        with self._tracer.span("prepare"):
+            take = self._prepare(batch)
         updates: list[Update] = []
         for number, part in enumerate(take.parts * self._config.num_epochs):
             if self._is_warming_up:
@@ -172,7 +186,11 @@ class Learner:
             metrics["learner/kl_coefficient"] = self._kl_controller.coefficient
         self._follow(metrics, num_rows=batch.num_rows, is_skipped=is_skipped)
         return StepOutput(
-            policy_version=self.policy_version, is_skipped=is_skipped, metrics=metrics
+            policy_version=self.policy_version,
+            is_skipped=is_skipped,
+            metrics=metrics,
+            advantages=row_advantages(take),
+            logprobs=self._start_logprobs,
         )
 
     def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -291,23 +309,26 @@ class Learner:
         measured: list[Metrics] = []
         chosen = self._choose(take, part, number=number)
         for prepared, tokens in zip(part.micros, chosen, strict=True):
-            scores = self._forward(prepared.micro.tokens, self._temperature)
-            share, metrics = loss_share(
-                self._config,
-                prepared,
-                scores,
-                take=take,
-                part=part,
-                policy_version=self.policy_version,
-                kl_coefficient=self._kl_controller.coefficient,
-                chosen=tokens,
-            )
-            share.backward()
+            with self._tracer.span("forward", tokens=len(prepared.micro.tokens.input_ids)):
+                scores = self._forward(prepared.micro.tokens, self._temperature)
+                share, metrics = loss_share(
+                    self._config,
+                    prepared,
+                    scores,
+                    take=take,
+                    part=part,
+                    policy_version=self.policy_version,
+                    kl_coefficient=self._kl_controller.coefficient,
+                    chosen=tokens,
+                )
+            with self._tracer.span("backward"):
+                share.backward()
             shares.append(share.detach())
             measured.append(metrics)
             if number < len(take.parts):
                 start = prepared.start_logprobs
                 start = scores.logprobs if start is None else start
+                self._start_logprobs |= by_trajectory(prepared, start)
                 measured.append(
                     off_policy_metrics(
                         self._config, prepared, start, policy_version=self.policy_version
@@ -317,7 +338,8 @@ class Learner:
             self._optimizer.zero_grad(set_to_none=True)
             return Update(is_too_far=True)
         value_shares = self._critic_gradients(part, measured)
-        return self._update(part, shares, value_shares, measured)
+        with self._tracer.span("update"):
+            return self._update(part, shares, value_shares, measured)
 
     def _train_critic(self, part: Part) -> Update:
         measured: list[Metrics] = []

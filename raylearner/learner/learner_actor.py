@@ -9,18 +9,20 @@ import contextlib
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from raylearner.config.schema import LearnerSection, WeightsSection
+from raylearner.config.schema import LearnerSection, ProfileSection, WeightsSection
 from raylearner.config.section import number
 from raylearner.errors import LearnerDied, LearnerError, RaylearnerError, WeightTransferError
+from raylearner.observability.spans import Span, Tracer
 from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, WeightUpdate
 from raylearner.weights.group import WeightGroup
 
@@ -28,6 +30,15 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """After one rank failed: time for the others to fail too, so that the first cause can be told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a rank records of itself."""
+
+    should_trace: bool = False
+    profile: ProfileSection | None = None
+    profile_folder: Path = Path("profile")
 
 
 @ray.remote(concurrency_groups={"control": 1})
@@ -39,6 +50,9 @@ class LearnerActor:
         self._learner: Any = None
         self._writer: Any = None
         self._meter: Any = None
+        self._profiler: Any = None
+        self._tracer = Tracer(f"learner-{rank}", is_enabled=False)
+        self._free_since_s = time.time()
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
@@ -56,12 +70,14 @@ class LearnerActor:
         world_size: int,
         address: str,
         port: int,
+        recording: Recording,
         **arguments: Any,
     ) -> PolicyVersion:
         """Join the other ranks and load the model; `arguments` are the `Learner`'s, `weights` the
         `WeightWriter`'s."""
         from raylearner.learner import mesh
         from raylearner.learner.learner import Learner
+        from raylearner.learner.profiler import StepProfiler
         from raylearner.learner.throughput import Meter
         from raylearner.learner.weight_source import WeightWriter
 
@@ -69,7 +85,11 @@ class LearnerActor:
         device_mesh = mesh.connect(
             rank=self._rank, world_size=world_size, address=address, port=port, device=device
         )
-        self._learner = Learner(config, device=device, device_mesh=device_mesh, **arguments)
+        self._tracer.is_enabled = recording.should_trace
+        self._profiler = StepProfiler(recording.profile, recording.profile_folder, rank=self._rank)
+        self._learner = Learner(
+            config, device=device, device_mesh=device_mesh, tracer=self._tracer, **arguments
+        )
         self._writer = WeightWriter(self._learner, **weights)
         self._meter = Meter(self._learner.causal_lm, device=device, num_ranks=world_size)
         return self._learner.policy_version
@@ -78,7 +98,11 @@ class LearnerActor:
         return os.getpid()
 
     def step(self, batch: LearnerBatch) -> StepOutput:
-        output = self._learner.step(batch)
+        step = self._learner.num_steps + 1
+        self._tracer.since("wait for batch", self._free_since_s)
+        with self._tracer.span("step", step=step), self._profiler.step(step):
+            output = self._learner.step(batch)
+        self._free_since_s = time.time()
         metrics = dict(output.metrics) | self._meter.measure(
             batch, step_s=output.metrics["learner/step_s"]
         )
@@ -90,10 +114,16 @@ class LearnerActor:
         return free_port()
 
     def write(self, members: Sequence[str], group: WeightGroup | None) -> WeightUpdate | None:
-        return self._writer.write(members=members, group=group)
+        with self._tracer.span("write weights"):
+            return self._writer.write(members=members, group=group)
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
-        return self._writer.send(group)
+        with self._tracer.span("send weights"):
+            return self._writer.send(group)
+
+    @ray.method(concurrency_group="control")
+    def drain(self) -> list[Span]:
+        return self._tracer.drain()
 
     @ray.method(concurrency_group="control")
     def release(self) -> None:
@@ -136,6 +166,7 @@ class LearnerGroup:
         run_name: str,
         engine_dtype: str,
         ranks_per_engine: int = 1,
+        recording: Recording | None = None,
         ray_options: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """`ranks_per_engine` is its tensor-parallel size; `ray_options` are further actor options,
@@ -149,6 +180,7 @@ class LearnerGroup:
             "seed": seed,
             "reward_weights": reward_weights,
             "dump_folder": dump_folder,
+            "recording": recording or Recording(),
         }
         self._ranks_per_engine = ranks_per_engine
         self._group: WeightGroup | None = None
@@ -202,7 +234,17 @@ class LearnerGroup:
         calls = [rank.step.remote(batch) for rank, batch in zip(self._ranks, batches, strict=True)]
         outputs = await self._gather(calls)
         self._policy_version = outputs[0].policy_version
-        return outputs[0]
+        return replace(
+            outputs[0],
+            advantages={key: value for o in outputs for key, value in o.advantages.items()},
+            logprobs={key: values for o in outputs for key, values in o.logprobs.items()},
+        )
+
+    async def drain_spans(self) -> list[Span]:
+        """What every rank recorded since the last call; nothing of one that died."""
+        calls = [_resolve(rank.drain.remote()) for rank in self._ranks]
+        drained = await asyncio.gather(*calls, return_exceptions=True)
+        return [span for spans in drained if isinstance(spans, list) for span in spans]
 
     async def write(
         self, policy_version: PolicyVersion, members: Sequence[str] = ()

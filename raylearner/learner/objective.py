@@ -181,9 +181,10 @@ def off_policy_metrics(
         "on_policy_gap/max": on_policy["logprob_gap/max"],
         "on_policy_fraction": Mean.of(micro.on_policy_mask, micro.sampled_mask),
     }
+    log_ratio = log_ratios(logprobs, micro.behavior_logprobs, prepared.mask)
+    metrics |= diagnostics.weight_shares(log_ratio, prepared.mask)
     if config.loss.kind != "reinforce" and not any(c.kind in WEIGHING for c in config.corrections):
         cap = config.loss.behavior_cap if isinstance(config.loss, DecoupledPpo) else REPORTED_CAP
-        log_ratio = log_ratios(logprobs, micro.behavior_logprobs, prepared.mask)
         weights = importance_weights(log_ratio, prepared.mask, micro.rows, high=cap)
         metrics |= weights.metrics
     return metrics

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raylearner.learner import diagnostics, mesh, metric
 from raylearner.learner.metric import Metrics
-from raylearner.learner.preparation import Part, Take
+from raylearner.learner.preparation import Part, Prepared, Take
 from raylearner.observability import transcripts
-from raylearner.types import LearnerBatch, TokenRow
+from raylearner.types import LearnerBatch, TokenRow, TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,27 @@ def step_metrics(
         "stopped_early": len(tried) < len(updates),
     }
     return {f"learner/{key}": float(v) for key, v in values.items() if not math.isnan(v)}
+
+
+def by_trajectory(prepared: Prepared, values: Tensor) -> dict[TrajectoryKey, NDArray[np.float32]]:
+    """`values` `[T]` of a micro-batch cut at its rows; a micro-batch that is a dummy has none."""
+    lengths = [row.trajectory.num_tokens for row in prepared.source]
+    if not lengths:
+        return {}
+    parts = values.detach().float().cpu().split(lengths)
+    return {r.trajectory.key: p.numpy() for r, p in zip(prepared.source, parts, strict=True)}
+
+
+def row_advantages(take: Take) -> dict[TrajectoryKey, float]:
+    """Mean advantage of the tokens that train, by trajectory, of this rank's rows."""
+    found: dict[TrajectoryKey, float] = {}
+    for prepared in (p for part in take.parts for p in part.micros):
+        masks = by_trajectory(prepared, prepared.mask)
+        for key, values in by_trajectory(prepared, prepared.advantages).items():
+            trains = masks[key] > 0
+            if trains.any():
+                found[key] = float(values[trains].mean())
+    return found
 
 
 def offenders(

@@ -27,6 +27,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/tool_calls/mean", "calls", "Mean tool calls of a trajectory."),
     ("rollout/episode_s/mean", "s", "Mean time from an episode's start to its end."),
     ("rollout/episode_s/max", "s", "Longest episode."),
+    ("rollout/logged/<key>/mean", "", "Mean over the step's trajectories of a number that the environment or a reward logged on them."),
     ("rollout/restarts", "actors", "Rollout actors replaced since this process began."),
     # Groups between actors and learner.
     ("buffer/size", "trajectories", "Trajectories in the buffer, of complete and of running groups."),
@@ -78,6 +79,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("learner/probability_gap/<aggregate>", "", "|learner - engine| probability of sampled tokens: mean, max, std."),
     ("learner/behavior_unknown_fraction", "fraction", "Share of sampled tokens without a finite behavior log-probability."),
     ("learner/importance_weight/ess", "fraction", "Effective sample size over count of the importance weights; 1 when all are equal."),
+    ("learner/importance_weight/share_<bin>", "fraction", "Share of trained tokens whose weight proximal/behavior lies in this bin; the bins are divided at 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25 and 2."),
     ("learner/importance_weight/<aggregate>", "", "Importance weights proximal/behavior, by token and by row: before truncation, but for std."),
     ("learner/behavior_weight/<aggregate>", "", "Importance weights proximal/behavior as the loss applies them."),
     ("learner/importance_ratio/<aggregate>", "", "Ratios that a rejection rule looks at, by token and by row."),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from raylearner.config.schema import ObservabilitySection
-from raylearner.observability import logs, transcripts
+from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
 from raylearner.observability.jsonl import JsonlFile
+from raylearner.observability.sinks import Sink, StepRecord, finite_scalars
 from raylearner.observability.spans import Span, TraceFile, Tracer
-from raylearner.types import Trajectory
+from raylearner.observability.transcripts import Advantages, Logprobs
+from raylearner.types import PolicyVersion, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,15 @@ class Recorder:
     each step is on record once.
     """
 
-    def __init__(self, run_dir: Path, config: ObservabilitySection, *, num_steps: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: ObservabilitySection,
+        *,
+        num_steps: int,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        """`sinks` are given finite numbers only, and are closed with the recorder."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.log_file = run_dir / "log.txt"
@@ -37,11 +47,7 @@ class Recorder:
         self._trace = TraceFile(run_dir / "trace.json") if config.trace else None
         self._tracer = Tracer("controller", is_enabled=config.trace)
         self._display = Display(num_steps=num_steps)
-        self._tensorboard = None
-        if config.tensorboard:
-            from raylearner.observability.sinks import TensorBoardFile
-
-            self._tensorboard = TensorBoardFile(run_dir / "tensorboard")
+        self._sinks = list(sinks)
         self._zero_s = time.monotonic() - self._recorded_s()
 
     def __enter__(self) -> Self:
@@ -69,8 +75,12 @@ class Recorder:
             not math.isfinite(value) for value in numbers.values()
         )
         self._metrics.write(row)
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, {k: v for k, v in row.items() if k != "step"})
+        scalars = {key: value for key, value in row.items() if key != "step"}
+        weights = completions.weight_samples(row)
+        samples = {"learner/importance_weight": weights} if weights is not None else {}
+        self._write(
+            StepRecord(step=step, scalars=finite_scalars(scalars), samples=samples, is_whole=True)
+        )
         self._display.step(row)
         self._write_spans([])
 
@@ -78,23 +88,40 @@ class Recorder:
         """One evaluation: at least `step`, `policy_version` and `reward/mean`."""
         self._evaluations.write(record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        if self._tensorboard is not None:
-            scalars = {f"evaluation/{key}": float(value) for key, value in numbers.items()}
-            self._tensorboard.write(int(record["step"]), scalars)
+        scalars = {f"evaluation/{key}": float(value) for key, value in numbers.items()}
+        self._write(StepRecord(step=int(record["step"]), scalars=finite_scalars(scalars)))
         shown = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
         logger.info("evaluation at step %s  %s", record["step"], shown)
 
     def trajectories(
         self,
         step: int,
-        trajectories: Iterable[Trajectory],
+        trajectories: Sequence[Trajectory],
         *,
-        advantages: Sequence[float] | None = None,
+        policy_version: PolicyVersion,
+        advantages: Advantages | None = None,
+        learner_logprobs: Logprobs | None = None,
     ) -> None:
-        """The trajectories of one step, where the configuration asks for this one."""
-        every = self._config.trajectories_every_steps
-        if every and step % every == 0:
-            transcripts.write(self._trajectories, step, trajectories, advantages=advantages)
+        """The trajectories of one step: their file and table, where the configuration asks for them.
+
+        `policy_version` is the one that trained on them.
+        """
+        if _is_due(self._config.trajectories_every_steps, step):
+            transcripts.write(
+                self._trajectories,
+                step,
+                trajectories,
+                advantages=advantages,
+                learner_logprobs=learner_logprobs,
+            )
+        texts: dict[str, str] = {}
+        if _is_due(self._config.completions.every_steps, step):
+            table = completions.rows(trajectories, self._config.completions, advantages=advantages)
+            texts["rollout/completions"] = completions.markdown(table)
+            if self._config.completions.should_log:
+                logger.info("completions of step %d\n%s", step, completions.plain(table))
+        samples = completions.samples(trajectories, policy_version=policy_version)
+        self._write(StepRecord(step=step, scalars={}, samples=samples, texts=texts))
 
     def spans(self, spans: Iterable[Span]) -> None:
         """What a tracer drained, here or in an actor."""
@@ -108,8 +135,8 @@ class Recorder:
         late = [path for path in files if path.name > transcripts.step_file(path.parent, step).name]
         for path in late:
             path.unlink()
-        if self._tensorboard is not None:
-            self._tensorboard.rewind(step)
+        for sink in self._sinks:
+            sink.rewind(step)
         self._zero_s = time.monotonic() - self._recorded_s()
         if num_rows or num_evaluations or late:
             logger.warning(
@@ -130,10 +157,13 @@ class Recorder:
             self._write_spans([])
             self._trace.close()
             self._trace = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        while self._sinks:
+            self._sinks.pop().close()
         logs.remove(self._log_handler)
+
+    def _write(self, record: StepRecord) -> None:
+        for sink in self._sinks:
+            sink.write(record)
 
     def _write_spans(self, spans: Iterable[Span]) -> None:
         if self._trace is not None:
@@ -142,3 +172,7 @@ class Recorder:
     def _recorded_s(self) -> float:
         rows = self._metrics.rows()
         return float(rows[-1].get("time_s") or 0.0) if rows else 0.0
+
+
+def _is_due(every_steps: int, step: int) -> bool:
+    return bool(every_steps) and step % every_steps == 0

@@ -1,36 +1,56 @@
-"""Where numbers go besides the run's JSON lines: TensorBoard event files, without TensorFlow or torch."""
+"""Where a step's numbers go besides the run's JSON lines."""
 
-# Protobuf makes its classes at run time, out of a type checker's sight.
-# pyright: reportAttributeAccessIssue=false
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import time
-from collections.abc import Mapping
-from pathlib import Path
-
-from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from numpy.typing import NDArray
 
 
-class TensorBoardFile:
-    """Scalars as TensorBoard reads them, one event per step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What sinks are given of one step. Everything in it is finite: the rest was counted and left out."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = EventFileWriter(str(folder))
+    step: int
+    scalars: Mapping[str, float]
+    is_whole: bool = False
+    """Whether the scalars are all that was measured of the step, evaluations aside."""
+    samples: Mapping[str, NDArray] = field(default_factory=dict[str, NDArray])
+    """Values behind a distribution, by key."""
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Markdown, by key."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        summary = summary_pb2.Summary(
-            value=[summary_pb2.Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
-        )
-        self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+
+class Sink(Protocol):
+    """One place that numbers go to. Called in order of steps, never by two threads at once."""
+
+    def write(self, record: StepRecord) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """TensorBoard forgets what it read of later steps."""
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
+        """Forget what was written of later steps, where the place can."""
+        ...
 
-    def close(self) -> None:
-        self._writer.close()
+    def close(self) -> None: ...
 
-    def _add(self, event: event_pb2.Event) -> None:
-        self._writer.add_event(event)
-        self._writer.flush()
+
+def finite_scalars(values: Mapping[str, float | None]) -> dict[str, float]:
+    """What a sink may be given: numbers that are there and finite."""
+    return {k: float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
+
+
+def flattened(tree: object, prefix: str = "") -> dict[str, bool | int | float | str]:
+    """A nested configuration by dotted key; lists in brackets, None as `null`."""
+    if isinstance(tree, Mapping):
+        flat: dict[str, bool | int | float | str] = {}
+        for key, value in tree.items():
+            flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    if isinstance(tree, bool | int | float | str):
+        return {prefix: tree}
+    if isinstance(tree, Sequence) and tree and all(isinstance(item, Mapping) for item in tree):
+        flat = {}
+        for index, item in enumerate(tree):
+            flat |= flattened(item, f"{prefix}.{index}")
+        return flat
+    return {prefix: "null" if tree is None else str(tree)}

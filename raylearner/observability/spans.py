@@ -40,6 +40,14 @@ class Span:
         return self.start_s + self.duration_s
 
 
+@dataclass(slots=True)
+class OpenSpan:
+    """What a running block may still tell: its final name, and what became of it."""
+
+    name: str
+    arguments: dict[str, Argument]
+
+
 class Tracer:
     """Collects the spans of one track (an actor, say); any thread or task may use it.
 
@@ -54,20 +62,27 @@ class Tracer:
         self._lock = threading.Lock()
 
     @contextmanager
-    def span(self, name: str, **arguments: Argument) -> Iterator[None]:
+    def span(self, name: str, **arguments: Argument) -> Iterator[OpenSpan]:
         """Times the block; one that raises is kept with the error's name."""
+        span = OpenSpan(name, arguments)
         if not self.is_enabled:
-            yield
+            yield span
             return
         start_s, tick = time.time(), time.perf_counter()
         try:
-            yield
+            yield span
         except BaseException as error:
-            arguments["error"] = type(error).__name__
+            span.arguments["error"] = type(error).__name__
             raise
         finally:
             duration_s = time.perf_counter() - tick
-            self.add(Span(self.track, name, start_s, duration_s, _context(), arguments))
+            self.add(Span(self.track, span.name, start_s, duration_s, _context(), span.arguments))
+
+    def since(self, name: str, started_s: float, **arguments: Argument) -> None:
+        """Records what began at `started_s` (seconds since the epoch) and ends now."""
+        if self.is_enabled:
+            duration_s = max(0.0, time.time() - started_s)
+            self.add(Span(self.track, name, started_s, duration_s, _context(), arguments))
 
     def add(self, span: Span) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from raylearner.observability.completions import logged_means
 from raylearner.types import TrajectoryGroup
 
 
@@ -57,6 +58,7 @@ def step_metrics(
         parts = [part for t in trajectories if (part := t.rewards.get(name)) is not None]
         if parts:
             metrics[f"rollout/reward/{name}/mean"] = _mean(parts)
+    metrics |= logged_means(trajectories)
     return metrics | _speed(activities) | _tools(activities)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raylearner.observability.jsonl import dumps
-from raylearner.types import Trajectory, Turn
+from raylearner.types import Trajectory, TrajectoryKey, Turn
+
+Advantages = Mapping[TrajectoryKey, float]
+Logprobs = Mapping[TrajectoryKey, NDArray[np.float32]]
 
 
-def transcript(trajectory: Trajectory, *, advantage: float | None = None) -> dict[str, Any]:
+def transcript(
+    trajectory: Trajectory,
+    *,
+    advantage: float | None = None,
+    learner_logprobs: NDArray[np.float32] | None = None,
+) -> dict[str, Any]:
     """One trajectory as plain values.
 
     `token_ids`, `loss_mask`, `train_mask`, `behavior_logprobs` and `policy_versions` have equal
-    length; off the loss mask, log-probabilities are null and versions -1.
+    length, and so has `learner_logprobs` where the learner told them; off the loss mask,
+    log-probabilities are null and versions -1.
     """
+    if learner_logprobs is not None:
+        learner_logprobs = np.where(trajectory.loss_mask, learner_logprobs, np.float32(np.nan))
     replies = [part for turn in trajectory.turns for part in (turn.text, turn.reply)]
     return {
         "prompt_id": trajectory.prompt_id,
@@ -51,6 +62,7 @@ def transcript(trajectory: Trajectory, *, advantage: float | None = None) -> dic
         "loss_mask": trajectory.loss_mask.tolist(),
         "train_mask": trajectory.train_mask.tolist(),
         "behavior_logprobs": _logprobs(trajectory.behavior_logprobs),
+        "learner_logprobs": None if learner_logprobs is None else _logprobs(learner_logprobs),
         "policy_versions": trajectory.policy_versions.tolist(),
     }
 
@@ -85,16 +97,20 @@ def write(
     step: int,
     trajectories: Iterable[Trajectory],
     *,
-    advantages: Sequence[float] | None = None,
+    advantages: Advantages | None = None,
+    learner_logprobs: Logprobs | None = None,
 ) -> Path:
-    """Write one step's file, whole or not at all; `advantages` go along with the trajectories."""
+    """Write one step's file, whole or not at all, with what the learner told of its trajectories."""
     folder.mkdir(parents=True, exist_ok=True)
     path = step_file(folder, step)
     draft = path.with_suffix(".partial")
     with draft.open("w", encoding="utf-8") as file:
-        for index, trajectory in enumerate(trajectories):
-            advantage = None if advantages is None else float(advantages[index])
-            record = transcript(trajectory, advantage=advantage)
+        for trajectory in trajectories:
+            record = transcript(
+                trajectory,
+                advantage=(advantages or {}).get(trajectory.key),
+                learner_logprobs=(learner_logprobs or {}).get(trajectory.key),
+            )
             file.write(dumps(record) + "\n")
     os.replace(draft, path)
     return path

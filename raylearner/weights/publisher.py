@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from raylearner.errors import WeightTransferError
+from raylearner.observability.spans import Tracer
 from raylearner.types import PolicyVersion, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,9 @@ class Publisher:
         deadline_s: float,
         settle: Settle | None = None,
         abandon: Discard | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer or Tracer("publisher", is_enabled=False)
         self._settle = settle
         self._abandon = abandon
         self._pushing = asyncio.Lock()
@@ -183,13 +186,15 @@ class Publisher:
 
     async def _push(self, policy_version: PolicyVersion) -> None:
         async with self._pushing:
-            await self._push_alone(policy_version)
+            with self._tracer.span("push", version=policy_version):
+                await self._push_alone(policy_version)
 
     async def _push_alone(self, policy_version: PolicyVersion) -> None:
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._deadline_s):
-                update = await self._write(policy_version, tuple(self._members))
+            with self._tracer.span("write"):
+                async with asyncio.timeout(self._deadline_s):
+                    update = await self._write(policy_version, tuple(self._members))
         except TimeoutError as error:
             raise WeightTransferError(
                 f"the learner did not write policy version {policy_version} within "

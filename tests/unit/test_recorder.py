@@ -93,7 +93,7 @@ def test_a_rewind_forgets_later_steps_everywhere_and_says_so(
     with open_recorder(tmp_path) as recorder:
         for step in range(1, 6):
             recorder.step(step, {"policy_version": step})
-            recorder.trajectories(step, [make_trajectory()])
+            recorder.trajectories(step, [make_trajectory()], policy_version=4)
         for step in (0, 5):
             recorder.evaluation({"step": step, "policy_version": step, "reward/mean": 0.5})
     with open_recorder(tmp_path) as recorder:
@@ -134,7 +134,13 @@ def test_dumps_cleans_nested_values_and_numpy_scalars() -> None:
 
 def test_a_transcript_has_equal_arrays_and_marks_what_was_not_sampled(tmp_path: Path) -> None:
     with open_recorder(tmp_path) as recorder:
-        recorder.trajectories(12, [make_trajectory()], advantages=[0.25])
+        recorder.trajectories(
+            12,
+            [make_trajectory()],
+            policy_version=5,
+            advantages={(7, 1, 0, 0): 0.25},
+            learner_logprobs={(7, 1, 0, 0): np.array([0, 0, -0.5, -0.25, 0], np.float32)},
+        )
     (row,) = rows(tmp_path / "run" / "trajectories" / "step_000012.jsonl")
     arrays = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
     assert {len(row[name]) for name in arrays} == {5}
@@ -144,6 +150,7 @@ def test_a_transcript_has_equal_arrays_and_marks_what_was_not_sampled(tmp_path: 
         np.float32(-0.1),
         np.float32(-1e-7),
     ]
+    assert row["learner_logprobs"] == [None, None, -0.5, -0.25, None]
     assert (row["prompt_id"], row["group_id"], row["sample_index"]) == ("p", 7, 1)
     assert (row["reward"], row["stop_reason"], row["advantage"]) == (1.0, "answer", 0.25)
     assert row["rewards"] == {"exact_answer": 1.0, "format": None}
@@ -157,23 +164,45 @@ def test_trajectories_are_written_every_k_steps(tmp_path: Path) -> None:
         config = NO_EXTRAS.model_copy(update={"trajectories_every_steps": every})
         with Recorder(tmp_path / str(every), config, num_steps=5) as recorder:
             for step in range(1, 6):
-                recorder.trajectories(step, [make_trajectory()])
+                recorder.trajectories(step, [make_trajectory()], policy_version=4)
         assert len(list((tmp_path / str(every)).glob("trajectories/*.jsonl"))) == expected
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    config = ObservabilitySection(trace=False)
-    with open_recorder(tmp_path, config) as recorder:
-        recorder.step(1, {"policy_version": 1, "learner/loss": 0.5})
+    from raylearner.observability.tensorboard_file import TensorBoardFile
+
+    folder = tmp_path / "run" / "tensorboard"
+    sink = TensorBoardFile(folder, hparams={"learner.learning_rate": 1e-3, "run.name": "x"})
+    with Recorder(tmp_path / "run", NO_EXTRAS, num_steps=10, sinks=[sink]) as recorder:
+        recorder.step(1, {"policy_version": 1, "learner/loss": 0.5, "learner/kl": math.nan})
         recorder.step(2, {"policy_version": 2, "learner/loss": 0.25})
+        recorder.trajectories(2, [make_trajectory()], policy_version=5)
         recorder.evaluation({"step": 2, "policy_version": 2, "reward/mean": 0.75})
         recorder.rewind(1)
-        recorder.step(2, {"policy_version": 2, "learner/loss": 0.125})
+        recorder.step(
+            2,
+            {
+                "policy_version": 2,
+                "learner/loss": 0.125,
+                "learner/importance_weight/share_5": 0.75,
+                "learner/importance_weight/share_9": 0.25,
+            },
+        )
+        recorder.trajectories(2, [make_trajectory()], policy_version=5)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events = EventAccumulator(str(folder))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("learner/loss")] == [(1, 0.5), (2, 0.125)]
+    assert "learner/kl" not in events.Tags()["scalars"]
+    assert [e.value for e in events.Scalars("observability/non_finite")] == [1.0, 0.0]
+    tensors = events.Tags()["tensors"]
+    wanted = {"rollout/reward", "rollout/sampled_tokens", "rollout/turns", "buffer/staleness"}
+    assert wanted | {"learner/importance_weight", "rollout/completions"} <= set(tensors)
+    *_, text = events.Tensors("rollout/completions")
+    assert b"&lt;calc>1+1&lt;/calc>2" in text.tensor_proto.string_val[0]
+    hparams = events.PluginTagToContent("hparams")
+    assert set(hparams) == {"_hparams_/session_start_info", "_hparams_/session_end_info"}
 
 
 def test_stages_and_spans_end_up_in_one_trace(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""The trajectories of a step as distributions and as a table that a person reads."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raylearner.config.schema import CompletionsSection
+from raylearner.types import PolicyVersion, Trajectory, TrajectoryKey
+
+LOG_WIDTH = 160
+"""Columns of a table in the log."""
+
+
+def samples(
+    trajectories: Sequence[Trajectory], *, policy_version: PolicyVersion
+) -> dict[str, NDArray[np.float64]]:
+    """The values behind a step's distributions; `policy_version` is the one that trained on them."""
+    values: dict[str, list[float]] = {
+        "rollout/reward": [t.reward for t in trajectories if t.reward is not None],
+        "rollout/sampled_tokens": [t.num_sampled_tokens for t in trajectories],
+        "rollout/turns": [len(t.turns) for t in trajectories],
+        "buffer/staleness": [policy_version - t.min_policy_version for t in trajectories],
+    }
+    return {key: np.asarray(found, np.float64) for key, found in values.items() if found}
+
+
+WEIGHT_MIDDLES = (0.25, 0.65, 0.85, 0.925, 0.97, 1.0, 1.03, 1.075, 1.175, 1.6, 3.0)
+"""What stands for the weights of each bin of `learner/importance_weight/share_<bin>`."""
+NUM_WEIGHT_SAMPLES = 1000
+
+
+def weight_samples(metrics: Mapping[str, float | None]) -> NDArray[np.float64] | None:
+    """Importance weights drawn from the shares of their bins; None where none were measured."""
+    shares = [
+        metrics.get(f"learner/importance_weight/share_{number}") or 0.0
+        for number in range(len(WEIGHT_MIDDLES))
+    ]
+    if not np.isfinite(shares).all() or sum(shares) <= 0:
+        return None
+    counts = np.round(np.asarray(shares) * NUM_WEIGHT_SAMPLES).astype(int)
+    return np.repeat(np.asarray(WEIGHT_MIDDLES), counts)
+
+
+Rows = list[dict[str, str]]
+"""One row a completion; all have the same columns, in order."""
+
+
+def rows(
+    trajectories: Sequence[Trajectory],
+    config: CompletionsSection,
+    *,
+    advantages: Mapping[TrajectoryKey, float] | None = None,
+) -> Rows:
+    """A few completions from the worst reward to the best, with every reward and what was logged.
+
+    With `unique_prompts`, the first completion of each prompt stands for it.
+    """
+    ordered = list(trajectories)
+    if config.unique_prompts:
+        ordered = list({t.prompt_id: t for t in reversed(ordered)}.values())
+    ordered.sort(key=lambda t: (t.reward is not None, t.reward or 0.0))
+    places = np.linspace(0, len(ordered) - 1, min(config.num_completions, len(ordered)))
+    chosen = [ordered[round(place)] for place in places]
+    parts = sorted({name for t in chosen for name in t.rewards})
+    logged = sorted({name for t in chosen for name in t.metrics})
+    return [
+        {
+            "prompt": _cut(trajectory.prompt_text, config.max_characters),
+            "completion": _cut(_completion(trajectory), config.max_characters),
+            **{name: _number(trajectory.rewards.get(name)) for name in parts},
+            "reward": _number(trajectory.reward),
+            "advantage": _number((advantages or {}).get(trajectory.key)),
+            **{name: _number(trajectory.metrics.get(name)) for name in logged},
+        }
+        for trajectory in chosen
+    ]
+
+
+def markdown(table: Rows) -> str:
+    """The table as TensorBoard renders it."""
+    if not table:
+        return ""
+    heads = list(table[0])
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(_escaped(cell) for cell in row.values()) + " |" for row in table]
+    return "\n".join(lines)
+
+
+def plain(table: Rows) -> str:
+    """The table as lines for a log."""
+    drawn = Table(*(table[0] if table else ()))
+    for row in table:
+        drawn.add_row(*(Text(cell) for cell in row.values()))
+    console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(drawn)
+    return captured.get().rstrip()
+
+
+def _completion(trajectory: Trajectory) -> str:
+    return "".join(part for turn in trajectory.turns for part in (turn.text, turn.reply))
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size // 2]} ... {text[-(size // 2) :]}"
+
+
+def _escaped(text: str) -> str:
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(character, entity)
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def logged_means(trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+    """`rollout/logged/*`: means of the numbers that environments and rewards put on trajectories."""
+    names = sorted({name for t in trajectories for name in t.metrics})
+    return {
+        f"rollout/logged/{name}/mean": float(
+            np.mean([t.metrics[name] for t in trajectories if name in t.metrics])
+        )
+        for name in names
+    }

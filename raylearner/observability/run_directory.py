@@ -1,0 +1,48 @@
+"""Where a run's directory lies, and that one run at a time writes into it."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from raylearner.errors import ConfigError
+
+JOB_FILES = "working_dir_files"
+"""Part of the path that Ray unpacks a job's working directory to; it is deleted after the job."""
+LOCK_FILE = "run.lock"
+
+
+def durable(path: Path) -> Path:
+    """`path`, but under `~/raylearner` where it is relative to the unpacked files of a Ray job."""
+    if path.is_absolute() or JOB_FILES not in Path.cwd().parts:
+        return path
+    return Path.home() / "raylearner" / path
+
+
+@contextmanager
+def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
+    """Holds `folder` for this process; made first where `is_new`. A lock dies with its process.
+
+    Raises `ConfigError` where it exists although it should be new, or where another run has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=not is_new)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"run.dir: {str(folder)!r} was made by another run meanwhile; name another"
+        ) from error
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ConfigError(
+                f"run.dir: {str(folder)!r} is in use by {holder}; wait for its end or stop it"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield

@@ -1,0 +1,70 @@
+"""TensorBoard event files, written without TensorFlow or torch."""
+
+# Protobuf makes its classes at run time, out of a type checker's sight.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from raylearner.observability.sinks import StepRecord
+
+HISTOGRAM_BUCKETS = 30
+
+
+class TensorBoardFile:
+    """Scalars, histograms, texts and hyperparameters as TensorBoard reads them."""
+
+    def __init__(
+        self, folder: Path, *, hparams: Mapping[str, bool | int | float | str] | None = None
+    ) -> None:
+        """`hparams` fill the HPARAMS page, where runs are compared by them."""
+        self._writer = EventFileWriter(str(folder))
+        self._has_hparams = bool(hparams)
+        if hparams:
+            summary = hparams_pb(dict(hparams), trial_id=str(folder.parent.name))
+            self._add(event_pb2.Event(wall_time=time.time(), step=0, summary=summary))
+
+    def write(self, record: StepRecord) -> None:
+        value = summary_pb2.Summary.Value
+        summary = summary_pb2.Summary(
+            value=[value(tag=tag, simple_value=v) for tag, v in record.scalars.items()]
+        )
+        for tag, samples in record.samples.items():
+            summary.MergeFrom(histogram_pb(tag, samples, buckets=HISTOGRAM_BUCKETS))
+        for tag, text in record.texts.items():
+            summary.MergeFrom(text_pb(tag, text))
+        self._add(event_pb2.Event(wall_time=time.time(), step=record.step, summary=summary))
+
+    def rewind(self, step: int) -> None:
+        """TensorBoard forgets what it read of later steps."""
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
+
+    def close(self) -> None:
+        if self._has_hparams:
+            self._add(event_pb2.Event(wall_time=time.time(), summary=_session_end()))
+        self._writer.close()
+
+    def _add(self, event: event_pb2.Event) -> None:
+        self._writer.add_event(event)
+        self._writer.flush()
+
+
+def _session_end() -> summary_pb2.Summary:
+    """As the plugin's own, which comes with TensorFlow only."""
+    info = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+    data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
+    value = summary_pb2.Summary.Value(
+        tag=metadata.SESSION_END_INFO_TAG,
+        metadata=metadata.create_summary_metadata(data),
+        tensor=metadata.NULL_TENSOR,
+    )
+    return summary_pb2.Summary(value=[value])
