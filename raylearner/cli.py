@@ -1,4 +1,6 @@
-"""The command line: `train` runs a configuration, `check` validates it and prints what follows.
+"""The command line: `train` runs a configuration, `check` validates it and prints what follows,
+`submit` makes a Ray job of it, `sweep` runs many, `view` shows a run's trajectories, `doctor` looks
+at the machine.
 
 Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted, 143 stopped on
 request after a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported
@@ -20,6 +22,7 @@ from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.observability import logs
+from raylearner.observability.run_directory import durable
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
 
@@ -56,6 +59,7 @@ def train(
     """Run a configuration to its end."""
     with _exit_codes():
         logs.set_up()
+        resume = durable(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume), resume)
         from raylearner import controller
 
@@ -70,6 +74,102 @@ def check(arguments: Arguments = None) -> None:
         typer.echo(report.report(config))
         for note in notes(config):
             typer.echo(f"note: {note}")
+
+
+@app.command()
+def submit(
+    arguments: Arguments = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on with this run.", show_default=False),
+    ] = None,
+    sweep_file: Annotated[
+        str | None,
+        typer.Option("--sweep", metavar="FILE", help="Run this sweep.", show_default=False),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Dashboard, http://HOST:8265; else RAY_ADDRESS.", show_default=False),
+    ] = None,
+    pip: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requirements that the cluster installs for the job, where its image lacks them.",
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Show its log until it ends.")] = False,
+) -> None:
+    """Start a run or a sweep as a Ray job, with this directory as its working directory."""
+    with _exit_codes():
+        from raylearner import submission
+
+        request = submission.Request(
+            arguments=tuple(arguments or ()), resume=resume, sweep_file=sweep_file
+        )
+        load_run = None if sweep_file else lambda: _load(arguments or [], resume)
+        submission.submit(
+            request, load_run, address=address, dependencies=pip, should_follow=follow
+        )
+
+
+@app.command()
+def sweep(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A sweep, see configs/sweeps/.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every trial's command, start nothing.")
+    ] = False,
+) -> None:
+    """Run every trial of a sweep as a Ray job; the same command goes on with one that ended early."""
+    with _exit_codes():
+        logs.set_up()
+        from raylearner.sweep import plan
+
+        if dry_run:
+            for command in plan.commands(plan.read(file)).values():
+                typer.echo(command)
+            return
+        from raylearner.sweep import runner
+
+        runner.run(file)
+
+
+@app.command()
+def view(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")],
+    step: Annotated[int | None, typer.Option(help="Step; the last one if not given.")] = None,
+    port: Annotated[int, typer.Option(help="Port on localhost.")] = 8266,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page instead.", show_default=False),
+    ] = None,
+) -> None:
+    """Show trajectories: turns, tokens by log-probability, mask and policy version."""
+    with _exit_codes():
+        from raylearner.observability import viewer
+
+        if output is not None:
+            output.write_text(viewer.page(run_dir, step=step), encoding="utf-8")
+            return
+        typer.echo(f"http://127.0.0.1:{port} shows {run_dir}; Ctrl-C ends it", err=True)
+        viewer.serve(run_dir, step=step, port=port)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine and its cluster, and say what to do about each problem."""
+    with _exit_codes():
+        from raylearner import doctor as examination
+
+        num_problems = 0
+        for finding in examination.findings():
+            num_problems += finding.verdict == "problem"
+            typer.echo(f"{finding.verdict:<8} {finding.subject}: {finding.text}")
+            if finding.advice:
+                typer.echo(f"{'':<8} -> {finding.advice}")
+        if num_problems:
+            _leave(f"{num_problems} problem{'s' * (num_problems != 1)}", FAILED)
 
 
 def main() -> None:
@@ -93,7 +193,7 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
         folder = resume
     else:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = Path(config.run.dir or f"runs/{config.run.name}-{stamp}")
+        folder = durable(Path(config.run.dir or f"runs/{config.run.name}-{stamp}"))
         if folder.exists():
             raise ConfigError(
                 f"run.dir: {str(folder)!r} exists already; name another, or go on with "
@@ -112,6 +212,8 @@ def _exit_codes() -> Iterator[None]:
         _leave("interrupted", INTERRUPTED)
     except RunStopped as stop:
         _leave(str(stop), STOPPED)
+    except typer.Exit:
+        raise
     except Exception as error:
         causes = list(_causes(error))
         if not all(isinstance(cause, RaylearnerError) for cause in causes):

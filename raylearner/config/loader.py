@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -38,7 +38,7 @@ def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
         tree = merge(tree, reduce(merge, overlays))
     tree = _over_defaults(tree, RunConfig)
     removed = _removed(tree)
-    config, found = _validate(tree)
+    config, found = _validate(tree, RunConfig)
     problems += removed + [problem for problem in found if problem.key not in REMOVED_KEYS]
     if config is not None and not problems:
         for finding in check(config):
@@ -47,6 +47,20 @@ def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     if config is None or problems:
         raise ConfigProblems(problems)
     return config
+
+
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def load_section(path: str, root: type[_Section]) -> _Section:
+    """One file that is a whole section of its own kind; raises `ConfigProblems`."""
+    tree, problems = _read_file(Path(path), Where(0, 0, path))
+    if tree is None:
+        raise ConfigProblems(problems)
+    section, found = _validate(tree, root)
+    if section is None or problems:
+        raise ConfigProblems([*problems, *found])
+    return section
 
 
 _Read: TypeAlias = tuple[Node | None, list[Problem]]
@@ -144,9 +158,9 @@ def _removed(tree: Node) -> list[Problem]:
     return problems
 
 
-def _validate(tree: Node) -> tuple[RunConfig | None, list[Problem]]:
+def _validate(tree: Node, root: type[_Section]) -> tuple[_Section | None, list[Problem]]:
     try:
-        return _strict(tree), []
+        return root.model_validate_json(json.dumps(tree.plain()), strict=True), []
     except ValidationError as error:
         details = error.errors(include_url=False)
     # Strict integers refuse 4e8, which is how a person writes four hundred million.
@@ -154,35 +168,33 @@ def _validate(tree: Node) -> tuple[RunConfig | None, list[Problem]]:
     for detail in details:
         value = detail["input"]
         if detail["type"] == "int_type" and isinstance(value, float) and value.is_integer():
-            path, _ = shape.user_path(RunConfig, detail["loc"])
+            path, _ = shape.user_path(root, detail["loc"])
             tree, is_rounded = tree.with_value(path, int(value)), True
     if is_rounded:
-        return _validate(tree)
+        return _validate(tree, root)
     by_key: dict[str, Problem] = {}
     for detail in details:
-        problem = _problem(detail, tree)
+        problem = _problem(detail, tree, root)
         by_key.setdefault(problem.key, problem)
     return None, list(by_key.values())
 
 
-def _strict(tree: Node) -> RunConfig:
-    return RunConfig.model_validate_json(json.dumps(tree.plain()), strict=True)
-
-
-def _problem(detail: ErrorDetails, tree: Node) -> Problem:
-    path, annotation = shape.user_path(RunConfig, detail["loc"])
+def _problem(detail: ErrorDetails, tree: Node, root: type[BaseModel]) -> Problem:
+    path, annotation = shape.user_path(root, detail["loc"])
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, "kind")
     key = ".".join(map(str, path))
-    return Problem(tree.place(path), key, _say(detail, path, annotation, tree))
+    return Problem(tree.place(path), key, _say(detail, path, annotation, tree, root))
 
 
-def _say(detail: ErrorDetails, path: shape.Path, annotation: Any, tree: Node) -> str:
+def _say(
+    detail: ErrorDetails, path: shape.Path, annotation: Any, tree: Node, root: type[BaseModel]
+) -> str:
     value: Any = detail["input"]
     context = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
-            return _unknown_key(path, tree)
+            return _unknown_key(path, tree, root)
         case "missing":
             return _missing(path, annotation)
         case "union_tag_invalid":
@@ -241,9 +253,10 @@ def _missing(path: shape.Path, annotation: Any) -> str:
     return "required, but missing" + (f"; a section of kind {_listed(options)}" if options else "")
 
 
-def _unknown_key(path: shape.Path, tree: Node) -> str:
+def _unknown_key(path: shape.Path, tree: Node, root: type[BaseModel]) -> str:
     """Names the nearest key of the section, or else the section that has this key."""
-    node, annotation = tree, RunConfig
+    node: Node = tree
+    annotation: Any = root
     for part in path[:-1]:
         model = shape.section_for(annotation, node.plain())
         annotation = model.model_fields[str(part)].annotation if model else shape.item(annotation)
@@ -255,7 +268,7 @@ def _unknown_key(path: shape.Path, tree: Node) -> str:
     name, valid = str(path[-1]), list(model.model_fields)
     if near := did_you_mean(name, valid):
         return f"unknown key{near}"
-    elsewhere = [key for key in shape.dotted_keys(RunConfig) if key.rsplit(".", 1)[-1] == name]
+    elsewhere = [key for key in shape.dotted_keys(root) if key.rsplit(".", 1)[-1] == name]
     if elsewhere:
         return f"unknown key; did you mean {min(elsewhere, key=lambda key: key.count('.'))!r}?"
     return f"unknown key; valid here: {', '.join(valid)}"

@@ -1,6 +1,7 @@
 """What `check` prints and what the run directory keeps: derived numbers and the resolved YAML."""
 
 import math
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -110,9 +111,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+COMMIT_VARIABLE = "RAYLEARNER_COMMIT"
+"""Tells a job, whose files come without their history, the commit that they are of."""
+
+
 def git_revision() -> str:
     """Commit of the source tree, `-dirty` with local changes; `unknown` outside of one."""
     here = Path(__file__).parent
+    if told := os.environ.get(COMMIT_VARIABLE):
+        return told
     try:
         revision = _git(here, "rev-parse", "HEAD")
         return revision + ("-dirty" if _git(here, "status", "--porcelain") else "")

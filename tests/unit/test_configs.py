@@ -8,7 +8,8 @@ import yaml
 from raylearner.config.loader import load
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
+SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+FILES = sorted(set((ROOT / "configs").glob("**/*.yaml")) - set(SWEEPS))
 REQUIRED = {"model", "data", "environment", "actors"}
 
 

@@ -1,0 +1,30 @@
+"""Writes what is made from code: docs/configuration.md, the table of docs/observability.md and the
+Grafana dashboard. `make docs` runs it; tests tell when it was forgotten."""
+
+import json
+import re
+from pathlib import Path
+
+from raylearner.config import reference
+from raylearner.observability import grafana, metric_table
+
+ROOT = Path(__file__).parents[1]
+TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)*")
+
+
+def documents() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    observability = ROOT / "docs" / "observability.md"
+    text = observability.read_text(encoding="utf-8")
+    return {
+        ROOT / "docs" / "configuration.md": reference.markdown(),
+        observability: TABLE.sub(lambda _: metric_table.markdown(), text),
+        ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
+        + "\n",
+    }
+
+
+if __name__ == "__main__":
+    for path, content in documents().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content, encoding="utf-8")

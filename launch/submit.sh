@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Submits a run as a Ray job and returns; `--follow` shows its log until it ends.
+#   bash launch/submit.sh CONFIG [OVERLAY..] [key=value..] [--follow]
+#   bash launch/submit.sh --resume RUN_DIR
+#   bash launch/submit.sh --sweep configs/sweeps/FILE.yaml
+# RAY_ADDRESS names the cluster's dashboard, http://HOST:8265; without it, that of this machine. Files
+# that .gitignore or .rayignore name stay behind. `--pip requirements.txt` lets the cluster install
+# what its image lacks. Details: docs/running.md.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+bash launch/setup.sh
+venv=${RAYLEARNER_VENV:-.venv}
+case $venv in
+  /*) ;;
+  *) venv=$root/$venv ;;
+esac
+exec "$venv/bin/python" -m raylearner submit "$@"

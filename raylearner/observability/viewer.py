@@ -1,0 +1,118 @@
+"""A page that shows the trajectories of a step: turns, and tokens coloured by what is known of them.
+
+The page holds its data and needs nothing else; `serve` offers it on localhost.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Tokenizer
+
+from raylearner.config.document import Loader
+from raylearner.errors import ConfigError
+from raylearner.observability.transcripts import step_file
+
+logger = logging.getLogger(__name__)
+
+MARK = "/*DATA*/null"
+"""Where the page's template wants its data."""
+
+
+def page(run_dir: Path, *, step: int | None = None) -> str:
+    """One step as HTML, the last one if none is named.
+
+    Raises `ConfigError` where the run has no such step.
+    """
+    path = _choose(run_dir, step)
+    steps = [int(p.stem.removeprefix("step_")) for p in _files(run_dir)]
+    tokenizer = _tokenizer(run_dir)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    data = {
+        "run": run_dir.name,
+        "step": int(path.stem.removeprefix("step_")),
+        "steps": steps,
+        "trajectories": [_with_pieces(json.loads(line), tokenizer) for line in lines],
+    }
+    template = resources.files(__package__ or "").joinpath("viewer.html").read_text("utf-8")
+    # "</" would end the script that holds the data, wherever a completion says so.
+    return template.replace(MARK, json.dumps(data, ensure_ascii=False).replace("</", "<\\/"))
+
+
+def serve(run_dir: Path, *, step: int | None = None, port: int) -> None:
+    """Until interrupted, on 127.0.0.1; `/?step=3` shows another step.
+
+    Raises `ConfigError` where the port is taken.
+    """
+    page(run_dir, step=step)
+    try:
+        server = HTTPServer(("127.0.0.1", port), _handler(lambda s: page(run_dir, step=s or step)))
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; name another") from error
+    with server:
+        server.serve_forever()
+
+
+def _handler(render: Callable[[int | None], str]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            number = self.path.rpartition("step=")[2]
+            try:
+                body, code = render(int(number) if number.isdecimal() else None), 200
+            except ConfigError as error:
+                body, code = str(error), 404
+            self.send_response(code)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            logger.debug(format, *args)
+
+    return Handler
+
+
+def _files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "trajectories").glob("step_*.jsonl"))
+
+
+def _choose(run_dir: Path, step: int | None) -> Path:
+    files = _files(run_dir)
+    if not files:
+        raise ConfigError(
+            f"{run_dir}: holds no trajectories; observability.trajectories_every_steps writes them"
+        )
+    path = files[-1] if step is None else step_file(run_dir / "trajectories", step)
+    if path not in files:
+        raise ConfigError(f"{run_dir}: has no step {step}; the last one is {files[-1].stem}")
+    return path
+
+
+def _tokenizer(run_dir: Path) -> Tokenizer | None:
+    """That of the newest checkpoint, else of the model that the run began with, else none."""
+    folders = [*sorted((run_dir / "checkpoints").glob("step_*/model"), reverse=True)]
+    folders.append(run_dir / "model")
+    saved = run_dir / "config.yaml"
+    if saved.is_file():
+        config = yaml.load(saved.read_text(encoding="utf-8"), Loader=Loader)
+        folders.append(Path(str(config["model"].get("path", ""))))
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return None
+
+
+def _with_pieces(record: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The record with the text of each token; without a tokenizer, its number."""
+    ids = record["token_ids"]
+    if tokenizer is None:
+        return {**record, "pieces": [f"[{number}]" for number in ids]}
+    return {
+        **record,
+        "pieces": [tokenizer.decode([number], skip_special_tokens=False) for number in ids],
+    }

@@ -1,0 +1,57 @@
+"""Which trials are given up, by Ray Tune's scheduler."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from raylearner.config.sweep import AshaSection, SweepMetric
+from raylearner.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _TuneTrial:
+    """All that the scheduler looks at."""
+
+    trial_id: str
+
+
+class Asha:
+    """Decides on every new value of a trial whether it goes on."""
+
+    def __init__(self, config: AshaSection, metric: SweepMetric, *, max_steps: int) -> None:
+        """Raises `ConfigError` where Ray Tune is not installed or no rung fits into the run."""
+        if config.grace_steps >= max_steps:
+            raise ConfigError(
+                f"early_stopping.grace_steps: must be < run.num_steps = {max_steps},"
+                f" got {config.grace_steps}"
+            )
+        try:
+            from ray.tune.schedulers import ASHAScheduler
+        except ImportError as error:
+            raise ConfigError(
+                "early_stopping: Ray Tune is not installed; `pip install 'ray[tune]'`"
+            ) from error
+        self._scheduler: Any = ASHAScheduler(
+            time_attr="step",
+            metric="value",
+            mode=metric.goal,
+            max_t=max_steps,
+            grace_period=config.grace_steps,
+            reduction_factor=config.reduction_factor,
+        )
+        self._max_steps = max_steps
+        self._last_steps: dict[int, int] = {}
+
+    def should_stop(self, number: int, curve: list[tuple[int, float]]) -> bool:
+        """Tells the scheduler what is new of trial `number`."""
+        trial = _TuneTrial(str(number))
+        if number not in self._last_steps:
+            self._scheduler.on_trial_add(None, trial)
+            self._last_steps[number] = 0
+        for step, value in curve:
+            if step <= self._last_steps[number]:
+                continue
+            self._last_steps[number] = step
+            result = {"step": step, "value": value}
+            if self._scheduler.on_trial_result(None, trial, result) == "STOP":
+                return step < self._max_steps
+        return False

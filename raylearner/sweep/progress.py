@@ -1,0 +1,49 @@
+"""How far a trial is and how good, read from its run directory."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from raylearner.config.sweep import SweepMetric
+
+EVALUATION = "evaluation/"
+
+
+def curve(run_dir: Path, metric: SweepMetric) -> list[tuple[int, float]]:
+    """Step and value so far, in order; the value at a step is the mean over the last few."""
+    if metric.key.startswith(EVALUATION):
+        key = metric.key.removeprefix(EVALUATION)
+        rows = _rows(run_dir / "eval.jsonl")
+        return [
+            (row["step"], value) for row in rows if (value := _number(row.get(key))) is not None
+        ]
+    found: list[tuple[int, float]] = []
+    recent: list[float] = []
+    for row in _rows(run_dir / "metrics.jsonl"):
+        value = _number(row.get(metric.key))
+        if value is not None:
+            recent = [*recent, value][-metric.last_steps :]
+            found.append((row["step"], sum(recent) / len(recent)))
+    return found
+
+
+def num_steps(run_dir: Path) -> int:
+    """Learner steps on record."""
+    return max((row["step"] for row in _rows(run_dir / "metrics.jsonl")), default=0)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines only: the run may be writing the last one."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None

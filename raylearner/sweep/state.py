@@ -1,0 +1,100 @@
+"""What became of each trial, on disk: a sweep that was interrupted goes on from it."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from raylearner.errors import ConfigError
+from raylearner.sweep.plan import Plan
+
+FILE = "sweep.json"
+
+
+class Status(StrEnum):
+    """Where a trial stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED_EARLY = "stopped early"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (Status.DONE, Status.STOPPED_EARLY, Status.FAILED)
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialState:
+    """One trial's standing. Times in seconds since the epoch."""
+
+    number: int
+    status: Status = Status.WAITING
+    num_attempts: int = 0
+    submission_id: str | None = None
+    started_at_s: float | None = None
+    finished_at_s: float | None = None
+    step: int = 0
+    value: float | None = None
+    error: str | None = None
+
+
+class SweepState:
+    """Owns a sweep's folder: `sweep.json`, and `trials/NNN`, the run directory of each trial."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        """Takes up what the folder holds. Raises `ConfigError` where that is another sweep."""
+        self.folder = folder
+        self._plan_hash = plan_hash(plan)
+        self.trials = [TrialState(number=trial.number) for trial in plan.trials]
+        path = folder / FILE
+        self.is_taken_up = path.is_file()
+        if self.is_taken_up:
+            self._load(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save()
+
+    def run_dir(self, number: int) -> Path:
+        return self.folder / "trials" / f"{number:03d}"
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        record = {"plan": self._plan_hash, "trials": [asdict(trial) for trial in self.trials]}
+        draft = self.folder / f"{FILE}.partial"
+        draft.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        os.replace(draft, self.folder / FILE)
+
+    def _load(self, path: Path) -> None:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            plan, trials = record["plan"], _trials(record["trials"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error}); remove the folder to start the sweep over"
+            ) from error
+        if plan != self._plan_hash:
+            raise ConfigError(
+                f"{self.folder}: holds trials of a sweep of this name that was another; give the"
+                " changed one another name, or remove the folder"
+            )
+        self.trials = trials
+
+
+def _trials(records: Sequence[dict[str, Any]]) -> list[TrialState]:
+    known = {field.name for field in fields(TrialState)}
+    trials = [TrialState(**{k: v for k, v in r.items() if k in known}) for r in records]
+    for trial in trials:
+        trial.status = Status(trial.status)
+    return trials
+
+
+def plan_hash(plan: Plan) -> str:
+    """Of what decides the trials; how many run at once, and what stops them, may change."""
+    said = [trial.overrides for trial in plan.trials]
+    text = json.dumps([plan.sweep.base, said, plan.sweep.metric.model_dump()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
