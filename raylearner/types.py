@@ -174,6 +174,11 @@ class Trajectory:
         return (self.group_id, self.sample_index, self.attempt)
 
     @property
+    def key(self) -> TrajectoryKey:
+        """Of this segment alone."""
+        return (*self.episode_key, self.segment)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -186,11 +191,6 @@ class Trajectory:
         return int(self.train_mask.sum())
 
     @property
-    @property
-    def key(self) -> TrajectoryKey:
-        """Of this segment alone."""
-        return (*self.episode_key, self.segment)
-
     def is_truncated(self) -> bool:
         """Whether it ran out of tokens, so that more might have come."""
         return self.stop_reason is StopReason.MAX_TOKENS
