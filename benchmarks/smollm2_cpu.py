@@ -34,7 +34,7 @@ OVERRIDES = (
     "evaluation.num_prompts=4",
     "evaluation.every_steps=0",
     # The untrained model never answers right: a reward that varies gives gradients.
-    "rewards.functions=[{kind: response_length, arguments: {target_tokens: 24}}]",
+    "rewards.functions=[{kind: response_length, target_tokens: 24}]",
 )
 
 

@@ -138,7 +138,8 @@ async def test_the_search_tool_finds_the_passage_of_nearly_every_question(search
 
 def test_the_shipped_corpus_is_what_its_tables_make() -> None:
     assert facts.PASSAGES.read_text(encoding="utf-8") == facts.passage_lines()
-    assert facts.QUESTIONS.read_text(encoding="utf-8") == facts.question_lines()
+    for path, is_held_out in ((facts.QUESTIONS, False), (facts.HELD_OUT, True)):
+        assert path.read_text(encoding="utf-8") == facts.question_lines(is_held_out=is_held_out)
     assert sum(f.stat().st_size for f in facts.FOLDER.iterdir() if f.is_file()) < 500_000
     for fact in facts.facts():
         for _, answer in fact.questions:

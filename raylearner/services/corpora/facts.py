@@ -7,6 +7,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PASSAGES, QUESTIONS = FOLDER / "facts.jsonl", FOLDER / "questions.jsonl"
+HELD_OUT = FOLDER / "questions_held_out.jsonl"
+_HELD_OUT_EVERY = 8
+"""One fact in so many: its questions are for evaluation only."""
 _NOBLE_GASES = (2, 10, 18, 36, 54, 86, 118)
 
 
@@ -73,10 +76,11 @@ def passage_lines() -> str:
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
-def question_lines() -> str:
+def question_lines(*, is_held_out: bool) -> str:
     rows = (
         {"prompt": question, "answer": answer, "passage_id": fact.id}
-        for fact in facts()
+        for number, fact in enumerate(facts())
+        if (number % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1) == is_held_out
         for question, answer in fact.questions
     )
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
@@ -84,7 +88,8 @@ def question_lines() -> str:
 
 def main() -> None:
     PASSAGES.write_text(passage_lines(), encoding="utf-8")
-    QUESTIONS.write_text(question_lines(), encoding="utf-8")
+    QUESTIONS.write_text(question_lines(is_held_out=False), encoding="utf-8")
+    HELD_OUT.write_text(question_lines(is_held_out=True), encoding="utf-8")
 
 
 if __name__ == "__main__":
