@@ -22,8 +22,14 @@ EXCLUDES = (
 """What is never packaged with a working directory, beside what .gitignore and .rayignore name."""
 STOP_WAIT_S = 180
 """Time from a stop to the kill; Ray's own 3 seconds are too few for a step and a checkpoint."""
-CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
+CHATTY = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
 """Loggers that tell every step of an upload."""
+TOO_LARGE = ("exceeds the maximum size", "Maximum request body size")
+"""What Ray says of a working directory beyond 512 MiB, and its job server of one beyond 100 MiB."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -140,11 +146,11 @@ def submit(
             metadata=dict(about),
             submission_id=submission_id,
         )
-    except ValueError as error:
-        raise ConfigError(
-            f"working directory {environment.get('working_dir')!r}: {_first_line(error)} List what a"
-            " run does not need in .rayignore; data and models belong on storage that the cluster"
-            " sees, named by absolute paths"
-        ) from error
-    except RuntimeError as error:
+    except (ValueError, RuntimeError) as error:
+        if any(word in str(error) for word in TOO_LARGE):
+            raise ConfigError(
+                f"working directory {environment.get('working_dir')!r}: too large for a job:"
+                f" {_first_line(error)} List what a run does not need in .rayignore; data and models"
+                " belong on storage that the cluster sees, named by absolute paths"
+            ) from error
         raise ConfigError(f"the cluster refused the job: {_first_line(error)}") from error

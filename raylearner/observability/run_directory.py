@@ -40,7 +40,7 @@ def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ConfigError(
-                f"run.dir: {str(folder)!r} is in use by {holder}; wait for its end or stop it"
+                f"{str(folder)!r} is in use by {holder}; wait for its end, stop it, or name another"
             ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -173,4 +173,4 @@ def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | Non
 
 
 def _spans_decades(places: Sequence[float]) -> bool:
-    return min(places) > 0 and max(places) / min(places) >= 30
+    return min(places) > 0 and max(places) / min(places) >= 10

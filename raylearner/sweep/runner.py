@@ -18,6 +18,7 @@ import ray
 
 from raylearner import jobs, placement
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
+from raylearner.observability import run_directory
 from raylearner.sweep import progress, results
 from raylearner.sweep.board import Board
 from raylearner.sweep.early_stopping import Asha
@@ -49,8 +50,10 @@ def run(path: str) -> None:
         }
         for trial in plan.trials:
             placement.refuse_too_large(sizes[trial.number], what=f"trial {trial.number:03d}")
-        state = SweepState(Path("runs/sweeps", plan.sweep.name).absolute(), plan)
-        Sweep(plan, state, client, package=package, sizes=sizes).run()
+        folder = run_directory.durable(Path("runs/sweeps", plan.sweep.name)).absolute()
+        with run_directory.claimed(folder, is_new=False):
+            state = SweepState(folder, plan)
+            Sweep(plan, state, client, package=package, sizes=sizes).run()
     finally:
         ray.shutdown()
 
@@ -160,7 +163,7 @@ class Sweep:
             lines = self._client.get_job_logs(found.submission_id).strip().splitlines()
         except RuntimeError as error:
             return f"no logs: {error}"
-        return lines[-1] if lines else "no output"
+        return lines[-1].removeprefix("the run failed: ") if lines else "no output"
 
     def _finish(self, found: TrialState, status: Status) -> None:
         found.status, found.finished_at_s = status, time.time()
@@ -207,7 +210,7 @@ class Sweep:
             about=about,
             submission_id=f"{self._plan.sweep.name}-{suffix}",
         )
-        found.status = Status.RUNNING
+        found.status, found.error = Status.RUNNING, None
         found.started_at_s = found.started_at_s or time.time()
         self._state.save()
         self._board.tell(found)
