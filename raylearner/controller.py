@@ -6,6 +6,7 @@ and for the learner's step; whoever makes no progress for `run.watchdog_s` is na
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import ray
 
-from raylearner import placement
+from raylearner import deadline, placement
 from raylearner.actors.rollout_actor import RolloutSections
 from raylearner.config.lora import lora_rank
 from raylearner.config.report import resolved_yaml
@@ -47,6 +48,7 @@ TAKE_POLL_S = 5.0
 def run(config: RunConfig, *, resume: Path | None = None) -> None:
     """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return."""
     training, held_out = _load_data(config)
+    deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
     asyncio.run(wait_for_services(config.environment))
     if not isinstance(config.model, TinyModel):
@@ -116,6 +118,9 @@ async def _train(
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
+    stop_s = deadline.stop_time_s(config.run, os.environ)
+    if stop_s is not None:
+        loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
     try:
         async with asyncio.TaskGroup() as tasks:
             await controller.start(tasks, is_resumed=is_resumed)
@@ -156,7 +161,7 @@ class Controller:
         self.step = 0
 
     def request_stop(self) -> None:
-        """Ends the run at the next step boundary, after a checkpoint (SIGTERM, `ray job stop`)."""
+        """Ends the run at the next step boundary, after a checkpoint (SIGTERM, `ray job stop`, a deadline)."""
         logger.info("stop requested: a checkpoint follows the running step")
         self._stop_requested.set()
 

@@ -20,6 +20,10 @@ class RunSection(Section):
     """Checkpoints kept; older ones are removed once a newer one is whole."""
     watchdog_s: PositiveFloat = 600.0
     """The run ends, naming who waits for whom, after so many seconds without any progress."""
+    deadline: str | None = None
+    """When the machines are taken away: ISO 8601, or seconds since 1970. Default: RAYLEARNER_DEADLINE, or SLURM_JOB_END_TIME, of the environment."""
+    deadline_margin_s: PositiveFloat = 300.0
+    """So long before the deadline the run writes a checkpoint and stops."""
     max_learner_restarts: NaturalInt = 2
     """How often a learner that died is restored from the last checkpoint before the run ends."""
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,19 @@ def test_stopping_on_request_leaves_a_checkpoint_to_go_on_from(launcher: Launche
     output = finish(process, code=143)
     assert "go on with --resume" in output
     step = rows(metrics)[-1]["step"]
+    assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
+
+
+def test_a_deadline_stops_the_run_with_a_checkpoint(launcher: Launcher) -> None:
+    change = {
+        "run": {"num_steps": 1000, "deadline": str(time.time() + 25), "deadline_margin_s": 5},
+        "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
+    }
+    output = launcher.run("run", change, code=143)
+    assert "go on with --resume" in output
+    folder = launcher.folder / "run"
+    step = rows(folder / "metrics.jsonl")[-1]["step"]
+    assert 0 < step < 1000
     assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
 
 
