@@ -249,8 +249,15 @@ def _libraries(linked: Sequence[str], *, shown: Sequence[str]) -> list[str]:
     tool = shutil.which("ldd")
     if tool is None:
         raise ConfigError("sandbox.isolation: `ldd` is needed to find the interpreter's libraries")
+    # What an engine makes its own process preload is none of the interpreter's libraries.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     output = subprocess.run(
-        [tool, *linked], capture_output=True, text=True, timeout=LDD_TIMEOUT_S, check=False
+        [tool, *linked],
+        capture_output=True,
+        text=True,
+        timeout=LDD_TIMEOUT_S,
+        check=False,
+        env=environment,
     ).stdout
     mounts: dict[str, str] = {}
     for name, path in re.findall(r"^\s+(\S+) => (/\S+) \(0x", output, re.MULTILINE):

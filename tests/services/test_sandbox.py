@@ -140,6 +140,19 @@ async def test_every_call_starts_in_an_empty_folder_with_an_empty_environment(
     assert first.stdout.startswith("[] ['HOME', 'LANG', 'LD_LIBRARY_PATH', 'PATH', 'PWD', 'PYTHON")
 
 
+def test_what_this_process_preloads_is_no_part_of_the_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines preload allocators from wherever they are installed, a folder of /tmp too."""
+    before = bubblewrap.find_interpreter(None, ())
+    libraries = [Path(p) for p in before.mounts if p.startswith("/") and ".so" in p]
+    library = next(p for p in libraries if p.is_file() and p.name.startswith("libm"))
+    preloaded = tmp_path / "liballocator.so"
+    preloaded.write_bytes(library.read_bytes())
+    monkeypatch.setenv("LD_PRELOAD", str(preloaded))
+    assert bubblewrap.find_interpreter(None, ()) == before
+
+
 @pytest.mark.parametrize(
     "code", ["syntax error(", "", "\x00", "é = '\ud800'", "raise SystemExit('no')"]
 )
