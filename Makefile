@@ -6,7 +6,7 @@ SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
 PARTS = $(wildcard tests/unit tests/learner tests/oracle tests/services tests/vllm tests/ray tests/e2e)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt fmt-check lint types test test-unit test-ray test-gpu check
+.PHONY: help setup fmt fmt-check lint types docs test test-unit test-ray test-gpu check
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ lint: ## Lint
 
 types: ## Check types, strictly where pyproject.toml says so
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+docs: ## Write what is made from code: keys, metrics, the Grafana dashboard
+	$(PYTHON) docs/generate.py
 
 test: ## Set up, then run all tests that need no GPU: one process for each folder
 	@$(SETUP)

@@ -13,15 +13,23 @@ from loop import ENVIRONMENT, Launcher, wait_for
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def ports() -> tuple[int, int, int]:
+    """Free ones for the cluster's head, its dashboard and its metrics."""
+    with socket.socket() as head, socket.socket() as dashboard, socket.socket() as metrics:
+        for free in (head, dashboard, metrics):
+            free.bind(("127.0.0.1", 0))
+        return head.getsockname()[1], dashboard.getsockname()[1], metrics.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def cluster(ports: tuple[int, int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a small local cluster, ended with everything it started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, dashboard_port, metrics_port = ports
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=8"),
-        *("--object-store-memory=150000000", "--include-dashboard=false"),
+        *("--object-store-memory=150000000", f"--metrics-export-port={metrics_port}"),
+        *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"),
     ]
     log = tmp_path_factory.mktemp("cluster") / "log.txt"
     with log.open("w") as output:

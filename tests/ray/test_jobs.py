@@ -1,0 +1,147 @@
+"""Runs as jobs of a cluster, by the Jobs API: submitted, watched, scraped, stopped, gone on with; a
+sweep of four with one made to fail."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, rows, wait_for
+
+from raylearner import jobs
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+
+ONE_ACTOR: dict[str, Any] = {
+    "actors": {"num_actors": 1},
+    "observability": {"trajectories_every_steps": 0},
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's working directory: the package and a configuration."""
+    shutil.copytree(ROOT / "raylearner", tmp_path / "raylearner")
+    shutil.copy(ROOT / "tests" / "support" / "faults.py", tmp_path / "faults.py")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(SCRIPTED, ONE_ACTOR)))
+    return tmp_path
+
+
+@pytest.fixture
+def client(cluster: str, ports: tuple[int, int, int]) -> Iterator[Any]:
+    before = dict(os.environ)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    yield jobs.connect(f"http://127.0.0.1:{ports[1]}")
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def cli(project: Path, *arguments: str, address: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "raylearner", *arguments],
+        cwd=project,
+        env={**ENVIRONMENT, "PYTHONPATH": "", "RAY_ADDRESS": address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-4000:]
+    return done.stdout
+
+
+def job_of(output: str) -> str:
+    match = re.search(r"job (\S+) runs on", output)
+    assert match is not None, output
+    return match[1]
+
+
+def ended(client: Any, job: str) -> bool:
+    return client.get_job_status(job).is_terminal()
+
+
+def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
+    project: Path, client: Any, ports: tuple[int, int, int]
+) -> None:
+    address = client.get_address()
+    arguments = ("run.yaml", "run.dir=runs/a", "run.num_steps=2000", "run.name=watched")
+    job = job_of(cli(project, "submit", *arguments, address=address))
+    assert set(client.get_job_info(job).metadata) >= {"run", "commit", "config"}
+    metrics = project / "runs" / "a" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 3, what="three steps")
+    wait_for(
+        lambda: "ray_raylearner_rollout_reward_mean{" in scrape(ports[2], run="watched"),
+        what="our metrics",
+        pause_s=0.5,
+    )
+    client.stop_job(job)
+    wait_for(lambda: ended(client, job), what="the stop")
+    assert client.get_job_status(job) == "STOPPED"
+    log = client.get_job_logs(job)
+    assert "stopped on request at step" in log
+    assert "\r" not in log
+    assert "\x1b" not in log
+    last = rows(metrics)[-1]["step"]
+    assert [path.name for path in (project / "runs/a/checkpoints").iterdir()] == [
+        f"step_{last:06d}"
+    ]
+    arguments = ("--resume", "runs/a", f"run.num_steps={last + 2}", "--follow")
+    output = cli(project, "submit", *arguments, address=address)
+    assert f"restored step {last}" in output
+    assert [row["step"] for row in rows(metrics)] == list(range(1, last + 3))
+
+
+def scrape(port: int, *, run: str) -> str:
+    """The lines of one run, as Prometheus would read them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return "\n".join(line for line in lines if f'run="{run}"' in line)
+
+
+def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
+    project: Path, client: Any, cluster: str
+) -> None:
+    sweep = {
+        "name": "four",
+        "base": ["run.yaml"],
+        "overrides": {"run.num_steps": 2},
+        "axes": [
+            {
+                "key": "actors.engine.script",
+                "values": ["raylearner.actors.scripted_engine:RandomTokens", "faults:NeverStarts"],
+            },
+            {"key": "learner.learning_rate", "values": [1e-3, 1e-2, 1e-1]},
+        ],
+        "exclude": [
+            {"actors.engine.script": "faults:NeverStarts", "learner.learning_rate": 1e-2},
+            {"actors.engine.script": "faults:NeverStarts", "learner.learning_rate": 1e-1},
+        ],
+        "metric": {"last_steps": 1},
+    }
+    (project / "four.yaml").write_text(yaml.safe_dump(sweep))
+    output = cli(project, "sweep", "four.yaml", address=cluster, code=1)
+    assert "1 of 4 trials failed, the others are done" in output
+    folder = project / "runs" / "sweeps" / "four"
+    with (folder / "results.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert [row["status"] for row in found] == ["done", "done", "done", "failed"]
+    assert [row["attempts"] for row in found] == ["1", "1", "1", "2"]
+    assert "faults:NeverStarts" in found[3]["error"]
+    assert all(0 <= float(row["value"]) <= 1 for row in found[:3])
+    assert len(list((folder / "plots").glob("*.png"))) == 2
+    states = json.loads((folder / "sweep.json").read_text())["trials"]
+    told = {client.get_job_info(state["submission_id"]).metadata["trial"] for state in states}
+    assert told == {"000", "001", "002", "003"}
+    again = cli(project, "sweep", "four.yaml", address=cluster, code=1)
+    assert "going on with" in again
+    assert "trial 000 running" not in again

@@ -1,0 +1,99 @@
+"""The table of completions and the distributions of a step."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raylearner.config.schema import CompletionsSection
+from raylearner.observability import completions
+from raylearner.types import CompletionStop, Trajectory, Turn
+
+
+def make_trajectory(reward: float | None, *, sample: int = 0, **changes: Any) -> Trajectory:
+    turn = Turn(
+        start=1,
+        end=2,
+        reply_end=2,
+        text="an <answer> | of\ntwo lines",
+        reply="",
+        stop_reason=CompletionStop.END,
+        min_policy_version=3,
+        max_policy_version=3,
+    )
+    values: dict[str, Any] = {
+        "group_id": 7,
+        "sample_index": sample,
+        "attempt": 0,
+        "prompt_id": "p",
+        "prompt_text": "what?",
+        "token_ids": np.array([5, 6], np.int32),
+        "loss_mask": np.array([0, 1], np.bool_),
+        "train_mask": np.array([0, 1], np.bool_),
+        "behavior_logprobs": np.array([np.nan, -0.1], np.float32),
+        "policy_versions": np.array([-1, 3], np.int32),
+        "claim_policy_version": 3,
+        "turns": (turn,),
+        "reward": reward,
+        "rewards": {"exact": reward},
+    }
+    return Trajectory(**values | changes)
+
+
+def test_rows_go_from_the_worst_reward_to_the_best() -> None:
+    trajectories = [make_trajectory(r, sample=i) for i, r in enumerate((0.5, 1.0, 0.0, None, 0.25))]
+    config = CompletionsSection(num_completions=3)
+    rows = completions.rows(trajectories, config, advantages={(7, 1, 0, 0): 1.5})
+    assert [row["reward"] for row in rows] == ["-", "0.25", "1"]
+    assert [row["advantage"] for row in rows] == ["-", "-", "1.5"]
+    assert set(rows[0]) == {"prompt", "completion", "exact", "reward", "advantage"}
+
+
+def test_unique_prompts_show_one_completion_each_and_logged_numbers_have_columns() -> None:
+    trajectories = [
+        make_trajectory(0.1, metrics={"length": 4.0}),
+        make_trajectory(0.9, sample=1),
+        make_trajectory(0.5, prompt_id="q", metrics={"length": 2.0}),
+    ]
+    config = CompletionsSection(unique_prompts=True)
+    rows = completions.rows(trajectories, config)
+    assert [(row["reward"], row["length"]) for row in rows] == [("0.1", "4"), ("0.5", "2")]
+    assert completions.logged_means(trajectories) == {"rollout/logged/length/mean": 3.0}
+
+
+def test_a_table_survives_what_completions_say() -> None:
+    rows = completions.rows([make_trajectory(1.0)], CompletionsSection(max_characters=20))
+    _, _, line = completions.markdown(rows).splitlines()
+    assert "an &lt;answer ... <br>two lines" in line
+    assert line.count("|") == 6
+    assert "[bold]" in completions.plain([{"prompt": "[bold]x"}])
+    assert completions.markdown([]) == ""
+
+
+def test_samples_hold_staleness_by_the_version_that_trained() -> None:
+    samples = completions.samples([make_trajectory(1.0), make_trajectory(None)], policy_version=5)
+    assert samples["buffer/staleness"].tolist() == [2, 2]
+    assert samples["rollout/reward"].tolist() == [1.0]
+
+
+def test_weights_are_drawn_by_the_shares_of_their_bins() -> None:
+    shares = {"learner/importance_weight/share_5": 0.75, "learner/importance_weight/share_9": 0.25}
+    drawn = completions.weight_samples(shares)
+    assert drawn is not None
+    assert np.mean(drawn) == pytest.approx(0.75 * 1.0 + 0.25 * 1.6)
+    assert completions.weight_samples({}) is None
+
+
+def test_weight_shares_add_up_and_name_their_bins() -> None:
+    import torch
+
+    from raylearner.learner.diagnostics import WEIGHT_BOUNDS, weight_shares
+
+    assert len(completions.WEIGHT_MIDDLES) == len(WEIGHT_BOUNDS) + 1
+    ratios = torch.tensor([0.0, 0.0, 1.0, -2.0])
+    shares = weight_shares(ratios, torch.tensor([True, True, True, False]))
+    found = {k: m.value() for k, m in shares.items() if m.value() > 0}
+    assert found == {
+        "importance_weight/share_5": pytest.approx(2 / 3),
+        "importance_weight/share_10": pytest.approx(1 / 3),
+    }

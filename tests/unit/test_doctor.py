@@ -1,0 +1,82 @@
+"""The doctor: what it finds, and that every problem comes with advice."""
+
+import json
+import types
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from raylearner import cli, doctor
+from raylearner.doctor import Finding
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    (found,) = findings
+    return found
+
+
+def probe_says(monkeypatch: pytest.MonkeyPatch, is_fine: bool, said: str) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda code: (is_fine, said))
+
+
+def test_a_module_that_does_not_import_is_a_problem_with_its_last_line() -> None:
+    assert doctor._probe("print('x'); print('y')") == (True, "y")
+    is_fine, said = doctor._probe("import no_such_module")
+    assert not is_fine
+    assert said == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_gpus_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_says(monkeypatch, True, json.dumps({"cuda": None, "gpus": [], "nccl": None}))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert only(doctor._torch()).verdict == "ok"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    found = only(doctor._torch())
+    assert (found.verdict, found.text) == (
+        "problem",
+        "the machine has some, this torch is a CPU build",
+    )
+
+
+def test_gpus_and_nccl_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [{"name": "H100", "gib": 80}]
+    probe_says(monkeypatch, True, json.dumps({"cuda": "13.0", "gpus": gpus, "nccl": "2.29.7"}))
+    assert [f.text for f in doctor._torch()] == ["H100 (80 GiB)", "2.29.7"]
+    probe_says(monkeypatch, True, json.dumps({"cuda": "13.0", "gpus": gpus, "nccl": None}))
+    assert [f.verdict for f in doctor._torch()] == ["ok", "problem"]
+
+
+def test_little_shared_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = types.SimpleNamespace(free=2**26, total=2**26)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    found = only(doctor._shared_memory())
+    assert found.verdict == "problem"
+    assert "--shm-size" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("mode", "token", "verdict"),
+    [("token", "x", "ok"), ("disabled", "x", "problem"), (None, "x", "note")],
+)
+def test_authentication(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, token: str, verdict: str
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    assert only(doctor._token()).verdict == verdict
+
+
+def test_problems_make_the_command_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Finding("ok", "a", "fine"), Finding("problem", "b", "broken", "mend it")]
+    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "ok       a: fine",
+        "problem  b: broken",
+        "         -> mend it",
+    ]
+    assert result.stderr == "1 problem\n"

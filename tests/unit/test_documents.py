@@ -1,0 +1,50 @@
+"""What is made from code is current: `make docs` writes it."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from raylearner.config import reference, shape
+from raylearner.config.schema import RunConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def generated() -> dict[Path, str]:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.documents()
+
+
+@pytest.mark.parametrize("path", sorted(generated()), ids=lambda path: path.name)
+def test_a_generated_file_is_current(path: Path) -> None:
+    assert path.read_text() == generated()[path], f"{path.name} is out of date: run `make docs`"
+
+
+def test_every_key_and_kind_of_the_schema_is_documented() -> None:
+    text = reference.markdown()
+    for key in shape.dotted_keys(RunConfig):
+        name = key.rsplit(".", 1)[-1]
+        assert name == "kind" or f"| `{name}` |" in text or f"## `{key}`" in text, key
+    for loss in ("gspo", "decoupled_ppo"):
+        assert f"`{loss}`" in text
+
+
+def test_no_key_is_without_a_meaning() -> None:
+    rows = [line for line in reference.markdown().splitlines() if re.match(r"\| `", line)]
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

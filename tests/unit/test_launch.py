@@ -1,0 +1,114 @@
+"""What launch/ ships for clusters: scripts parse, a SLURM job runs dry, manifests fit their schemas."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_a_script_parses_and_stops_at_errors(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "set -euo pipefail" in script.read_text()
+
+
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >>"$CALLS"
+case "$*" in
+  *hostname*) echo 10.0.0.1 ;;
+  *" train "*) trap 'echo stopped >>"$CALLS"; exit 143' TERM; for i in {1..100}; do sleep 0.05; done ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment as SLURM gives it, with commands that only note how they are called."""
+    commands = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\nprintf 'node1\\nnode2\\n'\n"}
+    for name, text in commands.items():
+        path = tmp_path / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(sys.executable)
+    return os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "RAYLEARNER_VENV": str(tmp_path / "venv"),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_PER_TASK": "16",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+
+
+def test_a_slurm_job_starts_a_head_and_workers_then_the_run_and_passes_a_stop_on(
+    slurm: dict[str, str],
+) -> None:
+    calls = Path(slurm["CALLS"])
+    command = ["bash", str(LAUNCH / "slurm.sh"), "configs/x.yaml", "run.seed=1"]
+    process = subprocess.Popen(command, env=slurm)
+    deadline_s = time.monotonic() + 20
+    while not calls.exists() or " train " not in calls.read_text():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    said = calls.read_text()
+    assert "--head --node-ip-address=10.0.0.1 --port=6379" in said
+    assert "--nodes=1 --ntasks=1 --exclude=node1 --overlap" in said
+    assert "--address=10.0.0.1:6379" in said
+    assert "--num-cpus=16 --num-gpus=8" in said
+    assert "launch/wait_for_nodes.py 2" in said
+    assert "-m raylearner train configs/x.yaml run.seed=1" in said
+    assert said.splitlines()[-1] == "stopped"
+
+
+def test_the_cluster_file_fits_rays_schema() -> None:
+    import jsonschema
+    import ray.autoscaler
+
+    folder = Path(ray.autoscaler.__file__).parent
+    schema = json.loads((folder / "ray-schema.json").read_text())
+    cluster = yaml.safe_load((LAUNCH / "cluster.yaml").read_text())
+    jsonschema.validate(cluster, schema)
+    assert cluster["head_node_type"] in cluster["available_node_types"]
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert any("RAY_AUTH_MODE=token ray start" in line for line in cluster[commands])
+
+
+def test_the_rayjob_is_whole() -> None:
+    """The parts of KubeRay's ray.io/v1 that it needs, names and types."""
+    job = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    assert spec["entrypoint"].startswith("python -m raylearner train ")
+    assert spec["submissionMode"] in ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
+    runtime_env = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"].isdecimal()
+    assert cluster["authOptions"] == {"mode": "token"}
+    pods: list[dict[str, Any]] = [cluster["headGroupSpec"]["template"]["spec"]]
+    for group in cluster["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        pods.append(group["template"]["spec"])
+    for pod in pods:
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+    requirement = next(
+        line
+        for line in (LAUNCH.parent / "requirements.txt").read_text().splitlines()
+        if line.startswith("ray[")
+    )
+    assert f">={cluster['rayVersion'].removesuffix('.0')}," in requirement

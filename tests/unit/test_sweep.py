@@ -1,0 +1,247 @@
+"""Sweeps without a cluster: which trials there are, what is kept of them, what is told."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raylearner.config.loader import load
+from raylearner.config.problems import ConfigProblems
+from raylearner.config.sweep import AshaSection, SweepMetric, SweepSection
+from raylearner.errors import ConfigError
+from raylearner.sweep import plan, progress, results
+from raylearner.sweep.early_stopping import Asha
+from raylearner.sweep.state import Status, SweepState
+
+ROOT = Path(__file__).parents[2]
+BASE = """\
+model: {kind: tiny}
+data: {train: {kind: calculator}}
+environment: {kind: single_turn}
+actors: {engine: {kind: vllm, max_model_tokens: 512}}
+learner: {compute_dtype: float32}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
+    return tmp_path
+
+
+def make_sweep(**changes: Any) -> dict[str, Any]:
+    axes = [
+        {"key": "learner.learning_rate", "values": [1e-4, 1e-3]},
+        {"key": "replay.group_size", "values": [4, 8]},
+    ]
+    return {"name": "s", "base": ["base.yaml"], "axes": axes, "seeds": [0, 1], **changes}
+
+
+def read(**changes: Any) -> plan.Plan:
+    Path("sweep.yaml").write_text(yaml.safe_dump(make_sweep(**changes)))
+    return plan.read("sweep.yaml")
+
+
+def problems(**changes: Any) -> str:
+    with pytest.raises(ConfigProblems) as refused:
+        read(**changes)
+    return str(refused.value)
+
+
+def test_a_grid_crosses_its_axes_and_repeats_each_point_by_seed(folder: Path) -> None:
+    trials = read().trials
+    assert [
+        (t.values["learner.learning_rate"], t.values["replay.group_size"], t.seed) for t in trials
+    ] == [(rate, size, seed) for rate in (1e-4, 1e-3) for size in (4, 8) for seed in (0, 1)]
+    assert [t.number for t in trials] == list(range(8))
+    last = trials[-1].config
+    assert (last.learner.learning_rate, last.replay.group_size, last.run.seed) == (1e-3, 8, 1)
+    assert last.run.name == "s-007"
+
+
+def test_what_is_excluded_or_does_not_count_is_left_out(folder: Path) -> None:
+    axes = [
+        {"key": "learner.loss", "values": [{"kind": "ppo"}, {"kind": "cispo"}]},
+        {
+            "key": "learner.loss.clip_low",
+            "values": [0.1, 0.2],
+            "when": {"learner.loss": [{"kind": "ppo"}]},
+        },
+        {"key": "replay.group_size", "values": [4, 8]},
+    ]
+    exclude = [{"learner.loss": {"kind": "cispo"}, "replay.group_size": 8}]
+    trials = read(axes=axes, exclude=exclude, seeds=[0]).trials
+    assert [t.label for t in trials] == [
+        "loss=ppo  clip_low=0.1  group_size=4",
+        "loss=ppo  clip_low=0.1  group_size=8",
+        "loss=ppo  clip_low=0.2  group_size=4",
+        "loss=ppo  clip_low=0.2  group_size=8",
+        "loss=cispo  group_size=4",
+    ]
+
+
+def test_draws_are_within_bounds_and_the_same_every_time(folder: Path) -> None:
+    axes = [
+        {"key": "replay.group_size", "values": [4, 8]},
+        {
+            "key": "learner.learning_rate",
+            "sample": {"kind": "log_uniform", "low": 1e-5, "high": 1e-2},
+        },
+        {"key": "replay.max_staleness", "sample": {"kind": "int_uniform", "low": 1, "high": 3}},
+        {"key": "learner.max_grad_norm", "sample": {"kind": "uniform", "low": 0.5, "high": 2}},
+        {"key": "learner.schedule", "sample": {"kind": "choice", "values": ["linear", "cosine"]}},
+    ]
+    drawn = [t.values for t in read(axes=axes, num_samples=20, seeds=[0]).trials]
+    assert drawn == [t.values for t in read(axes=axes, num_samples=20, seeds=[0]).trials]
+    rates = [values["learner.learning_rate"] for values in drawn]
+    assert len(drawn) == 40
+    assert all(1e-5 <= rate <= 1e-2 for rate in rates)
+    assert 0.25 < sum(math.log10(rate) < -3.5 for rate in rates) / 40 < 0.75
+    assert {values["replay.max_staleness"] for values in drawn} == {1, 2, 3}
+
+
+def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path) -> None:
+    axes = [
+        {"key": "learner.learning_rat", "values": [1]},
+        {"key": "replay.group_size", "values": [0, 4]},
+    ]
+    said = problems(axes=axes)
+    assert "learner.learning_rat=1: unknown key; did you mean 'learning_rate'?" in said
+    assert "replay.group_size=0: must be >= 1, got 0" in said
+    assert said.endswith("2 problems; nothing was started.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"metrik": 1}, "metrik: unknown key; did you mean 'metric'?"),
+        ({"axes": [{"key": "run.seed", "values": [1]}]}, "'run.seed' is set by the sweep"),
+        ({"axes": [{"key": "replay.extra"}]}, "must have either values or sample"),
+        ({"axes": [{"key": "replay.extra", "values": []}]}, "has no values"),
+        ({"exclude": [{"replay.extra": 1}]}, "'replay.extra' is no axis"),
+        ({"exclude": [{"replay.group_size": 4}, {"replay.group_size": 8}]}, "leaves no trial"),
+        (
+            {"axes": [{"key": "replay.extra", "values": [0], "when": {"x": [1]}}]},
+            "'x' is no earlier axis",
+        ),
+        (
+            {
+                "axes": [
+                    {
+                        "key": "learner.learning_rate",
+                        "sample": {"kind": "uniform", "low": 2, "high": 1},
+                    }
+                ]
+            },
+            "low must be < high",
+        ),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_refused(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
+    assert said in problems(**changes)
+
+
+def test_a_printed_command_gives_the_trial_again(folder: Path) -> None:
+    import shlex
+
+    axes = [{"key": "learner.loss", "values": [{"kind": "ppo", "clip_low": 0.1}]}]
+    swept = read(axes=axes, overrides={"sampling.top_p": 0.9, "learner.schedule": "cosine"})
+    for trial, command in zip(swept.trials, plan.commands(swept).values(), strict=True):
+        words = shlex.split(command)
+        assert words[:4] == ["python", "-m", "raylearner", "train"]
+        again = load([words[4]], words[5:])
+        assert again.model_copy(update={"run": trial.config.run}) == trial.config
+        assert again.run.seed == trial.seed
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_sweep_that_ships_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    swept = plan.read(str(path))
+    assert len(swept.trials) >= 8
+    assert swept.sweep.name == path.stem
+
+
+def test_what_was_done_is_taken_up_and_another_sweep_is_refused(folder: Path) -> None:
+    state = SweepState(folder / "sweep", read())
+    state.trials[2].status, state.trials[2].value = Status.DONE, 0.5
+    state.save()
+    again = SweepState(folder / "sweep", read())
+    assert again.is_taken_up
+    assert (again.trials[2].status, again.trials[2].value) == (Status.DONE, 0.5)
+    SweepState(folder / "sweep", read(max_concurrent=2))
+    with pytest.raises(ConfigError, match="holds trials of a sweep of this name that was another"):
+        SweepState(folder / "sweep", read(seeds=[0, 1, 2]))
+    (folder / "sweep" / "sweep.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SweepState(folder / "sweep", read())
+
+
+def test_a_value_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path: Path) -> None:
+    rows = [{"step": s, "r": float(s)} for s in (1, 2, 3)] + [{"step": 4, "r": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"st')
+    (tmp_path / "eval.jsonl").write_text(
+        '{"step": 0, "reward/mean": 0.1}\n{"step": 4, "reward/mean": 0.7}\n'
+    )
+    assert progress.curve(tmp_path, SweepMetric(key="r", last_steps=2)) == [
+        (1, 1.0),
+        (2, 1.5),
+        (3, 2.5),
+    ]
+    assert progress.curve(tmp_path, SweepMetric(key="evaluation/reward/mean"))[-1] == (4, 0.7)
+    assert progress.num_steps(tmp_path) == 4
+    assert progress.curve(tmp_path / "none", SweepMetric()) == []
+
+
+def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> None:
+    swept = read()
+    state = SweepState(folder / "sweep", swept)
+    for found, value in zip(state.trials, (0.1, 0.3, 0.8, 0.9, 0.5, 0.5, 0.2, None), strict=True):
+        found.status = Status.FAILED if value is None else Status.DONE
+        found.value, found.error = value, "it broke" if value is None else None
+    commands = plan.commands(swept)
+    results.write(swept, state, commands)
+    lines = (folder / "sweep" / "results.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("| 0.")]
+    assert table == [
+        "| 0.0001 | 8 | 0.8500 ± 0.0707 | 2 of 2 | 002, 003 |",
+        "| 0.001 | 4 | 0.5000 ± 0.0000 | 2 of 2 | 004, 005 |",
+        "| 0.0001 | 4 | 0.2000 ± 0.1414 | 2 of 2 | 000, 001 |",
+        "| 0.001 | 8 | 0.2000 | 1 of 2 | 006, 007 (failed) |",
+    ]
+    assert any("007 (learning_rate=0.001  group_size=8): it broke" in line for line in lines)
+    with (folder / "sweep" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["value"] for row in rows][:2] == ["0.1", "0.3"]
+    assert rows[5]["command"] == commands[5]
+    plots = sorted(path.name for path in (folder / "sweep" / "plots").iterdir())
+    assert plots == ["learner_learning_rate.png", "replay_group_size.png"]
+
+
+def test_asha_stops_the_worse_at_a_rung_and_nobody_before_or_at_the_end() -> None:
+    asha = Asha(
+        AshaSection(kind="asha", grace_steps=4, reduction_factor=2), SweepMetric(), max_steps=16
+    )
+    assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 9)])
+    assert not asha.should_stop(1, [(s, 0.1) for s in range(1, 4)])
+    assert asha.should_stop(1, [(s, 0.1) for s in range(1, 5)])
+    assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 17)])
+
+
+def test_asha_needs_a_rung_within_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"grace_steps: must be < run.num_steps = 10, got 10"):
+        Asha(AshaSection(kind="asha", grace_steps=10), SweepMetric(), max_steps=10)
+
+
+def test_a_sweep_of_one_axis_needs_no_more() -> None:
+    sweep = SweepSection.model_validate(make_sweep(axes=[{"key": "a.b", "values": [1, 1, 2]}]))
+    assert plan.points(sweep) == [{"a.b": 1}, {"a.b": 2}]
