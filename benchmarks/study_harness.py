@@ -238,7 +238,7 @@ class Harness:
 def prepare_model(config: schema.RunConfig, cache: Path) -> Path:
     """The warm-started model of a configuration, made once; runs of all seeds share it."""
     assert isinstance(config.model, schema.TinyModel)
-    parts = (config.model, config.renderer, config.environment, config.data.train)
+    parts = (config.model, config.renderer, config.environment, *config.data.train)
     text = json.dumps([part.model_dump(mode="json") for part in parts], sort_keys=True)
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
     if not folder.exists():

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from raylearner import deadline, placement
+from raylearner.actors.reward_actor import RewardActors
 from raylearner.actors.rollout_actor import RolloutSections
 from raylearner.config.lora import lora_rank
 from raylearner.config.report import resolved_yaml
@@ -34,6 +35,8 @@ from raylearner.observability.step_report import step_metrics
 from raylearner.placement import RolloutFleet
 from raylearner.prompts import load_prompts
 from raylearner.replay.replay_actor import ReplayActor, Take
+from raylearner.replay.sampler import make_sampler
+from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Prompt
@@ -50,6 +53,8 @@ def run(config: RunConfig, *, resume: Path | None = None) -> None:
     training, held_out = _load_data(config)
     deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
+    GroupScorer(config.rewards)
+    make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     if not isinstance(config.model, TinyModel):
         Renderer.from_pretrained(config.model.path, config.renderer)
@@ -127,7 +132,8 @@ async def _train(
             await controller.train()
             await controller.close()
     except* Exception as group:
-        logger.error("the run ended at step %d: %s", controller.step, group.exceptions[0])
+        if not isinstance(group.exceptions[0], RunStopped):
+            logger.error("the run ended at step %d: %s", controller.step, group.exceptions[0])
         raise group.exceptions[0] from group.exceptions[0].__cause__
     finally:
         await controller.close()
@@ -155,6 +161,7 @@ class Controller:
         self._is_closed = False
         self._num_learner_restarts = 0
         self._replay: Any = None
+        self._rewards: RewardActors | None = None
         self._learner: LearnerGroup | None = None
         self._publisher: Publisher | None = None
         self._fleet: RolloutFleet | None = None
@@ -175,9 +182,17 @@ class Controller:
         config = self._config
         with self._recorder.stage("preparing the model"):
             model_path = await self._prepare_model()
+        self._rewards = RewardActors(config.run.name, config.rewards)
         self._replay = ReplayActor.options(
             name=f"{config.run.name}/replay", num_cpus=0, max_concurrency=10_000
-        ).remote(config.replay, self._training, config.run.seed)
+        ).remote(
+            config.replay,
+            self._training,
+            config.run.seed,
+            sampler=config.data.sampler,
+            weights=config.data.weights,
+            group_rewards=self._rewards.groups,
+        )
         self._learner = LearnerGroup(
             config.learner,
             weights=config.weights,
@@ -185,7 +200,7 @@ class Controller:
             temperature=config.sampling.temperature,
             num_steps=config.run.num_steps,
             seed=config.run.seed,
-            reward_weights=Scorer(config.rewards).weights,
+            reward_weights=config.rewards.weights,
             dump_folder=self._folder / "skipped",
             run_name=config.run.name,
             recording=Recording(
@@ -208,7 +223,7 @@ class Controller:
             f"starting {config.learner.num_ranks} learner ranks and"
             f" {config.actors.num_actors} engines"
         ):
-            await asyncio.gather(self._learner.start(), self._fleet.start())
+            await asyncio.gather(self._rewards.start(), self._learner.start(), self._fleet.start())
         self._make_publisher()
         if is_resumed:
             with self._recorder.stage("restoring the last checkpoint"):
@@ -230,6 +245,8 @@ class Controller:
             await self._learner.close()
         if self._replay is not None:
             ray.kill(self._replay)
+        if self._rewards is not None:
+            await self._rewards.close()
         self._recorder.spans(self._tracer.drain())
 
     async def _prepare_model(self) -> str:

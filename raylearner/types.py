@@ -58,9 +58,18 @@ class Prompt:
     prompt_id: str
     messages: tuple[Message, ...]
     answer: str | None = None
+    other_answers: tuple[str, ...] = ()
+    """Accepted as well as `answer`."""
     doc_id: str | None = None
     source: str = "default"
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_conversational: bool = False
+    """Whether the row holds messages and not plain text."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All that are accepted; empty where the row has none."""
+        return () if self.answer is None else (self.answer, *self.other_answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,8 @@ class Claim:
     prompt: Prompt
     policy_version: PolicyVersion
     seed: int
+    step: int | None = None
+    """Learner steps committed when it was given; None outside of training."""
     is_greedy: bool = False
     """Sampled greedily: its reward is the group's baseline, and it never trains."""
 
@@ -163,6 +174,8 @@ class Trajectory:
     """Ids of the passages and pages that tools showed, in order."""
     reward: float | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What reward functions logged beside their values: text, numbers, truth values or None."""
     stop_reason: StopReason = StopReason.END
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -244,6 +257,19 @@ class Trajectory:
         if self.stop_reason is StopReason.ERROR and self.error is None:
             return "stop_reason 'error' needs a cause in error"
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeScore:
+    """What an episode is worth; with `error`, it could not be found out."""
+
+    reward: float | None = None
+    """Weighted, clipped sum of those that apply; None when none does."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """By function, unweighted."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    error: str | None = None
 
 
 class Shipment(list[list[Trajectory]]):

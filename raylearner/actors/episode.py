@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raylearner.actors.engine import Engine
+from raylearner.environments.agent import Agent
 from raylearner.environments.protocol import Environment, Outcome
 from raylearner.errors import EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer
@@ -40,6 +41,8 @@ class EpisodeKit:
     scorer: Scorer
     make_environment: Callable[[], Environment]
     tracer: Tracer
+    agent: Agent | None = None
+    """Where programs play the episodes by themselves: `make_environment` is then not called."""
 
 
 async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Trajectory:
@@ -49,10 +52,10 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
     """
     started_at_s = time.time()
     transcript = Transcript(renderer=kit.renderer, claim=claim)
-    environment = kit.make_environment()
     stop_reason, error = StopReason.ERROR, None
     with kit.tracer.span("episode", group=claim.group_id, sample=claim.sample_index):
         try:
+            environment = kit.make_environment()
             try:
                 stop_reason = await _play(kit, environment, transcript, sampling)
             except TrajectoryError as cause:
@@ -76,7 +79,7 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
         )
         if error is not None or stop_reason is StopReason.ABORTED:
             return trajectory
-        return await _score(kit, claim, transcript, trajectory, outcome)
+        return (await scored(kit, claim, [trajectory], outcome, response=transcript.response_text))[0]
 
 
 async def _play(
@@ -92,7 +95,7 @@ async def _play(
             with kit.tracer.span("generate") as generate:
                 completion = await kit.engine.generate(transcript.token_ids, turn_sampling)
                 generate.arguments["tokens"] = len(completion.token_ids)
-            completion = _until_end(completion, kit.renderer.end_token_ids)
+            completion = until_end(completion, kit.renderer.end_token_ids)
             text = transcript.add_completion(completion)
             if completion.stop_reason is CompletionStop.ABORTED:
                 transcript.add_reply(())
@@ -113,7 +116,7 @@ async def _play(
     return StopReason.MAX_TOKENS
 
 
-def _until_end(completion: Completion, end_token_ids: tuple[int, ...]) -> Completion:
+def until_end(completion: Completion, end_token_ids: tuple[int, ...]) -> Completion:
     """Drops what an engine sampled after the first end token; the end token itself stays."""
     positions = np.flatnonzero(np.isin(completion.token_ids, end_token_ids))
     if len(positions) == 0 or positions[0] + 1 == len(completion.token_ids):
@@ -141,10 +144,12 @@ async def _score(
         completion_ids=tuple(trajectory.token_ids[trajectory.loss_mask].tolist()),
         stop_reason=trajectory.stop_reason,
         policy_version=trajectory.max_policy_version,
+        step=claim.step,
+        metrics=outcome.metrics,
     )
     try:
         with kit.tracer.span("reward", group=claim.group_id):
-            reward, rewards = await kit.scorer.score(view)
+            score = await kit.scorer.score(view)
     except TrajectoryError as cause:
         return replace(
             trajectory,
@@ -152,7 +157,14 @@ async def _score(
             error=f"{cause.kind}: {cause}",
             train_mask=np.zeros_like(trajectory.train_mask),
         )
-    if outcome.penalty and reward is not None:
+    reward, rewards = score.reward, score.rewards
+    if outcome.penalty and (reward is not None or kit.scorer.is_partial):
         rewards = {**rewards, "invalid_action_penalty": -outcome.penalty}
-        reward -= outcome.penalty
-    return replace(trajectory, reward=reward, rewards=rewards)
+        reward = None if reward is None else reward - outcome.penalty
+    return replace(
+        trajectory,
+        reward=reward,
+        rewards=rewards,
+        columns=score.columns,
+        metrics={**trajectory.metrics, **score.metrics},
+    )

@@ -9,6 +9,7 @@ import ray
 from raylearner.actors.engine import Engine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.outbox import Outbox
+from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
@@ -86,10 +87,13 @@ class RolloutActor:
         self._engine = self._make_engine(renderer)
         await self._engine.start()
         self._environments = EnvironmentFactory(sections.environment)
+        self._scorer = Scorer(
+            sections.rewards, models=model_calls(sections.run_name, sections.rewards)
+        )
         kit = EpisodeKit(
             engine=self._engine,
             renderer=renderer,
-            scorer=Scorer(sections.rewards),
+            scorer=self._scorer,
             make_environment=self._environments.make,
             tracer=self._tracer,
         )
@@ -144,6 +148,7 @@ class RolloutActor:
         if self._worker is not None:
             self._worker.halt()
             await self._environments.close()
+            await self._scorer.close()
         if self._engine is not None:
             await self._engine.close()
 

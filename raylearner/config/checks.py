@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from raylearner.config.data_checks import check_data
 from raylearner.config.finding import Finding
 from raylearner.config.objective_checks import check_objective, objective_notes
+from raylearner.config.reward_checks import check_rewards
 from raylearner.config.schema import (
-    JsonlData,
     PretrainedModel,
     RunConfig,
     TinyModel,
@@ -33,7 +34,8 @@ def check(config: RunConfig) -> list[Finding]:
         *_layout(config),
         *_model(config),
         *_lora(config),
-        *_data(config),
+        *check_data(config),
+        *check_rewards(config),
     ]
 
 
@@ -197,16 +199,3 @@ def _is_local(path: str) -> bool:
     owner, separator, _ = path.partition("/")
     is_below_folder = bool(separator) and Path(owner).is_dir()
     return path.startswith((".", "~", os.sep)) or path.count("/") > 1 or is_below_folder
-
-
-def _data(config: RunConfig) -> Iterator[Finding]:
-    data = config.data
-    if config.evaluation.every_steps > 0 and data.evaluation is None:
-        yield Finding(
-            "evaluation.every_steps",
-            f"{config.evaluation.every_steps} needs held-out prompts in data.evaluation; "
-            "add that section, or set this to 0",
-        )
-    for key, source in (("data.train", data.train), ("data.evaluation", data.evaluation)):
-        if isinstance(source, JsonlData) and not Path(source.path).expanduser().is_file():
-            yield Finding(f"{key}.path", f"no such file {source.path!r}")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from raylearner.config.checks import check
 from raylearner.config.document import parse
 from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean, shown
 from raylearner.config.schema import RunConfig
+from raylearner.config.section import ONE_OR_MORE
 from raylearner.config.tree import DEFAULTS, Node, merge
 
 REMOVED_KEYS: dict[str, str] = {}
@@ -43,7 +45,7 @@ def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     if config is not None and not problems:
         for finding in check(config):
             path = tuple(int(part) if part.isdecimal() else part for part in finding.key.split("."))
-            problems.append(Problem(tree.place(path), finding.key, finding.text))
+            problems.append(Problem(tree.place(path), tree.key(path), finding.text))
     if config is None or problems:
         raise ConfigProblems(problems)
     return config
@@ -126,10 +128,11 @@ def _over_defaults(node: Node, annotation: Any) -> Node:
     """Lay each written section over what its field's default sets on purpose.
 
     So `learner.loss.clip_low=0.1` needs no kind, and a partial `evaluation.sampling` stays greedy.
+    Where one or more sections may stand, a single one becomes a list of one.
     """
     if isinstance(node.value, list):
         inner = shape.item(annotation)
-        return Node([_over_defaults(child, inner) for child in node.value], node.where)
+        return replace(node, value=[_over_defaults(child, inner) for child in node.value])
     if not isinstance(node.value, dict):
         return node
     model = shape.section_for(annotation, node.plain())
@@ -143,6 +146,8 @@ def _over_defaults(node: Node, annotation: Any) -> Node:
         if isinstance(field.default, BaseModel) and isinstance(child.value, dict):
             default = field.default.model_dump(mode="json", exclude_unset=True)
             child = merge(Node.of(default, DEFAULTS), child)
+        if ONE_OR_MORE in field.metadata and isinstance(child.value, dict):
+            child = Node([child], child.where, is_lone=True)
         entries[name] = _over_defaults(child, field.annotation)
     return Node(entries, node.where)
 
@@ -183,7 +188,7 @@ def _problem(detail: ErrorDetails, tree: Node, root: type[BaseModel]) -> Problem
     path, annotation = shape.user_path(root, detail["loc"])
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, "kind")
-    key = ".".join(map(str, path))
+    key = tree.key(path)
     return Problem(tree.place(path), key, _say(detail, path, annotation, tree, root))
 
 

@@ -1,4 +1,4 @@
-"""Rollout actors: rendering, sampling, rewards, engines."""
+"""Rollout actors: rendering, sampling, engines."""
 
 from typing import Annotated, Any, Literal
 
@@ -45,26 +45,6 @@ class SamplingSection(Section):
     """1 is off."""
     max_turn_tokens: PositiveInt = 256
     """Most tokens of one turn."""
-
-
-class RewardFunction(Section):
-    """One reward function and its weight."""
-
-    kind: str
-    """A built-in name, or `module:function`."""
-    weight: float = 1.0
-    """Factor in the weighted sum."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function as keywords."""
-
-
-class RewardSection(Section):
-    """What an episode is worth."""
-
-    functions: tuple[RewardFunction, ...] = (RewardFunction(kind="exact_answer"),)
-    """Summed by weight; None means that a function does not apply."""
-    timeout_s: PositiveFloat = 30.0
-    """A function that takes longer is an error of its trajectory."""
 
 
 class VllmEngine(Section):

@@ -21,12 +21,11 @@ from raylearner.config.observability import (
     WandbSection,
 )
 from raylearner.config.replay import ReplaySection
+from raylearner.config.rewards import RewardFunction, RewardSection
 from raylearner.config.rollout import (
     ActorsSection,
     EngineSection,
     RendererSection,
-    RewardFunction,
-    RewardSection,
     SamplingSection,
     ScriptedEngine,
     TransformersEngine,
@@ -130,11 +129,14 @@ class RunConfig(Section):
         return (
             self.actors.num_actors * self.actors.cpus_per_actor
             + self.learner.num_ranks * self.learner.cpus_per_rank
+            + sum(model.cpus for model in self.rewards.models.values())
         )
 
     @property
     def gpus_needed(self) -> float:
         """GPUs of all actors; `auto` counts as none until it is resolved."""
-        return self.actors.num_actors * number(
-            self.actors.gpus_per_actor
-        ) + self.learner.num_ranks * number(self.learner.gpus_per_rank)
+        return (
+            self.actors.num_actors * number(self.actors.gpus_per_actor)
+            + self.learner.num_ranks * number(self.learner.gpus_per_rank)
+            + sum(model.gpus for model in self.rewards.models.values())
+        )

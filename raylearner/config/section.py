@@ -1,8 +1,9 @@
 """What all sections of the configuration share."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
@@ -16,6 +17,27 @@ AutoFloat = NonNegativeFloat | Literal["auto"]
 def number(value: float | Literal["auto"]) -> float:
     """The number; 0 for what is not resolved yet."""
     return 0.0 if value == "auto" else value
+
+
+class OneOrMore:
+    """Marks a tuple of sections for which a single section may be written.
+
+    Files are read strictly as JSON, where the loader has made the list already.
+    """
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        many = handler(source)
+        python = core_schema.no_info_before_validator_function(_listed, many)
+        return core_schema.json_or_python_schema(json_schema=many, python_schema=python)
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, dict | BaseModel) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+ONE_OR_MORE = OneOrMore()
 
 
 class Section(BaseModel):

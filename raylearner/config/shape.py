@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from raylearner.config.kind import OPEN_KIND, kind_tag
+
 Path = tuple[str | int, ...]
 
 
@@ -20,12 +22,17 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def kinds(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Sections by the `kind` that chooses them; those without one are left out."""
+    """Sections by the `kind` that chooses them; those without one are left out.
+
+    The section for what the user names has `OPEN_KIND`.
+    """
     found: dict[str, type[BaseModel]] = {}
     for model in sections(annotation):
         field = model.model_fields.get("kind")
         if field is not None and get_origin(field.annotation) is Literal:
             found |= {str(kind): model for kind in get_args(field.annotation)}
+        elif field is not None and field.annotation is str:
+            found[OPEN_KIND] = model
     return found
 
 
@@ -34,8 +41,8 @@ def section_for(annotation: Any, value: Any) -> type[BaseModel] | None:
     models = sections(annotation)
     if len(models) == 1:
         return models[0]
-    kind: Any = value.get("kind") if isinstance(value, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return kinds(annotation).get(kind) if isinstance(kind, str) else None
+    tag = kind_tag(value) if isinstance(value, dict) else None
+    return None if tag is None else kinds(annotation).get(tag)
 
 
 def item(annotation: Any) -> Any:

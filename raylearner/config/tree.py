@@ -16,6 +16,8 @@ class Node:
 
     value: "Scalar | list[Node] | dict[str, Node]"
     where: Where
+    is_lone: bool = False
+    """A list of one whose item was written without a list around it."""
 
     @classmethod
     def of(cls, value: Any, where: Where) -> "Node":
@@ -52,6 +54,16 @@ class Node:
             if node.where != DEFAULTS:
                 where = node.where
         return where
+
+    def key(self, path: "tuple[str | int, ...]") -> str:
+        """The dotted key of `path` as it was written: a lone item has no position."""
+        parts: list[str] = []
+        node: Node | None = self
+        for part in path:
+            if node is None or not node.is_lone:
+                parts.append(str(part))
+            node = node.child(part) if node is not None else None
+        return ".".join(parts)
 
     def with_value(self, path: "tuple[str | int, ...]", value: Scalar) -> "Node":
         """The same tree with another scalar at an existing path."""

@@ -67,6 +67,7 @@ def rows(
     places = np.linspace(0, len(ordered) - 1, min(config.num_completions, len(ordered)))
     chosen = [ordered[round(place)] for place in places]
     parts = sorted({name for t in chosen for name in t.rewards})
+    columns = sorted({name for t in chosen for name in t.columns})
     logged = sorted({name for t in chosen for name in t.metrics})
     return [
         {
@@ -75,6 +76,7 @@ def rows(
             **{name: _number(trajectory.rewards.get(name)) for name in parts},
             "reward": _number(trajectory.reward),
             "advantage": _number((advantages or {}).get(trajectory.key)),
+            **{name: _cell(trajectory.columns.get(name), config) for name in columns},
             **{name: _number(trajectory.metrics.get(name)) for name in logged},
         }
         for trajectory in chosen
@@ -100,6 +102,12 @@ def plain(table: Rows) -> str:
     with console.capture() as captured:
         console.print(drawn)
     return captured.get().rstrip()
+
+
+def _cell(value: object, config: CompletionsSection) -> str:
+    if value is None or isinstance(value, float):
+        return _number(value)
+    return _cut(str(value), config.max_characters)
 
 
 def _completion(trajectory: Trajectory) -> str:

@@ -13,6 +13,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/reward/max", "reward", "Largest reward of the step."),
     ("rollout/reward/min", "reward", "Smallest reward of the step."),
     ("rollout/reward/<part>/mean", "reward", "Mean of one reward function over the step, unweighted."),
+    ("rollout/reward/<part>/std", "reward", "Standard deviation of one reward function over the step."),
+    ("rollout/source/<source>/reward/mean", "reward", "Mean reward of the trajectories of one data source."),
+    ("rollout/source/<source>/group_fraction", "fraction", "Share of the step's groups that are of this source."),
     ("rollout/turns/mean", "turns", "Mean turns of a trajectory."),
     ("rollout/turns/max", "turns", "Most turns of a trajectory."),
     ("rollout/response_tokens/mean", "tokens", "Mean tokens after the prompt, observations included."),
@@ -27,7 +30,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/tool_calls/mean", "calls", "Mean tool calls of a trajectory."),
     ("rollout/episode_s/mean", "s", "Mean time from an episode's start to its end."),
     ("rollout/episode_s/max", "s", "Longest episode."),
-    ("rollout/logged/<key>/mean", "", "Mean over the step's trajectories of a number that the environment or a reward logged on them."),
+    ("rollout/logged/<key>/mean", "", "Mean over the step's trajectories of a number that the environment or a reward logged on them; a reward's are `<function>/<name>`."),
     ("rollout/restarts", "actors", "Rollout actors replaced since this process began."),
     # Groups between actors and learner.
     ("buffer/size", "trajectories", "Trajectories in the buffer, of complete and of running groups."),

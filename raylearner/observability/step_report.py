@@ -58,8 +58,24 @@ def step_metrics(
         parts = [part for t in trajectories if (part := t.rewards.get(name)) is not None]
         if parts:
             metrics[f"rollout/reward/{name}/mean"] = _mean(parts)
+            metrics[f"rollout/reward/{name}/std"] = float(np.std(parts))
     metrics |= logged_means(trajectories)
+    metrics |= _by_source(groups)
     return metrics | _speed(activities) | _tools(activities)
+
+
+def _by_source(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Rewards of each source apart, and its share of the groups."""
+    by_source: dict[str, list[TrajectoryGroup]] = {}
+    for group in groups:
+        by_source.setdefault(group.trajectories[0].source, []).append(group)
+    metrics: dict[str, float] = {}
+    for source, found in sorted(by_source.items()):
+        metrics[f"rollout/source/{source}/group_fraction"] = len(found) / len(groups)
+        rewards = [t.reward for group in found for t in group.trajectories if t.reward is not None]
+        if rewards:
+            metrics[f"rollout/source/{source}/reward/mean"] = _mean(rewards)
+    return metrics
 
 
 def _tools(activities: Sequence[Activity]) -> dict[str, float]:

@@ -40,6 +40,7 @@ def transcript(
         "source": trajectory.source,
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
+        "columns": dict(trajectory.columns),
         "advantage": advantage,
         "stop_reason": str(trajectory.stop_reason),
         "error": trajectory.error,

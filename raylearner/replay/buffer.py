@@ -5,7 +5,7 @@ None when it cannot serve yet, and `describe` says what it lacks. Not thread-saf
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,30 +13,30 @@ from numpy.typing import NDArray
 
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import ReplayError, TooManyFailures
+from raylearner.replay.closing import GroupCloser
 from raylearner.replay.ledger import Ledger
-from raylearner.replay.record import OPEN_STATES, GroupRecord, SampleState
+from raylearner.replay.record import GroupRecord, SampleState
 from raylearner.replay.report import buffer_metrics, describe, take_metrics
 from raylearner.replay.rule import broken_rule
+from raylearner.replay.sampler import Sampler
+from raylearner.replay.scoring import ScoreDesk, ScoreRequest
 from raylearner.replay.staleness import (
     Ruling,
     rule_on_stale,
-    should_wait_for,
     staleness_histogram,
     trained_versions,
 )
 from raylearner.replay.store import EpisodeStore
 from raylearner.replay.take import Take
 from raylearner.replay.tally import Tally
+from raylearner.replay.wait import WaitRule
 from raylearner.types import (
     ClaimReply,
+    EpisodeScore,
     PolicyVersion,
     Prompt,
     Trajectory,
-    TrajectoryGroup,
 )
-
-MIN_PARTIAL_EPISODES = 2
-"""Scored episodes that a group needs at its time limit to train: fewer give no baseline."""
 
 
 class ReplayBuffer:
@@ -53,10 +53,13 @@ class ReplayBuffer:
         prompts: Sequence[Prompt],
         seed: int,
         *,
+        sampler: Sampler | None = None,
+        should_score_groups: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With `should_score_groups`, a complete group waits for `put_scores` before it may train."""
         self.config = config
-        self.ledger = Ledger(config, prompts, seed)
+        self.ledger = Ledger(config, prompts, seed, sampler=sampler)
         self.tally = Tally(
             error_window=config.error_window,
             max_error_fraction=config.max_error_fraction,
@@ -69,7 +72,14 @@ class ReplayBuffer:
         self._last_take = take_metrics([], [], 0)
         self._wanted: tuple[int, PolicyVersion] | None = None
         self._engine_versions: dict[str, PolicyVersion] = {}
-        self._waiting_for: tuple[PolicyVersion, int] | None = None
+        self._wait = WaitRule(config)
+        self._closer = GroupCloser(
+            config,
+            ledger=self.ledger,
+            store=self.store,
+            tally=self.tally,
+            desk=ScoreDesk() if should_score_groups else None,
+        )
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -120,7 +130,7 @@ class ReplayBuffer:
         if rule is not None:
             return self._refuse((group, index), rule)
         self._store(group, index, episode)
-        self._settle(group)
+        self._closer.settle(group)
         return "accepted"
 
     def take(self, num_groups: int, policy_version: PolicyVersion) -> Take | None:
@@ -141,13 +151,14 @@ class ReplayBuffer:
         rulings = self._ruled(num_groups)
         if self.tally.failure is not None:
             raise TooManyFailures(self.tally.failure)
-        if len(rulings) < num_groups or self._should_wait():
+        if len(rulings) < num_groups or self._wait.holds_back(self.ledger):
             return None
         groups = [ruling.group for ruling in rulings if ruling.group is not None]
         for group in groups:
             self.ledger.lease(self.ledger.held[group.group_id])
         self.tally.count_leased()
-        self._wanted = self._waiting_for = None
+        self._wanted = None
+        self._wait.end()
         self.num_changes += 1
         trajectories = [t for group in groups for t in group.trajectories]
         versions = [trained_versions(t) for t in trajectories]
@@ -170,6 +181,8 @@ class ReplayBuffer:
         if missing or len(set(group_ids)) != len(group_ids):
             raise ReplayError(f"commit of groups that are not leased, or twice: {missing}")
         self._advance(policy_version)
+        leased = [self.ledger.leased[group_id] for group_id in group_ids]
+        self.ledger.observe([self._closer.seen(record, is_trained=True) for record in leased])
         for group_id in group_ids:
             greedy_index = self.ledger.train(group_id).greedy_index
             for episode in self.store.pop_group(group_id):
@@ -186,7 +199,7 @@ class ReplayBuffer:
         touched = self.ledger.fail_actor(actor_id)
         self._engine_versions.pop(actor_id, None)
         for group in {group.group_id: group for group in touched}.values():
-            self._settle(group)
+            self._closer.settle(group)
         return len(touched)
 
     def rollback(self, policy_version: PolicyVersion) -> int:
@@ -197,28 +210,32 @@ class ReplayBuffer:
         self.ledger.policy_version = policy_version
         self.ledger.release()
         self.ledger.void_running()
-        self._wanted = self._waiting_for = None
-        num_dropped = 0
-        for group_id, episodes in list(self.store.groups.items()):
-            above = [
-                index
-                for index, episode in episodes.items()
-                if any(segment.max_policy_version > policy_version for segment in episode)
-            ]
-            for index in above:
+        self._wanted = None
+        self._wait.end()
+        above = self.store.sampled_above(policy_version)
+        for group_id, indices in above.items():
+            group = self.ledger.find(group_id)
+            assert group is not None
+            for index in indices:
                 self.store.remove(group_id, index)
-            if above:
-                group = self.ledger.find(group_id)
-                assert group is not None
-                self.ledger.reopen(group, above, self._clock())
-            num_dropped += len(above)
+            self._closer.forget(group_id)
+            self.ledger.reopen(group, indices, self._clock())
+        num_dropped = sum(map(len, above.values()))
         self.tally.rolled_back += num_dropped
         return num_dropped
+
+    def score_requests(self) -> list[ScoreRequest]:
+        """Groups that became complete since the last call and await `put_scores`."""
+        return self._closer.score_requests()
+
+    def put_scores(self, request: ScoreRequest, scores: Mapping[int, EpisodeScore]) -> None:
+        """The final rewards of a group by sample index; nothing where nobody awaits them any more."""
+        self.num_changes += self._closer.put_scores(request, scores)
 
     def close_expired(self) -> None:
         """Groups at their time limit are complete or dropped, by `partial_groups`."""
         for group in self.ledger.expired(self._clock()):
-            self._close_incomplete(group)
+            self._closer.close_incomplete(group)
 
     def next_deadline_s(self) -> float | None:
         """When, by the clock, time alone changes something."""
@@ -255,9 +272,11 @@ class ReplayBuffer:
         self.tally.restore(tally)
         self.store.restore(trajectories)
         self._last_take = take_metrics([], [], 0)
-        self._wanted = self._waiting_for = None
+        self._wanted = None
+        self._wait.end()
         for group in list(self.ledger.running.values()):  # group_size may differ from the dump's
-            self._settle(group)
+            self._closer.settle(group)
+        self._closer.ask_again()
 
     def _advance(self, policy_version: PolicyVersion) -> None:
         if policy_version < self.policy_version:
@@ -272,7 +291,7 @@ class ReplayBuffer:
         if where is not None:
             group, index = where
             self.ledger.give_back(group, index)
-            self._settle(group)
+            self._closer.settle(group)
         return f"refused: {rule}"
 
     def _count_late(self, episode: Sequence[Trajectory]) -> str:
@@ -288,76 +307,17 @@ class ReplayBuffer:
         self.tally.count_finished(owned)
         self.tally.count_accepted(owned)
 
-    def _settle(self, group: GroupRecord) -> None:
-        """Closes a running group that is complete, or that nothing can complete any more."""
-        if group.is_playing_greedy:
-            return
-        if group.num_in(SampleState.DONE) >= self.config.group_size:
-            self._close(group)
-        elif group.num_in(*OPEN_STATES) == 0:
-            self._close_incomplete(group)
-
-    def _close_incomplete(self, group: GroupRecord) -> None:
-        scored = self._scored_rewards(group)
-        if self.config.partial_groups == "train" and len(scored) >= MIN_PARTIAL_EPISODES:
-            self._close(group)
-        else:
-            self._drop(group, "time_limit")
-
-    def _close(self, group: GroupRecord) -> None:
-        scored = self._scored_rewards(group)
-        if not scored:
-            self._drop(group, "all_failed")
-        elif group.greedy_index is not None and self._greedy_reward(group) is None:
-            self._drop(group, "no_baseline")
-        elif self.config.should_drop_zero_variance and min(scored) == max(scored):
-            self._drop(group, "zero_variance")
-        else:
-            num_episodes = len(self.store.groups[group.group_id]) - (group.greedy_index is not None)
-            self.ledger.hold(group, is_partial=num_episodes < self.config.group_size)
-            self.tally.count_usable()
-
-    def _scored_rewards(self, group: GroupRecord) -> list[float]:
-        """One per member that has a reward."""
-        indices = (i for i, sample in enumerate(group.samples) if not sample.is_greedy)
-        rewards = (self.store.reward(group.group_id, index) for index in indices)
-        return [reward for reward in rewards if reward is not None]
-
-    def _greedy_reward(self, group: GroupRecord) -> float | None:
-        index = group.greedy_index
-        return None if index is None else self.store.reward(group.group_id, index)
-
-    def _drop(self, group: GroupRecord, why: str) -> None:
-        self.ledger.drop(group, why)
-        self.store.pop_group(group.group_id)
-        if why == "stale":
-            self.tally.count_stale()
-        else:
-            self.tally.count_filtered(why)
-
-    def _group(self, record: GroupRecord) -> TrajectoryGroup:
-        return TrajectoryGroup(
-            group_id=record.group_id,
-            prompt_id=self.ledger.prompt_of(record).prompt_id,
-            policy_version=record.policy_version,
-            trajectories=tuple(
-                t
-                for t in self.store.trajectories(record.group_id)
-                if t.sample_index != record.greedy_index
-            ),
-            is_partial=record.is_partial,
-            greedy_reward=self._greedy_reward(record),
-        )
-
     def _ruled(self, num_groups: int) -> list[Ruling]:
         """Rulings on the oldest groups that may train, at most `num_groups`; drops what may not."""
         rulings: list[Ruling] = []
-        if len(self.ledger.held) < num_groups:
+        if self.ledger.num_ready < num_groups:
             return rulings
         for record in self.ledger.held_oldest_first():
+            if record.awaits_scores:
+                continue
             ruling = self._rule(record)
             if ruling.group is None:
-                self._drop(record, "stale")
+                self._closer.drop(record, "stale")
             else:
                 rulings.append(ruling)
                 if len(rulings) == num_groups:
@@ -365,7 +325,10 @@ class ReplayBuffer:
         return rulings
 
     def _rule(self, record: GroupRecord) -> Ruling:
-        group, oldest_allowed = self._group(record), self.policy_version - self.config.max_staleness
+        group, oldest_allowed = (
+            self._closer.group(record),
+            self.policy_version - self.config.max_staleness,
+        )
         if min(record.versions, default=oldest_allowed) >= oldest_allowed:
             return Ruling(group=group)
         return rule_on_stale(
@@ -373,22 +336,4 @@ class ReplayBuffer:
             self.policy_version,
             max_staleness=self.config.max_staleness,
             on_stale=self.config.on_stale,
-        )
-
-    def _should_wait(self) -> bool:
-        """Whether `wait` holds a take back.
-
-        Only groups admitted before the take could first be served count: those that keep coming
-        cannot hold it for ever, and each of the others is closed at its time limit at the latest.
-        """
-        if self.config.on_stale != "wait":
-            return False
-        if self._waiting_for is None or self._waiting_for[0] != self.policy_version:
-            self._waiting_for = (self.policy_version, self.ledger.next_group_id)
-        return any(
-            should_wait_for(
-                group.versions, self.policy_version, max_staleness=self.config.max_staleness
-            )
-            for group in self.ledger.running.values()
-            if group.group_id < self._waiting_for[1]
         )

@@ -24,6 +24,7 @@ from raylearner.replay.record import (
     group_state,
     groups_from,
 )
+from raylearner.replay.sampler import Sampler, SeenGroup
 from raylearner.types import Claim, PolicyVersion, Prompt
 
 Key = tuple[int, int, int]
@@ -38,7 +39,15 @@ class Ledger:
     after an earlier state was restored into this ledger.
     """
 
-    def __init__(self, config: ReplaySection, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(
+        self,
+        config: ReplaySection,
+        prompts: Sequence[Prompt],
+        seed: int,
+        *,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """Without a sampler, every epoch shuffles the prompts anew."""
         self.config = config
         self.policy_version: PolicyVersion = 0
         self.running: dict[int, GroupRecord] = {}  # in order of their time limits
@@ -46,7 +55,7 @@ class Ledger:
         self.leased: dict[int, GroupRecord] = {}
         self.counts = LedgerCounts()
         self.next_group_id = 0
-        self._prompts = PromptSource(prompts, seed)
+        self._prompts = PromptSource(prompts, seed, sampler=sampler)
         self._seed = seed
         self._first_attempt = 0
         self._last_attempt = -1  # the highest attempt ever issued
@@ -59,6 +68,11 @@ class Ledger:
         return (self.config.max_staleness + 1) * self.config.groups_per_step
 
     @property
+    def num_steps(self) -> int:
+        """Learner steps committed, each of a whole take."""
+        return self.counts.trained // self.config.groups_per_step
+
+    @property
     def size(self) -> int:
         """Groups that take up capacity."""
         return len(self.running) + len(self.held) + len(self.leased)
@@ -66,11 +80,20 @@ class Ledger:
     def prompt_of(self, group: GroupRecord) -> Prompt:
         return self._prompts[group.prompt_index]
 
+    def observe(self, groups: Sequence[SeenGroup]) -> None:
+        """Tells the sampler what trained, or taught nothing."""
+        self._prompts.observe(groups)
+
     def find(self, group_id: int) -> GroupRecord | None:
         return self.running.get(group_id) or self.held.get(group_id) or self.leased.get(group_id)
 
     def held_oldest_first(self) -> list[GroupRecord]:
         return [self.held[group_id] for group_id in self._held_order]
+
+    @property
+    def num_ready(self) -> int:
+        """Held groups that could be taken: their episodes have all the rewards they get."""
+        return sum(not group.awaits_scores for group in self.held.values())
 
     def why_unfit(self, engine_version: PolicyVersion) -> str | None:
         """Why an engine at `engine_version` gets no claim at all.
@@ -167,10 +190,10 @@ class Ledger:
         group = next(iter(self.running.values()), None)
         return None if group is None else group.admitted_at_s + self.config.group_time_limit_s
 
-    def hold(self, group: GroupRecord, *, is_partial: bool) -> None:
+    def hold(self, group: GroupRecord, *, is_partial: bool, awaits_scores: bool = False) -> None:
         """A running group is complete: whoever still plays it is told to stop."""
         self._cancel_open(group)
-        group.is_partial = is_partial
+        group.is_partial, group.awaits_scores = is_partial, awaits_scores
         del self.running[group.group_id]
         self.held[group.group_id] = group
         insort(self._held_order, group.group_id)
@@ -209,7 +232,7 @@ class Ledger:
         if self.held.pop(group.group_id, None) is not None:
             self._held_order.remove(group.group_id)
         self.running.pop(group.group_id, None)
-        group.is_partial = False
+        group.is_partial = group.awaits_scores = False
         group.admitted_at_s = now_s
         self.running[group.group_id] = group
         for index in indices:
@@ -317,6 +340,7 @@ class Ledger:
             prompt=self.prompt_of(group),
             policy_version=engine_version,
             seed=episode_seed(self._seed, group.group_id, index, sample.num_failures),
+            step=self.num_steps,
             is_greedy=sample.is_greedy,
         )
 

@@ -1,4 +1,4 @@
-"""An endless, reproducible order of prompts."""
+"""The prompts of a run and the sampler that orders them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,60 +7,69 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raylearner.errors import CheckpointError
+from raylearner.errors import CheckpointError, ReplayError
+from raylearner.replay.sampler import Sampler, SeenGroup, ShuffleSampler
 from raylearner.types import Prompt
 
 
 class PromptSource:
-    """Owns the prompts and the cursor. Every epoch shuffles anew by the seed; it never ends."""
+    """Owns the prompts and their sampler; it never ends."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, *, sampler: Sampler | None = None
+    ) -> None:
+        """Without a sampler, every epoch shuffles anew by the seed."""
         if not prompts:
             raise ValueError("at least one prompt is needed")
         self._prompts = list(prompts)
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order: NDArray[np.int64] = self._shuffle()
+        self._sampler = ShuffleSampler(prompts, seed=seed) if sampler is None else sampler
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
 
     def next_index(self) -> int:
-        """The index of the next prompt; the cursor moves on."""
-        if self._position == len(self._order):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffle()
-        self._position += 1
-        return int(self._order[self._position - 1])
+        """The index of the next prompt. Raises `ReplayError` when the sampler names none."""
+        index = self._sampler.next_index()
+        if not 0 <= index < len(self._prompts):
+            raise ReplayError(
+                f"{self._name}.next_index gave {index!r}; expected one of {len(self._prompts)}"
+                " prompts, counted from 0"
+            )
+        return index
+
+    def observe(self, groups: Sequence[SeenGroup]) -> None:
+        self._sampler.observe(groups)
 
     def state(self) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        """JSON-able metadata and the sampler's array."""
+        values, array = self._sampler.state()
         metadata = {
-            "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
             "fingerprint": self._fingerprint(),
+            "sampler": self._name,
+            "values": values,
         }
-        return metadata, self._order
+        return metadata, array
 
-    def restore(self, metadata: dict[str, Any], order: NDArray[np.int64]) -> None:
+    def restore(self, metadata: dict[str, Any], array: NDArray[np.int64]) -> None:
+        """Raises `CheckpointError` for other prompts or another sampler."""
         if metadata["fingerprint"] != self._fingerprint():
             raise CheckpointError(
-                f"the checkpoint was written with {len(order)} other prompts than the "
-                f"{len(self._prompts)} given: resume with the same data"
+                "the checkpoint was written with other prompts than the"
+                f" {len(self._prompts)} given: resume with the same data"
             )
-        self._seed, self._epoch = metadata["seed"], metadata["epoch"]
-        self._position = metadata["position"]
-        self._order = order
+        if metadata["sampler"] != self._name:
+            raise CheckpointError(
+                f"the checkpoint was written with the sampler {metadata['sampler']}, not"
+                f" {self._name}: resume with the same data.sampler"
+            )
+        self._sampler.restore(metadata["values"], array)
 
-    def _shuffle(self) -> NDArray[np.int64]:
-        order = np.arange(len(self._prompts), dtype=np.int64)
-        np.random.default_rng([self._seed, self._epoch]).shuffle(order)
-        return order
+    @property
+    def _name(self) -> str:
+        return type(self._sampler).__qualname__
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for prompt in self._prompts:
-            digest.update(prompt.prompt_id.encode() + b"\0")
+            digest.update(prompt.prompt_id.encode() + b"\0" + prompt.source.encode() + b"\0")
         return digest.hexdigest()

@@ -50,6 +50,8 @@ class GroupRecord:
     admitted_at_s: float
     samples: list[SampleRecord]
     is_partial: bool = False
+    awaits_scores: bool = False
+    """Complete, but for the rewards that functions give to whole groups."""
 
     def num_in(self, *states: SampleState) -> int:
         """Members in one of these states."""
@@ -102,6 +104,7 @@ def group_state(group: GroupRecord) -> dict[str, Any]:
         "prompt_index": group.prompt_index,
         "policy_version": group.policy_version,
         "is_partial": group.is_partial,
+        "awaits_scores": group.awaits_scores,
         "samples": [
             {
                 "attempt": sample.attempt,
@@ -141,4 +144,5 @@ def _group_from(state: dict[str, Any], now_s: float) -> GroupRecord:
             for sample in state["samples"]
         ],
         is_partial=state["is_partial"],
+        awaits_scores=state["awaits_scores"],
     )

@@ -10,14 +10,20 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
+from raylearner.config.data import SamplerSection, Shuffle
 from raylearner.config.schema import ReplaySection
+from raylearner.errors import RewardError
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
+from raylearner.replay.sampler import make_sampler
+from raylearner.replay.scoring import ScoreRequest
 from raylearner.replay.take import Take
-from raylearner.types import ClaimReply, Prompt, Trajectory
+from raylearner.types import ClaimReply, EpisodeScore, Prompt, Trajectory
 
 MIN_WAIT_S = 0.001
 """Shortest wait for a time limit, so that rounding never makes a busy loop."""
@@ -27,8 +33,30 @@ MIN_WAIT_S = 0.001
 class ReplayActor:
     """Owns the one `ReplayBuffer` of a run. One call at a time touches it; waiting calls do not."""
 
-    def __init__(self, config: ReplaySection, prompts: list[Prompt], seed: int) -> None:
-        self._buffer = ReplayBuffer(config, prompts, seed, clock=time.monotonic)
+    def __init__(
+        self,
+        config: ReplaySection,
+        prompts: list[Prompt],
+        seed: int,
+        *,
+        sampler: SamplerSection | None = None,
+        weights: dict[str, float] | None = None,
+        group_rewards: Any = None,
+    ) -> None:
+        """`weights` are those of the prompts' sources; `group_rewards` is an actor that scores
+        complete groups, where functions of the configuration see groups."""
+        self._buffer = ReplayBuffer(
+            config,
+            prompts,
+            seed,
+            sampler=make_sampler(
+                sampler or Shuffle(kind="shuffle"), prompts, seed=seed, weights=weights or {}
+            ),
+            should_score_groups=group_rewards is not None,
+            clock=time.monotonic,
+        )
+        self._group_rewards = group_rewards
+        self._scoring: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._num_deaths: Counter[str] = Counter()
         self._engine_versions: dict[str, int] = {}
@@ -121,8 +149,26 @@ class ReplayActor:
         self._wake()
 
     def _wake(self) -> None:
+        for request in self._buffer.score_requests():
+            task = asyncio.get_running_loop().create_task(self._score(request))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _score(self, request: ScoreRequest) -> None:
+        """The actor's own failures are those of the group's episodes; it is restarted by Ray."""
+        assert self._group_rewards is not None, "requests come only where an actor takes them"
+        try:
+            scores: dict[int, EpisodeScore] = await self._group_rewards.score.remote(
+                request.prompt, request.trajectories, request.step
+            )
+        except RayError as error:
+            said = f"{RewardError.kind}: the group's rewards: {str(error).splitlines()[-1]}"
+            failed = {t.sample_index for t in request.trajectories}
+            scores = {index: EpisodeScore(error=said) for index in failed}
+        self._buffer.put_scores(request, scores)
+        self._wake()
 
     async def _wait(self, deadline_s: float) -> None:
         """Until something changes, a group reaches its time limit, or `deadline_s`."""

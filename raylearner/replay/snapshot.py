@@ -19,7 +19,7 @@ from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.store import image_name
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
-FORMAT = 2
+FORMAT = 3
 
 ARRAYS: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,
@@ -123,6 +123,7 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     state: dict[str, Any] = {name: getattr(trajectory, name) for name in PLAIN_FIELDS}
     state["rewards"] = dict(trajectory.rewards)
     state["metrics"] = dict(trajectory.metrics)
+    state["columns"] = dict(trajectory.columns)
     state["turns"] = [[getattr(turn, name) for name in TURN_FIELDS] for turn in trajectory.turns]
     state["images"] = [image_name(image) for image in trajectory.images]
     return state

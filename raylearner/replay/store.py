@@ -1,12 +1,12 @@
 """The replay's memory: finished episodes by group, and the images that they show, each kept once."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from raylearner.types import StopReason, Trajectory
+from raylearner.types import EpisodeScore, PolicyVersion, StopReason, Trajectory
 
 Episode = tuple[Trajectory, ...]
 """The segments of one episode, in order."""
@@ -41,10 +41,28 @@ class EpisodeStore:
         episode = self.groups.get(group_id, {}).get(index)
         return None if episode is None else episode[0].reward
 
+    def sampled_above(self, policy_version: PolicyVersion) -> dict[int, list[int]]:
+        """Sample indices of episodes that a later policy had a part in, by group_id."""
+        above = {
+            group_id: [
+                index
+                for index, episode in episodes.items()
+                if any(segment.max_policy_version > policy_version for segment in episode)
+            ]
+            for group_id, episodes in self.groups.items()
+        }
+        return {group_id: indices for group_id, indices in above.items() if indices}
+
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """By sample index and segment."""
         episodes = self.groups.get(group_id, {})
         return [segment for index in sorted(episodes) for segment in episodes[index]]
+
+    def rescore(self, group_id: int, scores: Mapping[int, EpisodeScore]) -> None:
+        """Gives episodes their final rewards; one whose score is an error has failed."""
+        episodes = self.groups[group_id]
+        for index, score in scores.items():
+            episodes[index] = tuple(_rescored(segment, score) for segment in episodes[index])
 
     def restore(self, trajectories: Sequence[Trajectory]) -> None:
         """Holds these and nothing else. They are the caller's no longer."""
@@ -75,6 +93,24 @@ class EpisodeStore:
         self.num_trajectories -= len(episode)
         for segment in episode:
             self.images.remove(segment.images)
+
+
+def _rescored(segment: Trajectory, score: EpisodeScore) -> Trajectory:
+    if score.error is not None:
+        return replace(
+            segment,
+            reward=None,
+            stop_reason=StopReason.ERROR,
+            error=score.error,
+            train_mask=np.zeros_like(segment.train_mask),
+        )
+    return replace(
+        segment,
+        reward=score.reward,
+        rewards=score.rewards,
+        columns={**segment.columns, **score.columns},
+        metrics={**segment.metrics, **score.metrics},
+    )
 
 
 class ImageStore:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from raylearner.types import StopReason, Trajectory
+from raylearner.types import EpisodeScore, StopReason, Trajectory
 
 LENGTH_WINDOW = 2048
 """Episodes whose lengths make up a distribution."""
@@ -53,6 +53,12 @@ class Tally:
         else:
             error = failed.error or ""
             self._count_error(error_kind(error), error)
+
+    def count_scores(self, scores: Iterable[EpisodeScore]) -> None:
+        """Episodes that failed after all, in a function that sees groups."""
+        for score in scores:
+            if score.error is not None:
+                self._count_error(error_kind(score.error), score.error)
 
     def count_refused(self, rule: str) -> None:
         self.refused[rule.partition(", got")[0]] += 1

@@ -1,12 +1,12 @@
-"""Built-in reward functions: each takes what an episode became and returns a number or None."""
+"""What reward functions take and give, and the answer that an episode gave."""
 
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
 
 from raylearner.types import Prompt, StopReason, Turn
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,41 +21,84 @@ class EpisodeView:
     """Sampled tokens, in order."""
     stop_reason: StopReason
     policy_version: int
+    """The newest version that sampled one of its tokens."""
+    step: int | None = None
+    """Learner steps committed when the episode was claimed; None in evaluations."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the environment counted, such as `failed_tool_calls`."""
 
     @property
     def completion(self) -> str:
         """What the policy wrote, turns joined."""
         return "".join(turn.text for turn in self.turns)
 
+    @property
+    def prompt_text(self) -> str:
+        """The prompt's messages but for the system's, in plain words."""
+        messages = self.prompt.messages
+        return "\n\n".join(m.content for m in messages if m.role != "system")
 
-RewardFunctionCall = Callable[..., float | Awaitable[float | None] | None]
+
+class RewardLog:
+    """Collects what one function logs about the `size` episodes that it is called with."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self._name = name
+        self._size = size
+        self.columns: list[dict[str, Any]] = [{} for _ in range(size)]
+        self.metrics: dict[str, float] = {}
+
+    def extra(self, column: str, values: Sequence[object]) -> None:
+        """One value per episode under `column`; what is no text, number or truth value is shown as
+        text. Raises `ValueError` unless there are as many values as episodes."""
+        if isinstance(values, str) or len(values) != self._size:
+            raise ValueError(
+                f"log_extra({column!r}, ...) takes a list of {self._size}, one for each completion"
+            )
+        for row, value in zip(self.columns, values, strict=True):
+            row[column] = _plain(value)
+
+    def metric(self, name: str, value: float) -> None:
+        """A number, reported as its mean over the step under `<function>/<name>`."""
+        self.metrics[f"{self._name}/{name}"] = float(value)
 
 
-def exact_answer(episode: EpisodeView) -> float | None:
-    """1 when the last turn's answer equals the prompt's, white space aside; 0 otherwise.
+def _plain(value: object) -> str | int | float | bool | None:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    item = getattr(value, "item", None)  # a scalar of numpy or torch
+    if callable(item) and getattr(value, "shape", None) == ():
+        return _plain(item())
+    return str(value)
 
-    None when the prompt has no answer. Without answer tags the whole last turn is the answer.
+
+class Reward(Protocol):
+    """One function of the configuration, ready to be called.
+
+    Whatever it raises is the failure of the episodes that it was called with.
     """
-    if episode.prompt.answer is None:
-        return None
-    if not episode.turns:
-        return 0.0
-    return float(given_answer(episode.turns[-1].text) == episode.prompt.answer.strip())
+
+    async def score(
+        self, episodes: Sequence[EpisodeView], log: RewardLog
+    ) -> Sequence[float | None]:
+        """A finite number per episode, or None where it does not apply."""
+        ...
+
+    async def close(self) -> None: ...
 
 
-def given_answer(text: str) -> str:
+def given_answer(text: str, tag: str | None = "answer") -> str:
     """The content of the last answer tag, or the whole text without one."""
-    found = _ANSWER.findall(text)
+    found = _pairs(tag).findall(text) if tag is not None else []
     return str(found[-1] if found else text).strip()
 
 
-def response_length(episode: EpisodeView, *, target_tokens: int) -> float:
-    """1 at `target_tokens` sampled tokens, falling linearly to 0 at none or twice as many."""
-    distance = abs(len(episode.completion_ids) - target_tokens) / target_tokens
-    return max(0.0, 1.0 - distance)
+def last_answer(episode: EpisodeView, tag: str | None) -> str:
+    """The answer of the last turn; empty where there was no turn."""
+    return given_answer(episode.turns[-1].text, tag) if episode.turns else ""
 
 
-REWARDS: dict[str, RewardFunctionCall] = {
-    "exact_answer": exact_answer,
-    "response_length": response_length,
-}
+@lru_cache(maxsize=64)
+def _pairs(tag: str) -> re.Pattern[str]:
+    name = re.escape(tag)
+    return re.compile(f"<{name}>(.*?)</{name}>", re.DOTALL)

@@ -1,91 +1,180 @@
-"""Scores an episode: several functions, sync or async, summed by weight; None does not apply."""
+"""What an episode is worth: several functions at once, summed by weight; None does not apply."""
 
 import asyncio
-import importlib
-import inspect
+import logging
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-from raylearner.config.schema import RewardFunction, RewardSection
+from raylearner.config.rewards import RewardFunction, RewardSection
 from raylearner.errors import ConfigError, RewardError
-from raylearner.rewards.functions import REWARDS, EpisodeView, RewardFunctionCall
+from raylearner.rewards.catalogue import ModelCall, make_reward
+from raylearner.rewards.functions import EpisodeView, Reward, RewardLog
+from raylearner.types import EpisodeScore, Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_WARNED_ROWS = 1000
+"""Rows without any reward that are named in the log; the rest only counts in metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    name: str
+    reward: Reward
+    timeout_s: float | None
 
 
 class Scorer:
-    """All reward functions of a run. A function that raises or times out fails its trajectory."""
+    """The functions of a run that see single episodes, or with `sees_groups` those that see groups.
 
-    def __init__(self, config: RewardSection) -> None:
-        """Raises `ConfigError` naming every function that cannot be found."""
-        self._timeout_s = config.timeout_s
-        self.names = _unique_names(config.functions)
-        self.weights = {n: f.weight for n, f in zip(self.names, config.functions, strict=True)}
-        self._functions = [partial(find_reward(f.kind), **f.arguments) for f in config.functions]
+    A function that raises or times out fails the episodes that it was called with.
+    """
 
-    async def score(self, episode: EpisodeView) -> tuple[float | None, dict[str, float | None]]:
-        """The weighted sum over the functions that apply (None when none does), and each part.
+    def __init__(
+        self,
+        config: RewardSection,
+        *,
+        models: Mapping[str, ModelCall] | None = None,
+        sees_groups: bool = False,
+    ) -> None:
+        """`models` are the reward models by function name.
 
-        Raises `RewardError` with the function's name.
+        Raises `ConfigError` naming every user function that cannot be taken.
         """
-        parts = await asyncio.gather(
-            *(
-                self._call(name, function, episode)
-                for name, function in zip(self.names, self._functions, strict=True)
-            )
+        self._config = config
+        self.weights = config.weights
+        self._warned: set[str] = set()
+        self._functions: list[_Function] = []
+        problems: list[str] = []
+        for index, (name, section) in enumerate(zip(config.names, config.functions, strict=True)):
+            if section.sees_groups is not sees_groups:
+                continue
+            try:
+                reward = make_reward(name, section, models or {})
+            except ConfigError as error:
+                problems.append(f"rewards.functions.{index}: {error}")
+            else:
+                limit_s = _time_limit_s(section, config.timeout_s)
+                self._functions.append(_Function(name, reward, limit_s))
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether functions that see groups add to its scores later."""
+        return self._config.sees_groups
+
+    async def score(self, episode: EpisodeView) -> EpisodeScore:
+        """The weighted, clipped sum over the functions that apply, and each part.
+
+        Raises `RewardError` with the function's name. Warns of a row to which none applies, unless
+        functions that see groups have their say later.
+        """
+        (score,) = await self.score_all([episode])
+        if score.reward is None and self._functions and not self.is_partial:
+            self.warn_of(episode.prompt)
+        return score
+
+    async def score_all(self, episodes: Sequence[EpisodeView]) -> list[EpisodeScore]:
+        """The same for several episodes, each function called once with all of them."""
+        results = await asyncio.gather(
+            *(self._call(function, episodes) for function in self._functions),
+            return_exceptions=True,
         )
-        rewards = dict(zip(self.names, parts, strict=True))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        done = [result for result in results if not isinstance(result, BaseException)]
+        return [self._of_one(index, done) for index in range(len(episodes))]
+
+    def total(self, rewards: Mapping[str, float | None]) -> float | None:
+        """The weighted sum of what applies, within the clip range; None when nothing does."""
         applied = [
-            weight * part
-            for weight, part in zip(self.weights.values(), parts, strict=True)
-            if part is not None
+            self.weights[name] * value
+            for name, value in rewards.items()
+            if value is not None and name in self.weights
         ]
-        return (sum(applied) if applied else None), rewards
+        if not applied:
+            return None
+        if self._config.clip is None:
+            return sum(applied)
+        low, high = self._config.clip
+        return min(high, max(low, sum(applied)))
+
+    def warn_of(self, prompt: Prompt) -> None:
+        """Names a row to which no function applies, once."""
+        if prompt.prompt_id in self._warned or len(self._warned) >= MAX_WARNED_ROWS:
+            return
+        self._warned.add(prompt.prompt_id)
+        logger.warning(
+            "no reward function applies to the row %r of source %r: all of %s gave None, so its"
+            " episodes do not train",
+            *(prompt.prompt_id, prompt.source, ", ".join(self._config.names)),
+        )
+
+    async def close(self) -> None:
+        for function in self._functions:
+            await function.reward.close()
+
+    def _of_one(
+        self, index: int, done: Sequence[tuple[Sequence[float | None], RewardLog]]
+    ) -> EpisodeScore:
+        rewards: dict[str, float | None] = {}
+        columns: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
+        for function, (values, log) in zip(self._functions, done, strict=True):
+            rewards[function.name] = values[index]
+            columns |= log.columns[index]
+            metrics |= log.metrics
+        return EpisodeScore(
+            reward=self.total(rewards), rewards=rewards, columns=columns, metrics=metrics
+        )
 
     async def _call(
-        self, name: str, function: partial[object], episode: EpisodeView
-    ) -> float | None:
+        self, function: _Function, episodes: Sequence[EpisodeView]
+    ) -> tuple[Sequence[float | None], RewardLog]:
+        log = RewardLog(function.name, len(episodes))
+        limit = asyncio.timeout(function.timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                if inspect.iscoroutinefunction(function.func):
-                    value = await function(episode)  # type: ignore[misc]
-                else:
-                    value = await asyncio.to_thread(function, episode)
-        except TimeoutError as error:
-            raise RewardError(f"reward {name!r} took longer than {self._timeout_s} s") from error
-        except Exception as error:  # a user's function: its failure is its trajectory's
-            raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            return None
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise RewardError(f"reward {name!r} must return a finite number or None, got {value!r}")
-        return float(value)
+            async with limit:
+                values = await function.reward.score(episodes, log)
+        except Exception as error:  # a function's failure is its episodes'
+            raise RewardError(
+                f"reward {function.name!r} {_said(error, limit, function)}"
+            ) from error
+        checked = [_number(function.name, value) for value in values]
+        for name, value in log.metrics.items():
+            if not math.isfinite(value):
+                raise RewardError(f"reward {function.name!r} logged {name} = {value!r}")
+        return checked, log
 
 
-def find_reward(kind: str) -> RewardFunctionCall:
-    """A built-in by name, or `module:function`. Raises `ConfigError`."""
-    if kind in REWARDS:
-        return REWARDS[kind]
-    module_name, colon, attribute = kind.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"rewards.functions: unknown reward {kind!r}; built-in: {', '.join(sorted(REWARDS))};"
-            " your own is named module:function"
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rewards.functions: {kind!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"rewards.functions: {kind!r} is not callable")
-    return found
+def _time_limit_s(section: RewardFunction, default_s: float) -> float | None:
+    if section.timeout_s is not None:
+        return section.timeout_s
+    return None if section.limits_itself else default_s
 
 
-def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    names: list[str] = []
-    for function in functions:
-        base = function.kind.rpartition(":")[2]
-        name, number = base, 2
-        while name in names:
-            name, number = f"{base}_{number}", number + 1
-        names.append(name)
-    return names
+def _said(error: Exception, limit: asyncio.Timeout, function: _Function) -> str:
+    if isinstance(error, TimeoutError) and limit.expired():
+        return f"took longer than {function.timeout_s:g} s"
+    cause: BaseException = error
+    while isinstance(cause, ExceptionGroup):  # of the requests of a judge
+        cause = cast(ExceptionGroup[Exception], cause).exceptions[0]
+    if isinstance(cause, RewardError):
+        return f"failed: {cause}"
+    return f"raised {type(cause).__name__}: {cause}"
+
+
+def _number(name: str, value: object) -> float | None:
+    """Numbers of numpy and torch included; NaN is None."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "shape", None) == ():
+        value = item()
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise RewardError(f"reward {name!r} must return a finite number or None, got {value!r}")
+    return float(value)

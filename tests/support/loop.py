@@ -29,7 +29,7 @@ SCRIPTED: dict[str, Any] = {
     "environment": {"kind": "single_turn"},
     "renderer": {"max_prompt_tokens": 64, "max_response_tokens": 64},
     "sampling": {"max_turn_tokens": 64},
-    "rewards": {"functions": [{"kind": "response_length", "arguments": {"target_tokens": 12}}]},
+    "rewards": {"functions": [{"kind": "response_length", "target_tokens": 12}]},
     "actors": {
         "num_actors": 2,
         "cpus_per_actor": 0.5,

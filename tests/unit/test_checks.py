@@ -110,7 +110,7 @@ def test_the_defaults_clash_with_nothing() -> None:
         ({"model": {"kind": "pretrained", "path": "/a/b"}}, "model.path", "'/a/b'"),
         (
             {"data": {"train": {"kind": "jsonl", "path": "no.jsonl"}}},
-            "data.train.path",
+            "data.train.0.path",
             "no such file",
         ),
     ],

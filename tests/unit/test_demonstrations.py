@@ -15,7 +15,7 @@ from raylearner.learner.tiny_model import make_tiny_model
 from raylearner.prompts import load_prompts
 from raylearner.tokenization.renderer import Renderer
 
-PROMPTS = load_prompts(CalculatorData(kind="calculator", num_prompts=20))
+PROMPTS = load_prompts([CalculatorData(kind="calculator", num_prompts=20)])
 
 
 @pytest.fixture(scope="module")

@@ -114,10 +114,13 @@ def test_a_default_kind_and_a_default_greedy_temperature_survive_partial_section
 
 
 def test_an_override_reaches_into_a_list_by_position(base: str, tmp_path: Path) -> None:
-    rewards = "rewards: {functions: [{kind: a}, {kind: b, weight: 2}]}"
+    rewards = "rewards: {functions: [{kind: f1}, {kind: exact_match, weight: 2}]}"
     overlay = write(tmp_path, rewards)
     config = load([base, overlay], ["rewards.functions.1.weight=3"])
-    assert [(f.kind, f.weight) for f in config.rewards.functions] == [("a", 1.0), ("b", 3.0)]
+    assert [(f.kind, f.weight) for f in config.rewards.functions] == [
+        ("f1", 1.0),
+        ("exact_match", 3.0),
+    ]
 
 
 def test_all_problems_are_reported_at_once_in_order_with_their_lines(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ def _operands(prompt_id: str) -> frozenset[str]:
 
 
 def test_operand_pairs_of_evaluation_are_never_trained_on_in_either_order() -> None:
-    train = load_prompts(CalculatorData(kind="calculator", num_prompts=3000))
+    train = load_prompts([CalculatorData(kind="calculator", num_prompts=3000)])
     held_out = load_prompts(
-        CalculatorData(kind="calculator", split="evaluation", num_prompts=500, seed=7)
+        [CalculatorData(kind="calculator", split="evaluation", num_prompts=500, seed=7)]
     )
     assert len(train) == 3000
     assert len(held_out) == 500
@@ -30,7 +30,7 @@ def test_operand_pairs_of_evaluation_are_never_trained_on_in_either_order() -> N
 
 
 def test_generated_answers_are_right_and_prompts_distinct() -> None:
-    prompts = load_prompts(CalculatorData(kind="calculator", num_prompts=200))
+    prompts = load_prompts([CalculatorData(kind="calculator", num_prompts=200)])
     assert len({p.prompt_id for p in prompts}) == 200
     for prompt in prompts:
         expression = prompt.columns["expression"]
@@ -39,7 +39,7 @@ def test_generated_answers_are_right_and_prompts_distinct() -> None:
 
 def test_system_prompt_is_put_first_where_there_is_none() -> None:
     source = CalculatorData(kind="calculator", num_prompts=3)
-    prompts = load_prompts(source, system_prompt="be exact")
+    prompts = load_prompts([source], system_prompt="be exact")
     assert {p.messages[0].role for p in prompts} == {"system"}
 
 
@@ -56,7 +56,7 @@ def test_jsonl_rows_keep_answer_doc_id_and_other_columns(tmp_path: Path) -> None
         {"prompt": "one", "answer": 1, "level": 3, "doc_id": "d7"},
         {"prompt": messages},
     )
-    first, second = load_prompts(source)
+    first, second = load_prompts([source])
     assert (first.answer, first.doc_id, dict(first.columns)) == ("1", "d7", {"level": 3})
     assert [m.role for m in second.messages] == ["system", "user"]
     assert second.answer is None
@@ -76,13 +76,13 @@ def test_jsonl_rows_keep_answer_doc_id_and_other_columns(tmp_path: Path) -> None
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, words: str) -> None:
     source = _write(tmp_path / "d.jsonl", {"prompt": "fine"}, row)
     with pytest.raises(ConfigError, match=r"d\.jsonl:2: ") as error:
-        load_prompts(source)
+        load_prompts([source])
     assert words in str(error.value)
 
 
 def test_an_empty_dataset_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no prompts"):
-        load_prompts(JsonlData(kind="jsonl", path=str(tmp_path / "empty.jsonl")))
+        load_prompts([JsonlData(kind="jsonl", path=str(tmp_path / "empty.jsonl"))])
     with pytest.raises(ConfigError, match="does not exist"):
-        load_prompts(JsonlData(kind="jsonl", path=str(tmp_path / "none.jsonl")))
+        load_prompts([JsonlData(kind="jsonl", path=str(tmp_path / "none.jsonl"))])

@@ -1,72 +1,60 @@
-"""Rewards: weights, None, failures that belong to their trajectory."""
+"""Rewards: weights, None, clipping, logs, and failures that belong to their trajectory."""
 
 import asyncio
+import logging
 import sys
 import types
+from typing import Any
 
+import numpy as np
 import pytest
+from episodes import make_turn, make_view
 
-from raylearner.config.schema import RewardFunction, RewardSection
+from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError, RewardError
-from raylearner.rewards.functions import EpisodeView, exact_answer
 from raylearner.rewards.scorer import Scorer
-from raylearner.types import CompletionStop, Message, Prompt, StopReason, Turn
+from raylearner.types import Message, Prompt
 
 
-def make_view(text: str, *, answer: str | None = "46") -> EpisodeView:
-    turn = Turn(
-        start=0,
-        end=1,
-        reply_end=1,
-        text=text,
-        reply="",
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
-    prompt = Prompt(
-        prompt_id="p", messages=(Message(role="user", content="12+34="),), answer=answer
-    )
-    return EpisodeView(
-        prompt=prompt,
-        turns=(turn,),
-        response=text,
-        completion_ids=(1, 2, 3),
-        stop_reason=StopReason.ANSWER,
-        policy_version=0,
-    )
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("user_rewards")
 
-    async def later(episode: EpisodeView) -> float:
+    async def later(episode) -> float:
         await asyncio.sleep(0)
         return 0.5
 
-    def nothing(episode: EpisodeView) -> None:
+    def nothing(episode) -> None:
         return None
 
-    def breaks(episode: EpisodeView) -> float:
+    def breaks(episode) -> float:
         raise KeyError("gold")
 
-    def words(episode: EpisodeView) -> str:
+    def words(episode) -> str:
         return "much"
 
-    async def hangs(episode: EpisodeView) -> float:
+    async def hangs(episode) -> float:
         await asyncio.sleep(60)
         return 1.0
 
-    for function in (later, nothing, breaks, words, hangs):
+    def logs(episode, *, factor: float, log_extra, log_metric) -> float:
+        log_extra("given", episode.turns[-1].text)
+        log_metric("length", len(episode.completion))
+        return factor
+
+    for function in (later, nothing, breaks, words, hangs, logs):
         setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, "user_rewards", module)
     return module
 
 
-def make_scorer(*kinds: tuple[str, float], timeout_s: float = 30.0) -> Scorer:
-    functions = tuple(RewardFunction(kind=kind, weight=weight) for kind, weight in kinds)
-    return Scorer(RewardSection(functions=functions, timeout_s=timeout_s))
+def make_scorer(*functions: dict[str, Any] | str, **section: Any) -> Scorer:
+    kinds = [{"kind": f} if isinstance(f, str) else f for f in functions]
+    return Scorer(RewardSection.model_validate({"functions": kinds, **section}))
+
+
+async def score_one(function: dict[str, Any] | str, view) -> float | None:
+    return (await make_scorer(function).score(view)).reward
 
 
 @pytest.mark.parametrize(
@@ -80,49 +68,230 @@ def make_scorer(*kinds: tuple[str, float], timeout_s: float = 30.0) -> Scorer:
         ("", 0.0),
     ],
 )
-def test_exact_answer(text: str, reward: float) -> None:
-    assert exact_answer(make_view(text)) == reward
+async def test_exact_answer(text: str, reward: float) -> None:
+    assert await score_one("exact_answer", make_view(text)) == reward
 
 
-def test_exact_answer_does_not_apply_without_an_answer() -> None:
-    assert exact_answer(make_view("x", answer=None)) is None
+@pytest.mark.parametrize("kind", ["exact_answer", "exact_match", "f1", "math_verify"])
+async def test_a_row_without_an_answer_has_no_reward(kind: str) -> None:
+    assert await score_one(kind, make_view("x", answers=())) is None
 
 
-@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize("kind", ["exact_answer", "exact_match", "f1"])
+async def test_an_episode_without_a_turn_is_wrong(kind: str) -> None:
+    assert await score_one(kind, make_view()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "answers", "match", "f1"),
+    [
+        ("The  Eiffel Tower!", ("eiffel tower",), 1.0, 1.0),
+        ("an apple", ("Apple", "pear"), 1.0, 1.0),
+        ("a pear", ("Apple", "pear"), 1.0, 1.0),
+        ("Paris, France", ("Paris",), 0.0, 2 / 3),
+        ("big red fox", ("red fox jumps high",), 0.0, 4 / 7),
+        ("the", ("a",), 1.0, 1.0),
+        ("", ("x",), 0.0, 0.0),
+    ],
+)
+async def test_answers_are_compared_after_squad_normalisation(
+    given: str, answers: tuple[str, ...], match: float, f1: float
+) -> None:
+    view = make_view(f"so <answer>{given}</answer>", answers=answers)
+    assert await score_one("exact_match", view) == match
+    assert await score_one("f1", view) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "with_reasoning"),
+    [
+        ("hm <answer>1</answer>", 1.0, 0.0),
+        ("<think>a\nb</think>\n<answer>1</answer> ", 1.0, 1.0),
+        ("<answer>1</answer> done", 0.0, 0.0),
+        ("<answer> </answer>", 0.0, 0.0),
+        ("<answer>1</answer><answer>2</answer>", 0.0, 0.0),
+        ("<think>a<think>b</think><answer>1</answer>", 1.0, 0.0),
+        ("no answer", 0.0, 0.0),
+    ],
+)
+async def test_answer_format(text: str, plain: float, with_reasoning: float) -> None:
+    assert await score_one("answer_format", make_view(text)) == plain
+    strict = {"kind": "answer_format", "reasoning_tag": "think"}
+    assert await score_one(strict, make_view(text)) == with_reasoning
+
+
+async def test_tool_use_counts_answered_and_failed_calls_within_its_bounds() -> None:
+    section = {"kind": "tool_use", "valid": 0.2, "invalid": -0.5, "min": -0.6, "max": 0.5}
+    two = make_turn("x", tool="search,fetch")
+    assert await score_one(section, make_view(two, "y")) == pytest.approx(0.4)
+    failed = make_view(two, "y", metrics={"failed_tool_calls": 1.0})
+    assert await score_one(section, failed) == pytest.approx(0.2 - 0.5)
+    assert await score_one(section, make_view(two, two)) == 0.5
+    invalid = make_turn("?", is_valid=False)
+    assert await score_one(section, make_view(invalid, invalid)) == -0.6
+
+
+async def test_response_length_falls_on_both_sides() -> None:
+    section = {"kind": "response_length", "target_tokens": 4}
+    view = make_view("x", completion_ids=(1, 2, 3, 4, 5))
+    assert await score_one(section, view) == 0.75
+    assert await score_one(section, make_view("x", completion_ids=(1,) * 9)) == 0.0
+
+
 async def test_weighted_sum_leaves_out_functions_that_do_not_apply() -> None:
     scorer = make_scorer(
-        ("exact_answer", 2.0), ("user_rewards:later", 1.0), ("user_rewards:nothing", 9.0)
+        {"kind": "exact_answer", "weight": 2.0},
+        "user_rewards:later",
+        {"kind": "user_rewards:nothing", "weight": 9.0},
     )
-    reward, parts = await scorer.score(make_view("<answer>46</answer>"))
-    assert reward == 2.5
-    assert parts == {"exact_answer": 1.0, "later": 0.5, "nothing": None}
+    score = await scorer.score(make_view("<answer>46</answer>"))
+    assert score.reward == 2.5
+    assert score.rewards == {"exact_answer": 1.0, "later": 0.5, "nothing": None}
 
 
-@pytest.mark.usefixtures("functions")
-async def test_no_reward_when_none_applies() -> None:
-    reward, _ = await make_scorer(("user_rewards:nothing", 1.0)).score(make_view("x"))
-    assert reward is None
+async def test_the_sum_is_clipped_and_its_parts_are_not() -> None:
+    scorer = make_scorer({"kind": "exact_answer", "weight": 5.0}, clip=(-1.0, 2.0))
+    score = await scorer.score(make_view("46"))
+    assert (score.reward, score.rewards) == (2.0, {"exact_answer": 1.0})
 
 
-@pytest.mark.usefixtures("functions")
+async def test_async_functions_run_at_the_same_time(functions: types.ModuleType) -> None:
+    meeting = asyncio.Barrier(3)
+
+    async def meets(episode) -> float:
+        await meeting.wait()
+        return 1.0
+
+    functions.meets = meets
+    scorer = make_scorer(*["user_rewards:meets"] * 3, timeout_s=5.0)
+    assert (await scorer.score(make_view("x"))).reward == 3.0
+
+
+async def test_a_row_that_no_function_applies_to_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scorer = make_scorer("user_rewards:nothing", "exact_answer")
+    prompt = Prompt(prompt_id="data.jsonl:17", source="trivia", messages=())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            score = await scorer.score(make_view("x", prompt=prompt))
+    assert score.reward is None
+    (record,) = caplog.records
+    assert "'data.jsonl:17' of source 'trivia'" in record.message
+    assert "nothing, exact_answer" in record.message
+
+
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("name", "words"),
     [("breaks", "raised KeyError"), ("words", "finite number or None"), ("hangs", "longer than")],
 )
-async def test_a_failing_function_is_a_reward_error_with_its_name(kind: str, words: str) -> None:
-    scorer = make_scorer((f"user_rewards:{kind}", 1.0), timeout_s=0.05)
-    with pytest.raises(RewardError, match=f"'{kind}'.*{words}"):
+async def test_a_failing_function_is_a_reward_error_with_its_name(name: str, words: str) -> None:
+    scorer = make_scorer(f"user_rewards:{name}", timeout_s=0.05)
+    with pytest.raises(RewardError, match=f"'{name}'.*{words}"):
         await scorer.score(make_view("x"))
 
 
-@pytest.mark.parametrize("kind", ["exact_anser", "no_such_module:f", "math:no_such"])
-def test_an_unknown_function_is_a_config_error(kind: str) -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.functions"):
-        make_scorer((kind, 1.0))
+async def test_a_function_of_one_episode_logs_columns_and_numbers() -> None:
+    scorer = make_scorer({"kind": "user_rewards:logs", "arguments": {"factor": 0.25}})
+    score = await scorer.score(make_view("abc"))
+    assert score.reward == 0.25
+    assert score.columns == {"given": "abc"}
+    assert score.metrics == {"logs/length": 3.0}
+
+
+async def test_trl_functions_get_lists_by_name_and_the_training_state(
+    functions: types.ModuleType,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def trl(prompts, completions, completion_ids, level, trainer_state, log_extra, **rest):
+        seen.update(rest, prompts=prompts, completions=completions, ids=completion_ids)
+        seen.update(level=level, step=trainer_state.global_step)
+        seen.update(version=trainer_state.policy_version)
+        log_extra("where", ["here"])
+        return np.array([0.5])
+
+    functions.trl = trl
+    prompt = Prompt(
+        prompt_id="p",
+        messages=(Message(role="system", content="s"), Message(role="user", content="q")),
+        answer="42",
+        columns={"level": 3},
+    )
+    view = make_view("a", prompt=prompt, step=9)
+    score = await make_scorer("user_rewards:trl").score(view)
+    assert (score.reward, score.columns) == (0.5, {"where": "here"})
+    assert (seen["prompts"], seen["completions"], seen["ids"]) == (["q"], ["a"], [[1, 2, 3]])
+    assert (seen["level"], seen["answer"], seen["prompt_id"]) == ([3], ["42"], ["p"])
+    assert (seen["step"], seen["version"]) == (9, 5)
+
+
+async def test_trl_functions_get_messages_for_rows_of_messages(
+    functions: types.ModuleType,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    async def trl(prompts, completions, **rest):
+        seen.update(prompts=prompts, completions=completions)
+        return [None]
+
+    functions.trl = trl
+    prompt = Prompt(
+        prompt_id="p", messages=(Message(role="user", content="q"),), is_conversational=True
+    )
+    view = make_view(make_turn("call", reply="result"), "done", prompt=prompt)
+    assert await score_one("user_rewards:trl", view) is None
+    assert seen["prompts"] == [[{"role": "user", "content": "q"}]]
+    assert [m["role"] for m in seen["completions"][0]] == ["assistant", "tool", "assistant"]
+    assert seen["completions"][0][1]["content"] == "result"
+
+
+async def test_a_column_that_a_function_asks_for_and_the_row_lacks_is_named(
+    functions: types.ModuleType,
+) -> None:
+    functions.trl = lambda completions, solution: [1.0]
+    prompt = Prompt(prompt_id="p", messages=(), columns={"level": 3})
+    with pytest.raises(RewardError, match="'solution', and the row 'p' has: level, prompt_id, sou"):
+        await score_one("user_rewards:trl", make_view("x", prompt=prompt))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ({"kind": "no_such_module:f"}, "ModuleNotFoundError"),
+        ({"kind": "math:no_such"}, "has no attribute"),
+        ({"kind": "math:pi"}, "not callable"),
+        ({"kind": "user_rewards:logs", "arguments": {"fctor": 1}}, "takes no 'fctor'"),
+    ],
+)
+def test_a_function_that_cannot_be_taken_is_a_config_error(
+    function: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rewards\.functions\.1: .*{words}"):
+        make_scorer("exact_answer", function)
 
 
 def test_the_same_function_twice_keeps_two_names() -> None:
-    assert make_scorer(("exact_answer", 1), ("exact_answer", 2)).names == [
-        "exact_answer",
-        "exact_answer_2",
-    ]
+    section = RewardSection.model_validate(
+        {"functions": [{"kind": "f1"}, {"kind": "f1"}, {"kind": "f1", "name": "mine"}]}
+    )
+    assert section.names == ("f1", "f1_2", "mine")
+
+
+async def test_math_verify_sees_equal_values_in_other_forms_and_survives_a_hang() -> None:
+    scorer = make_scorer({"kind": "math_verify", "check_timeout_s": 2.0})
+
+    async def score(given: str, *answers: str):
+        return await scorer.score(make_view(f"<answer>{given}</answer>", answers=answers))
+
+    try:
+        assert (await score("0.5", "\\frac{1}{2}")).reward == 1.0
+        assert (await score("1 + x^2", "x^2+1")).reward == 1.0
+        assert (await score("47", "46", "47")).reward == 1.0
+        assert (await score("48", "46", "47")).reward == 0.0
+        hang = await score("$9^{9^{9^{9^{9}}}} - 1$", "46")
+        assert (hang.reward, hang.metrics["math_verify/timeouts"]) == (0.0, 1.0)
+        after = await score("46", "46")
+        assert (after.reward, after.metrics["math_verify/timeouts"]) == (1.0, 0.0)
+    finally:
+        await scorer.close()

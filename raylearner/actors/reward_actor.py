@@ -1,0 +1,128 @@
+"""The Ray shells of rewards that live in processes of their own: models, and scores of groups."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raylearner.config.rewards import RewardModel, RewardSection
+from raylearner.errors import ConfigError, RewardError
+from raylearner.rewards.catalogue import Conversation, ModelCall
+from raylearner.rewards.group_scorer import GroupScorer
+from raylearner.rewards.model import ModelQueue
+from raylearner.types import EpisodeScore, Prompt, Trajectory
+
+MAX_CALLS = 10_000
+"""Calls that wait in an actor at once; rollout actors bound them by their episodes."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""Longest that ending connections may take before an actor is killed."""
+
+
+@ray.remote
+class RewardModelActor:
+    """One sequence-classification model; calls that come while it is busy make the next batch."""
+
+    def __init__(self, section: RewardModel) -> None:
+        self._queue = ModelQueue(section)
+
+    async def start(self) -> None:
+        """Loads the model. Raises `ConfigError` when it cannot be had."""
+        await self._queue.start()
+
+    async def score(self, conversation: Conversation) -> float:
+        """Raises `RewardError` for an episode that the model cannot take."""
+        return await self._queue.score(conversation)
+
+
+@ray.remote
+class GroupRewardActor:
+    """The functions of a run that see whole groups."""
+
+    def __init__(self, rewards: RewardSection) -> None:
+        self._scorer = GroupScorer(rewards)
+
+    async def score(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], step: int
+    ) -> dict[int, EpisodeScore]:
+        """By sample index; see `GroupScorer.score`."""
+        return await self._scorer.score(prompt, trajectories, step=step)
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+
+class RewardActors:
+    """Owns the reward actors of a run; there are none where no function needs one.
+
+    `groups` scores complete groups, and is None where no function sees them.
+    """
+
+    def __init__(self, run_name: str, rewards: RewardSection) -> None:
+        """They exist from here on, so that rollout actors find them; `start` loads their models."""
+        model_actor: Any = RewardModelActor
+        group_actor: Any = GroupRewardActor
+        lasting = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
+        self._sections = rewards.models
+        self._models: dict[str, Any] = {
+            name: model_actor.options(
+                name=_actor_name(run_name, name),
+                num_cpus=section.cpus,
+                num_gpus=section.gpus,
+                **lasting,
+            ).remote(section)
+            for name, section in self._sections.items()
+        }
+        self.groups: Any = None
+        if rewards.sees_groups:
+            self.groups = group_actor.options(num_cpus=0, **lasting).remote(rewards)
+
+    async def start(self) -> None:
+        """Loads all models at once. Raises `ConfigError` with the first that cannot be had."""
+        await asyncio.gather(*(self._start(name) for name in self._models))
+
+    async def close(self) -> None:
+        """Ends all of them. Safe to call twice."""
+        if self.groups is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self.groups.close.remote()
+            ray.kill(self.groups)
+            self.groups = None
+        while self._models:
+            ray.kill(self._models.popitem()[1])
+
+    async def _start(self, name: str) -> None:
+        limit_s = self._sections[name].start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._models[name].start.remote()
+        except TimeoutError as error:
+            raise ConfigError(
+                f"the reward model {name!r} ({self._sections[name].path!r}) did not load within"
+                f" {limit_s:g} s; raise its start_timeout_s, or see whether the cluster can hold it"
+            ) from error
+
+
+def model_calls(run_name: str, rewards: RewardSection) -> Mapping[str, ModelCall]:
+    """How an actor of the run `run_name` reaches its reward models, by function name."""
+    return {
+        name: partial(_score, name, ray.get_actor(_actor_name(run_name, name)))
+        for name in rewards.models
+    }
+
+
+async def _score(name: str, actor: Any, conversation: Conversation) -> float:
+    try:
+        return await actor.score.remote(conversation)
+    except RayError as error:
+        cause = getattr(error, "cause", error)
+        raise RewardError(f"the actor of the reward model {name!r}: {cause}") from error
+
+
+def _actor_name(run_name: str, function_name: str) -> str:
+    return f"{run_name}/reward/{function_name}"

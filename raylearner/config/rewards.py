@@ -1,0 +1,330 @@
+"""What an episode is worth: one section per kind of reward function."""
+
+from string import Formatter
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from raylearner.config.kind import OPEN_KIND, Reference, kind_tag
+from raylearner.config.section import (
+    NaturalInt,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+def _one_part(value: str) -> str:
+    if not value or "/" in value or value.isspace():
+        raise ValueError("must be a name without a slash")
+    return value
+
+
+MetricName = Annotated[str, AfterValidator(_one_part)]
+"""One part of a metric key."""
+
+
+class _Reward(Section):
+    """What all reward functions share."""
+
+    name: MetricName | None = None
+    """Under which it is reported. Default: its kind, or the name of the user's function."""
+    weight: float = 1.0
+    """Factor in the weighted sum."""
+    timeout_s: PositiveFloat | None = None
+    """Longest call; a longer one is an error of its trajectory. Default: `rewards.timeout_s`, but
+    for kinds that limit each of their checks or requests."""
+
+    @property
+    def default_name(self) -> str:
+        """What it is called unless `name` says otherwise."""
+        return str(getattr(self, "kind", "")).rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def sees_groups(self) -> bool:
+        """Whether it is called once per group, with all episodes of it."""
+        return False
+
+    @property
+    def limits_itself(self) -> bool:
+        """Whether it has time limits of its own, which leave out the wait for its turn."""
+        return False
+
+
+class _AnswerReward(_Reward):
+    answer_tag: str | None = "answer"
+    """Tag whose last pair in the last turn holds the answer; without one, or with null, the turn."""
+
+
+class ExactAnswer(_AnswerReward):
+    """1 when the answer equals one of the prompt's, white space around it aside; else 0."""
+
+    kind: Literal["exact_answer"]
+
+
+class ExactMatch(_AnswerReward):
+    """1 when the answer equals one of the prompt's after SQuAD's normalisation; else 0."""
+
+    kind: Literal["exact_match"]
+
+
+class F1(_AnswerReward):
+    """Best F1 of the answer's words against one of the prompt's, after SQuAD's normalisation."""
+
+    kind: Literal["f1"]
+
+
+class _CheckedReward(_AnswerReward):
+    check_timeout_s: PositiveFloat = 10.0
+    """Longest check of one answer, in a process that is killed then; the answer counts as wrong."""
+    num_processes: PositiveInt = 1
+    """Checks at once in a rollout actor."""
+
+    @property
+    def limits_itself(self) -> bool:
+        return True
+
+
+class MathVerify(_CheckedReward):
+    """1 when math-verify holds the answer for equal to one of the prompt's, else 0.
+
+    None for a prompt whose answer math-verify cannot read.
+    """
+
+    kind: Literal["math_verify"]
+
+
+class ReasoningGymReward(_CheckedReward):
+    """The score from 0 to 1 that a reasoning-gym task gives; None for prompts of other sources."""
+
+    kind: Literal["reasoning_gym"]
+
+
+class AnswerFormat(_Reward):
+    """1 when the last turn ends with one answer between tags, and nothing is left open; else 0."""
+
+    kind: Literal["answer_format"]
+    answer_tag: str = "answer"
+    """Tag around the answer."""
+    reasoning_tag: str | None = None
+    """Tag that must be around all that precedes the answer, such as `think`."""
+
+
+class ToolUseShaping(_Reward):
+    """A bonus for each valid tool call and a penalty for each invalid one, within bounds."""
+
+    kind: Literal["tool_use"]
+    valid: float = 0.1
+    """For a call that the tool answered."""
+    invalid: float = -0.1
+    """For a turn with neither a call nor an answer, and for a call that failed."""
+    min: float = -0.5
+    """Least sum."""
+    max: float = 0.5
+    """Greatest sum."""
+
+
+class ResponseLength(_Reward):
+    """1 at `target_tokens` sampled tokens, falling linearly to 0 at none or twice as many."""
+
+    kind: Literal["response_length"]
+    target_tokens: PositiveInt
+    """Sampled tokens of the best length."""
+
+
+class RewardModel(_Reward):
+    """A sequence-classification model that reads prompt and completion, in an actor of its own."""
+
+    kind: Literal["model"]
+    path: str
+    """Checkpoint directory or hub id."""
+    label: NaturalInt = 0
+    """Which output is the reward, where the model has several."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model runs."""
+    max_tokens: PositiveInt = 2048
+    """A longer prompt and completion is an error of its trajectory."""
+    max_batch: PositiveInt = 16
+    """Episodes scored at once; those that come while the model is busy wait for the next batch."""
+    cpus: NonNegativeFloat = 1.0
+    """CPUs that Ray reserves for the actor."""
+    gpus: NonNegativeFloat = 0.0
+    """GPUs of the actor; a fraction shares one."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest that loading may take."""
+
+
+def fields_of(template: str) -> set[str]:
+    """The placeholders of a template. Raises `ValueError` for one that does not parse."""
+    return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+
+
+def _template(known: frozenset[str], needed: frozenset[str]) -> AfterValidator:
+    def check(template: str) -> str:
+        try:
+            found = fields_of(template)
+        except ValueError as error:
+            raise ValueError(f"is no template ({error}); write {{{{ and }}}} for braces") from error
+        if not needed <= found <= known:
+            must = ", ".join(f"{{{name}}}" for name in sorted(needed))
+            may = ", ".join(f"{{{name}}}" for name in sorted(known - needed))
+            raise ValueError(f"must hold {must} and may hold {may}")
+        return template
+
+    return AfterValidator(check)
+
+
+class _Endpoint(_Reward):
+    """A chat-completions endpoint of the OpenAI form."""
+
+    url: str
+    """Address up to and with `/v1`."""
+    model: str
+    """Name of the model there."""
+    api_key_variable: str | None = None
+    """Environment variable with the key, read in the process that asks. None: no key is sent."""
+    temperature: NonNegativeFloat = 0.0
+    """Of the judge."""
+    max_tokens: PositiveInt = 512
+    """Longest reply of the judge."""
+    request_timeout_s: PositiveFloat = 30.0
+    """Longest wait for one reply."""
+    retries: NaturalInt = 3
+    """Further requests after one that failed or whose reply could not be read."""
+    retry_delay_s: PositiveFloat = 0.5
+    """Wait before the first further request; doubles with each."""
+    max_concurrent: PositiveInt = 32
+    """Requests in flight per process; others wait."""
+
+    @property
+    def limits_itself(self) -> bool:
+        return True
+
+
+class Judge(_Endpoint):
+    """A language model scores the episode; its reply must hold `<score>number</score>` once.
+
+    The reward is the score's place between `min_score` and `max_score`, from 0 to 1.
+    """
+
+    kind: Literal["judge"]
+    template: Annotated[
+        str,
+        _template(frozenset({"prompt", "completion", "answer"}), frozenset({"completion"})),
+    ] = (
+        "Judge how well the response answers the question.\n\n# Question\n{prompt}\n\n"
+        "# Reference answer\n{answer}\n\n# Response\n{completion}\n\n"
+        "Reason briefly, then give a whole number from 0 (useless) to 10 (perfect) as"
+        " <score>number</score>."
+    )
+    """The request, with `{prompt}`, `{completion}` and `{answer}` (empty where there is none)."""
+    min_score: float = 0.0
+    """Least score that the template asks for; becomes 0."""
+    max_score: float = 10.0
+    """Greatest score; becomes 1."""
+
+
+class PairwiseJudge(_Endpoint):
+    """A language model compares each two episodes of a group; its reply holds `<winner>` once.
+
+    The reward is the share of comparisons won, a tie counting half. None for a group of one.
+    """
+
+    kind: Literal["pairwise_judge"]
+    template: Annotated[
+        str,
+        _template(
+            frozenset({"prompt", "first", "second", "answer"}), frozenset({"first", "second"})
+        ),
+    ] = (
+        "Which response answers the question better?\n\n# Question\n{prompt}\n\n"
+        "# Reference answer\n{answer}\n\n# Response A\n{first}\n\n# Response B\n{second}\n\n"
+        "Reason briefly, then name the better one: <winner>A</winner>, <winner>B</winner> or"
+        " <winner>tie</winner>."
+    )
+    """The request, with `{prompt}`, `{first}`, `{second}` and `{answer}`."""
+    should_swap: bool = True
+    """Asks for each pair in both orders, which cancels a liking for the first place."""
+
+    @property
+    def sees_groups(self) -> bool:
+        return True
+
+
+class UserFunction(_Reward):
+    """A function of the user's, sync or async."""
+
+    kind: Reference
+    """`module:function`. Takes an `EpisodeView`, or lists by the names that TRL uses."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function as keywords."""
+    per: Literal["episode", "group"] = "episode"
+    """Called once per episode as it ends, or once per group with all episodes of it."""
+
+    @property
+    def sees_groups(self) -> bool:
+        return self.per == "group"
+
+
+RewardFunction = Annotated[
+    Annotated[ExactAnswer, Tag("exact_answer")]
+    | Annotated[ExactMatch, Tag("exact_match")]
+    | Annotated[F1, Tag("f1")]
+    | Annotated[MathVerify, Tag("math_verify")]
+    | Annotated[ReasoningGymReward, Tag("reasoning_gym")]
+    | Annotated[AnswerFormat, Tag("answer_format")]
+    | Annotated[ToolUseShaping, Tag("tool_use")]
+    | Annotated[ResponseLength, Tag("response_length")]
+    | Annotated[RewardModel, Tag("model")]
+    | Annotated[Judge, Tag("judge")]
+    | Annotated[PairwiseJudge, Tag("pairwise_judge")]
+    | Annotated[UserFunction, Tag(OPEN_KIND)],
+    Discriminator(kind_tag),
+]
+
+
+class RewardSection(Section):
+    """What an episode is worth."""
+
+    functions: tuple[RewardFunction, ...] = (ExactAnswer(kind="exact_answer"),)
+    """Summed by weight; None means that a function does not apply."""
+    clip: tuple[float, float] | None = None
+    """Least and greatest weighted sum; what lies beyond is set to it."""
+    timeout_s: PositiveFloat = 30.0
+    """A function that takes longer is an error of its trajectory."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, in order; what would occur twice gets a number."""
+        names: list[str] = []
+        for function in self.functions:
+            base = function.name or function.default_name
+            name, number = base, 2
+            while name in names:
+                name, number = f"{base}_{number}", number + 1
+            names.append(name)
+        return tuple(names)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By name."""
+        return {
+            name: function.weight for name, function in zip(self.names, self.functions, strict=True)
+        }
+
+    @property
+    def sees_groups(self) -> bool:
+        """Whether any function is called with whole groups."""
+        return any(function.sees_groups for function in self.functions)
+
+    @property
+    def models(self) -> dict[str, RewardModel]:
+        """Reward models by name."""
+        return {
+            name: function
+            for name, function in zip(self.names, self.functions, strict=True)
+            if isinstance(function, RewardModel)
+        }

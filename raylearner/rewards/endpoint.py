@@ -1,0 +1,146 @@
+"""A chat-completions endpoint of the OpenAI form, asked for one thing at a time.
+
+Waits for: a place among the concurrent requests, then the service, never longer than the section
+allows; bounded retries with a growing delay.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from raylearner.config.rewards import Judge, PairwiseJudge
+from raylearner.errors import RewardError
+
+SHOWN_CHARACTERS = 300
+MAX_REPLY_BYTES = 4 << 20
+RETRIED_STATUSES = frozenset({408, 409, 425, 429})
+
+Answer = TypeVar("Answer")
+
+
+class _Message(BaseModel):
+    content: str
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _Reply(BaseModel):
+    choices: list[_Choice]
+
+
+class _Failure(Exception):
+    """One request failed."""
+
+    def __init__(self, text: str, *, is_transient: bool) -> None:
+        super().__init__(text)
+        self.is_transient = is_transient
+
+
+class Endpoint:
+    """Asks the model of a judge. Owns its connections from the first question until `close`."""
+
+    def __init__(self, section: Judge | PairwiseJudge) -> None:
+        self._section = section
+        self._url = f"{section.url.rstrip('/')}/chat/completions"
+        self._places = asyncio.Semaphore(section.max_concurrent)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, request: str, parse: Callable[[str], Answer]) -> Answer:
+        """What `parse` makes of the reply; it raises `ValueError` for one that it cannot read.
+
+        Transport errors, statuses 5xx, 408, 409, 425 and 429, and replies that cannot be read are
+        tried again. Raises `RewardError` with the address, what came, and how often it was tried.
+        """
+        section = self._section
+        delay_s = section.retry_delay_s
+        for number in range(1, section.retries + 2):
+            try:
+                async with self._places:
+                    text = await self._reply(request)
+                return _parsed(text, parse)
+            except _Failure as failure:
+                if number > section.retries or not failure.is_transient:
+                    tries = f" ({number} tries)" if number > 1 else ""
+                    raise RewardError(f"POST {self._url} {failure}{tries}") from failure.__cause__
+            await asyncio.sleep(delay_s)
+            delay_s *= 2
+        raise AssertionError("at least one try")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _reply(self, request: str) -> str:
+        section = self._section
+        body: dict[str, Any] = {
+            "model": section.model,
+            "messages": [{"role": "user", "content": request}],
+            "temperature": section.temperature,
+            "max_tokens": section.max_tokens,
+        }
+        try:
+            async with (
+                asyncio.timeout(section.request_timeout_s),
+                self._client().post(self._url, json=body, headers=self._headers()) as response,
+            ):
+                content = await response.content.read(MAX_REPLY_BYTES)
+                while len(content) < MAX_REPLY_BYTES and (more := await response.content.read(-1)):
+                    content += more
+                status = response.status
+        except TimeoutError as error:
+            raise _Failure(
+                f"gave no reply within {section.request_timeout_s:g} s", is_transient=True
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            said = str(error) or type(error).__name__
+            raise _Failure(f"failed: {said[:SHOWN_CHARACTERS]}", is_transient=True) from error
+        if not 200 <= status < 300:
+            is_transient = status >= 500 or status in RETRIED_STATUSES
+            raise _Failure(f"answered status {status} {_shown(content)}", is_transient=is_transient)
+        try:
+            return _Reply.model_validate_json(content).choices[0].message.content
+        except (ValidationError, IndexError) as error:
+            raise _Failure(
+                f"answered no chat completion: {_shown(content)}", is_transient=True
+            ) from error
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._section.max_concurrent),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
+
+    def _headers(self) -> dict[str, str]:
+        """The key never shows in errors. Raises `RewardError` when its variable is not set."""
+        variable = self._section.api_key_variable
+        if variable is None:
+            return {}
+        key = os.environ.get(variable)
+        if not key:
+            raise RewardError(
+                f"the environment variable {variable} (api_key_variable) is not set where rewards"
+                " are computed"
+            )
+        return {"Authorization": f"Bearer {key}"}
+
+
+def _parsed(text: str, parse: Callable[[str], Answer]) -> Answer:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise _Failure(
+            f"answered {text[:SHOWN_CHARACTERS]!r}: {error}", is_transient=True
+        ) from error
+
+
+def _shown(content: bytes) -> str:
+    return repr(content[:SHOWN_CHARACTERS].decode("utf-8", "replace"))

@@ -1,0 +1,169 @@
+"""Functions of the user's as rewards, in either of two forms, told apart by parameter names.
+
+`f(episode)` takes an `EpisodeView` (with `per: group`, a list of them) and returns a number or None
+(a list). A function with a parameter `prompts`, `completions` or `completion_ids` is called as TRL
+calls it: lists by name, one entry an episode, and a list comes back. Lists have one entry unless
+`per` is `group`.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from raylearner.config.kind import load_reference
+from raylearner.config.rewards import UserFunction
+from raylearner.errors import ConfigError
+from raylearner.rewards.functions import EpisodeView, RewardLog
+
+LIST_NAMES = ("prompts", "completions", "completion_ids")
+"""Any of these among a function's parameters makes it one of TRL's form."""
+MAX_THREADS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What TRL calls the trainer's state, as far as it exists here."""
+
+    global_step: int | None
+    """Learner steps committed when the episode was claimed; None in evaluations."""
+    policy_version: int
+
+
+class UserReward:
+    """Calls the function; a sync one runs in a thread, which keeps its place if it never returns."""
+
+    def __init__(self, section: UserFunction) -> None:
+        """Raises `ConfigError` when it cannot be imported or takes other arguments."""
+        self._section = section
+        self._function = load_reference(section.kind)
+        self._parameters = _parameters(self._function, section)
+        self._takes_lists = any(name in self._parameters for name in LIST_NAMES)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=section.kind)
+
+    async def score(
+        self, episodes: Sequence[EpisodeView], log: RewardLog
+    ) -> Sequence[float | None]:
+        call = self._as_lists(episodes, log) if self._takes_lists else self._as_views(episodes, log)
+        if _is_async(self._function):
+            value: Any = await call()
+        else:
+            value = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            if inspect.isawaitable(value):
+                value = await value
+        if not self._takes_lists and self._section.per == "episode":
+            return [value]
+        values: Any = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(values, list | tuple) or len(cast(list[Any], values)) != len(episodes):
+            raise ValueError(f"must return a list of {len(episodes)} values, got {values!r}")
+        return cast(list[float | None], list(cast(list[Any], values)))
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _as_views(self, episodes: Sequence[EpisodeView], log: RewardLog) -> partial[Any]:
+        logs: dict[str, Any] = {"log_extra": log.extra, "log_metric": log.metric}
+        first: object = list(episodes)
+        if self._section.per == "episode":
+            first = episodes[0]
+            logs["log_extra"] = partial(_extra_of_one, log)
+        wanted = {name: given for name, given in logs.items() if name in self._parameters}
+        return partial(self._function, first, **wanted, **self._section.arguments)
+
+    def _as_lists(self, episodes: Sequence[EpisodeView], log: RewardLog) -> partial[Any]:
+        given = _by_name(episodes, log) | self._section.arguments
+        if not _takes_all(self._parameters):
+            missing = [
+                name
+                for name, parameter in self._parameters.items()
+                if name not in given and parameter.default is parameter.empty
+            ]
+            if missing:
+                columns = ", ".join(sorted(_columns(episodes[0]))) or "none"
+                raise ValueError(
+                    f"asks for the column {missing[0]!r}, and the row"
+                    f" {episodes[0].prompt.prompt_id!r} has: {columns}"
+                )
+            given = {name: value for name, value in given.items() if name in self._parameters}
+        return partial(self._function, **given)
+
+
+def _extra_of_one(log: RewardLog, column: str, value: object) -> None:
+    log.extra(column, [value])
+
+
+def _by_name(episodes: Sequence[EpisodeView], log: RewardLog) -> dict[str, Any]:
+    """All that a function of TRL's form may ask for; columns that one row lacks are None there."""
+    first = episodes[0]
+    rows = [_columns(episode) for episode in episodes]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {
+        **{name: [row.get(name) for row in rows] for name in names},
+        "prompts": [_prompt(episode) for episode in episodes],
+        "completions": [_completion(episode) for episode in episodes],
+        "completion_ids": [list(episode.completion_ids) for episode in episodes],
+        "trainer_state": TrainingState(first.step, first.policy_version),
+        "step": first.step,
+        "policy_version": first.policy_version,
+        "log_extra": log.extra,
+        "log_metric": log.metric,
+    }
+
+
+def _columns(episode: EpisodeView) -> dict[str, Any]:
+    prompt = episode.prompt
+    own = {
+        "answer": prompt.answer,
+        "doc_id": prompt.doc_id,
+        "source": prompt.source,
+        "prompt_id": prompt.prompt_id,
+    }
+    return {**{name: value for name, value in own.items() if value is not None}, **prompt.columns}
+
+
+def _prompt(episode: EpisodeView) -> str | list[dict[str, str]]:
+    if not episode.prompt.is_conversational:
+        return episode.prompt_text
+    return [{"role": m.role, "content": m.content} for m in episode.prompt.messages]
+
+
+def _completion(episode: EpisodeView) -> str | list[dict[str, str]]:
+    """Text for a plain row; for messages, what the policy and its tools said in turn."""
+    if not episode.prompt.is_conversational:
+        return episode.completion
+    messages: list[dict[str, str]] = []
+    for turn in episode.turns:
+        messages.append({"role": "assistant", "content": turn.text})
+        if turn.reply:
+            messages.append({"role": "tool", "content": turn.reply})
+    return messages
+
+
+def _parameters(
+    function: Callable[..., Any], section: UserFunction
+) -> Mapping[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section.kind!r} has no signature to read: {error}") from error
+    if not parameters:
+        raise ConfigError(
+            f"{section.kind!r} takes nothing; expected an episode, or parameters named as TRL's"
+        )
+    unknown = sorted(set(section.arguments) - set(parameters))
+    if unknown and not _takes_all(parameters):
+        raise ConfigError(f"{section.kind!r} takes no {unknown[0]!r}; see `arguments`")
+    return parameters
+
+
+def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
