@@ -29,7 +29,7 @@ from raylearner.learner.checkpoint import Checkpoint
 from raylearner.learner.learner_actor import LearnerGroup, Recording
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
-from raylearner.observability.sinks import Sink, flattened
+from raylearner.observability.sinks import flattened, make_sinks
 from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
 from raylearner.placement import RolloutFleet
@@ -78,25 +78,6 @@ def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     return training, load_prompts(data.evaluation, system_prompt=data.system_prompt)
 
 
-def _make_sinks(config: RunConfig, folder: Path) -> list[Sink]:
-    """Where numbers go besides the run directory's JSON lines; each is imported where asked for."""
-    sinks: list[Sink] = []
-    hparams = flattened(config.model_dump(mode="json"))
-    if config.observability.tensorboard:
-        from raylearner.observability.tensorboard_file import TensorBoardFile
-
-        sinks.append(TensorBoardFile(folder / "tensorboard", hparams=hparams))
-    if config.observability.ray_metrics:
-        from raylearner.observability.ray_metrics import RayMetrics
-
-        sinks.append(RayMetrics(run_name=config.run.name))
-    if config.observability.wandb is not None:
-        from raylearner.observability.wandb_run import WandbRun
-
-        sinks.append(WandbRun(config.observability.wandb, folder, hparams=hparams))
-    return sinks
-
-
 @ray.remote(num_cpus=1)
 def _make_tiny_model(*arguments: Any) -> float | None:
     """In a process of its own, so that the driver never loads torch."""
@@ -118,7 +99,12 @@ async def _train(
         folder,
         config.observability,
         num_steps=config.run.num_steps,
-        sinks=_make_sinks(config, folder),
+        sinks=make_sinks(
+            config.observability,
+            folder,
+            run_name=config.run.name,
+            hparams=flattened(config.model_dump(mode="json")),
+        ),
     )
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from numpy.typing import NDArray
+
+from raylearner.config.schema import ObservabilitySection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,30 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def make_sinks(
+    config: ObservabilitySection,
+    folder: Path,
+    *,
+    run_name: str,
+    hparams: Mapping[str, bool | int | float | str],
+) -> list[Sink]:
+    """Those that a configuration asks for; each brings its library only then."""
+    sinks: list[Sink] = []
+    if config.tensorboard:
+        from raylearner.observability.tensorboard_file import TensorBoardFile
+
+        sinks.append(TensorBoardFile(folder / "tensorboard", hparams=hparams))
+    if config.ray_metrics:
+        from raylearner.observability.ray_metrics import RayMetrics
+
+        sinks.append(RayMetrics(run_name=run_name))
+    if config.wandb is not None:
+        from raylearner.observability.wandb_run import WandbRun
+
+        sinks.append(WandbRun(config.wandb, folder, hparams=hparams))
+    return sinks
 
 
 def finite_scalars(values: Mapping[str, float | None]) -> dict[str, float]:

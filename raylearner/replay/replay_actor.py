@@ -61,6 +61,9 @@ class ReplayActor:
         self._num_deaths: Counter[str] = Counter()
         self._engine_versions: dict[str, int] = {}
 
+    def __repr__(self) -> str:
+        return "replay"
+
     async def claim(
         self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float
     ) -> ClaimReply:
