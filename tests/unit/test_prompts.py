@@ -1,13 +1,26 @@
 """Prompts: the generated split never leaks, and bad rows are named."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import datasets
+import pyarrow
 import pytest
+from episodes import make_view
+from pyarrow import parquet
 
-from raylearner.config.schema import CalculatorData, JsonlData
+from raylearner.config.data import (
+    CalculatorData,
+    HubData,
+    JsonlData,
+    ParquetData,
+    ReasoningGymData,
+)
+from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError
 from raylearner.prompts import load_prompts
+from raylearner.rewards.scorer import Scorer
 
 
 def _operands(prompt_id: str) -> frozenset[str]:
@@ -86,3 +99,152 @@ def test_an_empty_dataset_and_a_missing_file_are_refused(tmp_path: Path) -> None
         load_prompts([JsonlData(kind="jsonl", path=str(tmp_path / "empty.jsonl"))])
     with pytest.raises(ConfigError, match="does not exist"):
         load_prompts([JsonlData(kind="jsonl", path=str(tmp_path / "none.jsonl"))])
+
+
+def test_columns_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
+    row = {"question": "q", "solution": ["4", 4.0], "id": 7, "book": "b", "answer": "no"}
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(row))
+    (prompt,) = load_prompts(
+        [
+            JsonlData(
+                kind="jsonl",
+                path=str(path),
+                prompt_column="question",
+                answer_column="solution",
+                prompt_id_column="id",
+                doc_id_column="book",
+            )
+        ]
+    )
+    assert (prompt.prompt_id, prompt.doc_id, prompt.source) == ("7", "b", "d")
+    assert prompt.answers == ("4", "4.0")
+    assert prompt.columns["answer"] == "no"
+    assert prompt.is_conversational is False
+
+
+def test_a_named_column_that_a_row_lacks_is_an_error_with_those_that_are_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "q", "solution": 1}\n{"prompt": "q", "sol": 1}')
+    with pytest.raises(ConfigError) as error:
+        load_prompts([JsonlData(kind="jsonl", path=str(path), answer_column="solution")])
+    assert str(error.value) == (
+        f"{path}:2: no column 'solution' (answer_column); the row has: prompt, sol"
+    )
+
+
+def test_all_sources_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> None:
+    bad = _write(tmp_path / "bad.jsonl", "{")
+    missing = JsonlData(kind="jsonl", path=str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError) as error:
+        load_prompts([bad, CalculatorData(kind="calculator", num_prompts=2), missing])
+    first, second = str(error.value).splitlines()
+    assert "bad.jsonl:1: not JSON" in first
+    assert "none.jsonl does not exist" in second
+
+
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt": "q"}\n{"prompt": "\xff"}')
+    with pytest.raises(ConfigError, match=r"d\.jsonl:2: not UTF-8 text"):
+        load_prompts([JsonlData(kind="jsonl", path=str(path))])
+
+
+def test_parquet_rows_are_read_as_jsonl_rows_are(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    messages = [[{"role": "user", "content": f"q{i}"}] for i in range(3)]
+    table = pyarrow.table({"messages": messages, "answer": ["a", None, "c"], "level": [1, 2, 3]})
+    parquet.write_table(table, path)
+    source = ParquetData(kind="parquet", path=str(path), prompt_column="messages", max_prompts=2)
+    prompts = load_prompts([source])
+    assert [p.messages[0].content for p in prompts] == ["q0", "q1"]
+    assert [p.answer for p in prompts] == ["a", None]
+    assert prompts[1].columns == {"level": 2}
+    assert prompts[0].is_conversational
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ConfigError, match=r"bad\.parquet is no Parquet file that can be read"):
+        load_prompts([ParquetData(kind="parquet", path=str(tmp_path / "bad.parquet"))])
+
+
+def test_a_directory_is_read_as_a_dataset_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "train.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    source = HubData(kind="hub", path=str(tmp_path / "tasks"), split="train[1:]")
+    (prompt,) = load_prompts([source])
+    assert (prompt.messages[0].content, prompt.source) == ("two", "tasks")
+
+
+def test_a_dataset_that_cannot_be_had_says_what_to_do_without_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="'nobody/nothing', configuration 'main' cannot be load"):
+        load_prompts([HubData(kind="hub", path="nobody/nothing", config="main")])
+
+
+def test_sources_are_mixed_by_weight_from_the_start(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i)} for i in range(30)]
+    one, other = (_write(tmp_path / f"{n}.jsonl", *rows) for n in ("one", "other"))
+    prompts = load_prompts([one, other.model_copy(update={"weight": 2.0})])
+    assert Counter(p.source for p in prompts[:30]) == {"one": 10, "other": 20}
+    assert Counter(p.source for p in prompts) == {"one": 30, "other": 30}
+
+
+def test_reasoning_gym_splits_share_no_question_whatever_the_seed() -> None:
+    common = {"kind": "reasoning_gym", "task": "leg_counting", "num_prompts": 60}
+    train, held_out = (
+        load_prompts([ReasoningGymData.model_validate({**common, "split": split, "seed": seed})])
+        for split, seed in (("train", 1), ("evaluation", 1))
+    )
+    other = load_prompts([ReasoningGymData.model_validate({**common, "seed": 9})])
+    assert (len(train), len(held_out)) == (60, 60)
+    questions = {p.messages[0].content for p in [*train, *other]}
+    assert questions.isdisjoint(p.messages[0].content for p in held_out)
+    again = load_prompts([ReasoningGymData.model_validate({**common, "seed": 1})])
+    assert [p.prompt_id for p in again] == [p.prompt_id for p in train]
+    assert train[0].source == "leg_counting"
+
+
+async def test_a_reasoning_gym_prompt_is_scored_by_its_task() -> None:
+    source = ReasoningGymData(
+        kind="reasoning_gym",
+        task="countdown",
+        parameters={"min_numbers": 3, "max_numbers": 3},
+        num_prompts=2,
+    )
+    prompt = load_prompts([source])[0]
+    scorer = Scorer(
+        RewardSection.model_validate({"functions": [{"kind": "reasoning_gym"}, {"kind": "f1"}]})
+    )
+    entry = prompt.columns["reasoning_gym"]["entry"]
+    right = entry["metadata"]["expression"]
+    try:
+        good = await scorer.score(make_view(f"<answer>{right}</answer>", prompt=prompt))
+        wrong = await scorer.score(make_view("<answer>1+1</answer>", prompt=prompt))
+        other = await scorer.score(make_view("<answer>46</answer>"))
+    finally:
+        await scorer.close()
+    assert good.rewards["reasoning_gym"] == 1.0
+    assert wrong.rewards["reasoning_gym"] is not None
+    assert wrong.rewards["reasoning_gym"] < 0.1
+    assert other.rewards == {"reasoning_gym": None, "f1": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"task": "leg_countin"}, "did you mean 'leg_counting'"),
+        ({"parameters": {"legs": 4}}, "refuses its parameters {'legs': 4}"),
+        ({"parameters": {"min_animals": -1}}, "refuses its parameters"),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_a_config_error(change: dict, words: str) -> None:
+    source = {"kind": "reasoning_gym", "task": "leg_counting", **change}
+    with pytest.raises(ConfigError, match=words):
+        load_prompts([ReasoningGymData.model_validate(source)])
