@@ -103,7 +103,12 @@ def config_hash(config: RunConfig) -> str:
 
 def metadata(config: RunConfig) -> dict[str, str]:
     """What the Jobs page shows of a run."""
-    return {"run": config.run.name, "commit": git_revision(), "config": config_hash(config)}
+    return {
+        "job_name": config.run.name,  # what Ray shows as the job's name
+        "run": config.run.name,
+        "commit": git_revision(),
+        "config": config_hash(config),
+    }
 
 
 def runtime_env(folder: str, *, dependencies: Path | None = None) -> dict[str, Any]:

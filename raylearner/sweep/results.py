@@ -8,7 +8,7 @@ from typing import Any
 
 from raylearner.errors import ConfigError
 from raylearner.sweep.plan import Plan, Trial, axis_keys, shown
-from raylearner.sweep.state import SweepState, TrialState
+from raylearner.sweep.state import Status, SweepState, TrialState
 
 Pair = tuple[Trial, TrialState]
 
@@ -62,8 +62,8 @@ def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> 
     lines = [
         f"# {plan.sweep.name}",
         "",
-        f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over seeds; ± is the"
-        " standard deviation over seeds.",
+        f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over the seeds that ran to"
+        " their end; ± is the standard deviation over them.",
         "",
         "| " + " | ".join([*(f"`{key}`" for key in keys), "value", "seeds", "trials"]) + " |",
         "|" + "---|" * (len(keys) + 3),
@@ -89,7 +89,9 @@ def _by_point(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def _measured(group: Sequence[Pair]) -> list[float]:
-    return [found.value for _, found in group if found.value is not None]
+    """Values of trials that ran to their end; of those stopped early where no other is left."""
+    done = [f.value for _, f in group if f.value is not None and f.status is Status.DONE]
+    return done or [f.value for _, f in group if f.value is not None]
 
 
 def _rank(group: Sequence[Pair], *, goal: str) -> float:
@@ -113,7 +115,7 @@ def _summary(group: Sequence[Pair]) -> list[str]:
 
 def plot(plan: Plan, pairs: Sequence[Pair], folder: Path) -> list[Path]:
     """For each axis the metric against it: a line for each combination of the others, seeds as dots,
-    a band of one standard deviation. Raises `ConfigError` where matplotlib is not installed."""
+    a band of one standard deviation; crosses are trials that did not run to their end. Raises `ConfigError` where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -141,7 +143,9 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
     places, ticks = _places([trial.values[key] for trial, _ in pairs])
     lines: dict[str, dict[float, list[float]]] = {}
     for trial, found in pairs:
-        if found.value is not None:
+        if found.value is not None and found.status is not Status.DONE:
+            axes.plot(places[shown(trial.values[key])], found.value, "x", color="gray")
+        elif found.value is not None:
             there = [other for other in others if other in trial.values]
             named = [f"{o.rsplit('.', 1)[-1]}={shown(trial.values[o])}" for o in there]
             line = lines.setdefault(", ".join(named), {})

@@ -66,7 +66,7 @@ def test_the_hash_of_a_configuration_is_of_what_it_says_not_of_where_it_writes(
 ) -> None:
     assert jobs.config_hash(config()) == jobs.config_hash(config("run.dir=elsewhere"))
     assert jobs.config_hash(config()) != jobs.config_hash(config("run.seed=1"))
-    assert set(jobs.metadata(config())) == {"run", "commit", "config"}
+    assert set(jobs.metadata(config())) == {"job_name", "run", "commit", "config"}
 
 
 def test_a_job_runs_by_this_interpreter_here_and_by_its_own_elsewhere() -> None:
