@@ -22,27 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raylearner.config.kl import AdapterOffReference
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import LearnerError
 from raylearner.learner import lora, mesh, metric, optimizer, preparation
-from raylearner.learner.critic import Critic
 from raylearner.learner.estimator import EpisodeTable
 from raylearner.learner.kl import AdaptiveController
-from raylearner.learner.learner_state import (
-    Progress,
-    export_adapter,
-    export_model,
-    restore_state,
-    restore_tensors,
-    save_state,
-    save_tensors,
-)
-from raylearner.learner.loading import load_sharded, model_directory
+from raylearner.learner.learner_state import Progress, restore_state, save_state
 from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
-from raylearner.learner.model import DTYPES, ModelOptions, Scores
+from raylearner.learner.model import DTYPES, Scores
+from raylearner.learner.models import Models
 from raylearner.learner.objective import (
     choose_tokens,
     critic_share,
@@ -50,7 +40,7 @@ from raylearner.learner.objective import (
     off_policy_metrics,
 )
 from raylearner.learner.preparation import Part, Take
-from raylearner.learner.reference import Reference, kl_controller, reference_path
+from raylearner.learner.reference import kl_controller
 from raylearner.learner.update import (
     Update,
     by_trajectory,
@@ -96,47 +86,12 @@ class Learner:
         self._config = config
         self._temperature = temperature
         self._device = device
-        self.model_folder = model_directory(model_path)
         device_mesh = device_mesh or mesh.connect(device=device)
         torch.manual_seed(seed + dist.get_rank())
         self._dtype = torch.float64 if config.compute_dtype == "float64" else torch.float32
-        load = partial(
-            load_sharded,
-            mesh=device_mesh,
-            dtype=self._dtype,
-            compute_dtype=DTYPES[config.compute_dtype],
-            options=ModelOptions(
-                chunk_tokens=config.logprob_chunk_tokens,
-                attention=config.attention,
-                is_head_exact=config.head_dtype == "float32",
-                activation_checkpointing=config.activation_checkpointing,
-                should_compile=config.should_compile,
-            ),
-        )
-        trunk = None if config.critic is None else config.critic.trunk
-        self._model = load(
-            str(self.model_folder),
-            has_value_head=trunk == "shared",
-            adapters=config.lora,
-            adapter_seed=seed,
-        )
-        self._optimizer = optimizer.make_optimizer(
-            self._model.parameters(),
-            learning_rate=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
-        self._critic: Critic | None = None
-        if config.critic is not None and trunk == "own":
-            path = config.critic.path or str(self.model_folder)
-            self._critic = Critic(config.critic, load(path, has_value_head=True))
-        self._reference: Reference | None = None
-        if config.kl is not None and config.kl.coefficient > 0:
-            if isinstance(config.kl.reference, AdapterOffReference):
-                self._reference = Reference(config.kl.reference, self._model)
-            else:
-                path = reference_path(config.kl.reference) or str(self.model_folder)
-                self._reference = Reference(config.kl.reference, load(path))
+        self._models = models = Models.load(config, model_path, device_mesh, seed=seed)
+        self._model, self._optimizer = models.policy, models.optimizer
+        self._critic, self._reference = models.critic, models.reference
         self._kl_controller = kl_controller(config.kl)
         self._seed = seed
         self._reward_weights = reward_weights or {}
@@ -145,6 +100,11 @@ class Learner:
         self._num_updates_of_run = num_steps * config.num_epochs * config.num_mini_batches
         self._progress = Progress()
         self._start_logprobs: dict[TrajectoryKey, NDArray[np.float32]] = {}
+
+    @property
+    def model_folder(self) -> Path:
+        """The directory that the policy came from."""
+        return self._models.folder
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -231,34 +191,12 @@ class Learner:
         if isinstance(controller, AdaptiveController):
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
         save_state(folder / "learner", self._progress)
-        save_tensors(folder / "learner", self._model.own_parameters(), self._optimizer)
-        if self._critic is not None:
-            self._critic.save(folder / "critic")
-        if self._reference is not None:
-            self._reference.save(folder / "reference")
-        if self._config.lora is not None:
-            export_adapter(folder / "adapter", self._model, source=self.model_folder)
-        export_model(
-            folder / "model",
-            self._model,
-            source=self.model_folder,
-            dtype=DTYPES["bfloat16" if self._config.compute_dtype == "bfloat16" else "float32"],
-            policy_version=self.policy_version,
-        )
+        self._models.save(folder, self._progress)
 
     def restore(self, folder: Path) -> None:
         """Exactly what `save` wrote; the number of ranks may differ."""
         self._progress = restore_state(folder / "learner")
-        restore_tensors(
-            folder / "learner",
-            self._model.own_parameters(),
-            self._optimizer,
-            num_updates=self._progress.num_updates,
-        )
-        if self._critic is not None:
-            self._critic.restore(folder / "critic", num_updates=self._progress.num_critic_updates)
-        if self._reference is not None:
-            self._reference.restore(folder / "reference")
+        self._models.restore(folder, self._progress)
         controller, coefficient = self._kl_controller, self._progress.kl_coefficient
         if isinstance(controller, AdaptiveController) and coefficient is not None:
             controller.coefficient = coefficient

@@ -1,0 +1,117 @@
+"""The models of one learner rank: the policy with its optimizer, and a critic and reference where asked for."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from raylearner.config.kl import AdapterOffReference
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import optimizer
+from raylearner.learner.critic import Critic
+from raylearner.learner.learner_state import (
+    Progress,
+    export_adapter,
+    export_model,
+    restore_tensors,
+    save_tensors,
+)
+from raylearner.learner.loading import load_sharded, model_directory
+from raylearner.learner.model import DTYPES, ModelOptions, PackedModel
+from raylearner.learner.reference import Reference, reference_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Saves and restores all of them together; every rank calls the same, in the same order."""
+
+    folder: Path
+    """The directory that the policy came from."""
+    export_dtype: torch.dtype
+    policy: PackedModel
+    optimizer: torch.optim.AdamW
+    critic: Critic | None
+    reference: Reference | None
+
+    @classmethod
+    def load(
+        cls, config: LearnerSection, model_path: str, mesh: DeviceMesh, *, seed: int
+    ) -> "Models":
+        """Sharded over the mesh. Raises `ConfigError` naming the key of a path that does not load."""
+        folder = model_directory(model_path)
+        load = partial(
+            load_sharded,
+            mesh=mesh,
+            dtype=torch.float64 if config.compute_dtype == "float64" else torch.float32,
+            compute_dtype=DTYPES[config.compute_dtype],
+            options=ModelOptions(
+                chunk_tokens=config.logprob_chunk_tokens,
+                attention=config.attention,
+                is_head_exact=config.head_dtype == "float32",
+                activation_checkpointing=config.activation_checkpointing,
+                should_compile=config.should_compile,
+            ),
+        )
+        trunk = None if config.critic is None else config.critic.trunk
+        policy = load(
+            str(folder),
+            has_value_head=trunk == "shared",
+            adapters=config.lora,
+            adapter_seed=seed,
+        )
+        critic = reference = None
+        if config.critic is not None and trunk == "own":
+            path = config.critic.path or str(folder)
+            critic = Critic(config.critic, load(path, has_value_head=True))
+        if config.kl is not None and config.kl.coefficient > 0:
+            if isinstance(config.kl.reference, AdapterOffReference):
+                reference = Reference(config.kl.reference, policy)
+            else:
+                path = reference_path(config.kl.reference) or str(folder)
+                reference = Reference(config.kl.reference, load(path))
+        return cls(
+            folder=folder,
+            export_dtype=DTYPES["bfloat16" if config.compute_dtype == "bfloat16" else "float32"],
+            policy=policy,
+            optimizer=optimizer.make_optimizer(
+                policy.parameters(),
+                learning_rate=config.learning_rate,
+                betas=config.betas,
+                weight_decay=config.weight_decay,
+            ),
+            critic=critic,
+            reference=reference,
+        )
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """Shards under `learner/`, `critic/` and, if it changes, `reference/`; what others load under
+        `model/` (`from_pretrained`) and `adapter/` (peft)."""
+        save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer)
+        if self.critic is not None:
+            self.critic.save(folder / "critic")
+        if self.reference is not None:
+            self.reference.save(folder / "reference")
+        if self.policy.has_adapters:
+            export_adapter(folder / "adapter", self.policy, source=self.folder)
+        export_model(
+            folder / "model",
+            self.policy,
+            source=self.folder,
+            dtype=self.export_dtype,
+            policy_version=progress.policy_version,
+        )
+
+    def restore(self, folder: Path, progress: Progress) -> None:
+        """Exactly what `save` wrote; the number of ranks may differ."""
+        restore_tensors(
+            folder / "learner",
+            self.policy.own_parameters(),
+            self.optimizer,
+            num_updates=progress.num_updates,
+        )
+        if self.critic is not None:
+            self.critic.restore(folder / "critic", num_updates=progress.num_critic_updates)
+        if self.reference is not None:
+            self.reference.restore(folder / "reference")
