@@ -1,6 +1,6 @@
 """Tiny warm-started agents learn to use their tools: search and code, through the whole loop, on a CPU.
 
-    python benchmarks/agents.py [--agent search_qa] [--plot docs/agents.png] [key=value ..]
+    python benchmarks/agents.py [--agent search_qa] [--plot docs/figures/agents.png] [key=value ..]
 
 Starts the service that an agent needs, trains it with `configs/<agent>.yaml` and its overlays in
 `configs/tiny/`, and fails unless the mean reward of the last ten steps is 0.3 above the first ten's.
