@@ -14,7 +14,8 @@ from string import Formatter
 import numpy as np
 
 from raylearner.actors.engine import Engine
-from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.episode import EpisodeKit
+from raylearner.actors.play import play
 from raylearner.config.schema import (
     EnvironmentSection,
     RendererSection,
@@ -85,13 +86,15 @@ async def demonstrate(
     factory = EnvironmentFactory(environment)
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def play(prompt: Prompt, turns: list[str]) -> TokenRowWithMask:
+    async def perform(prompt: Prompt, turns: list[str]) -> list[TokenRowWithMask]:
         async with places:
             return await _play(prompt, turns, renderer, factory)
 
     try:
+        await factory.start()
         scripts = _scripts(prompts, config, random.Random(seed))
-        return list(await asyncio.gather(*(play(prompt, turns) for prompt, turns in scripts)))
+        played = await asyncio.gather(*(perform(prompt, turns) for prompt, turns in scripts))
+        return [row for rows in played for row in rows]
     finally:
         await factory.close()
 
@@ -129,24 +132,23 @@ def _filled(template: str, prompt: Prompt, **more: str) -> str:
 
 async def _play(
     prompt: Prompt, turns: list[str], renderer: Renderer, factory: EnvironmentFactory
-) -> TokenRowWithMask:
+) -> list[TokenRowWithMask]:
     kit = EpisodeKit(
         engine=_Demonstrator(turns, renderer),
         renderer=renderer,
         scorer=Scorer(RewardSection(functions=())),
         make_environment=factory.make,
         tracer=Tracer(track="demonstrator", is_enabled=False),
+        agent=factory.agent,
     )
     claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
-    played = await play_episode(
-        kit, claim, Sampling(max_tokens=renderer.config.max_response_tokens)
-    )
-    if played.stop_reason is StopReason.ERROR:
+    played = await play(kit, claim, Sampling(max_tokens=renderer.config.max_response_tokens))
+    if played[0].stop_reason is StopReason.ERROR:
         raise ConfigError(
             f"model.warm_start: the demonstration of prompt {prompt.prompt_id} failed: "
-            f"{played.error}"
+            f"{played[0].error}"
         )
-    return played.token_ids.tolist(), played.loss_mask.tolist()
+    return [(segment.token_ids.tolist(), segment.loss_mask.tolist()) for segment in played]
 
 
 class _Demonstrator(Engine):

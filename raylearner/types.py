@@ -19,7 +19,13 @@ PolicyVersion: TypeAlias = int
 TrajectoryKey: TypeAlias = tuple[int, int, int, int]
 """Group, sample index, attempt and segment."""
 
+BAN_BIAS = -100.0
+"""Added to the logits of banned tokens, by engines and learner alike; vLLM takes no less."""
+
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands in a message's content where an image is shown."""
 
 
 class StopReason(StrEnum):
@@ -44,7 +50,8 @@ class CompletionStop(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message; images are encoded bytes (PNG, JPEG) in the order of their placeholders."""
+    """One chat message; images are encoded bytes (PNG, JPEG, WebP), one for each `IMAGE_MARK` of the
+    content, in order. Without images the mark is text like any other."""
 
     role: Role
     content: str
@@ -170,6 +177,9 @@ class Trajectory:
     claim_policy_version: PolicyVersion
     turns: tuple[Turn, ...] = ()
     images: tuple[bytes, ...] = ()
+    """As the model sees them, PNG, in the order of their placeholders."""
+    image_token_id: int | None = None
+    """The placeholder: each run of it is one image. None for models that read text alone."""
     shown: tuple[str, ...] = ()
     """Ids of the passages and pages that tools showed, in order."""
     reward: float | None = None
@@ -221,6 +231,18 @@ class Trajectory:
             return self.claim_policy_version
         return int(self.policy_versions[self.loss_mask].max())
 
+    @property
+    def is_placeholder(self) -> NDArray[np.bool_]:  # [T]
+        if self.image_token_id is None:
+            return np.zeros(len(self.token_ids), np.bool_)
+        return self.token_ids == self.image_token_id
+
+    @property
+    def num_placeholder_runs(self) -> int:
+        """Images that the tokens speak of."""
+        is_place = self.is_placeholder
+        return int((is_place[1:] & ~is_place[:-1]).sum()) + int(is_place[0])
+
     def with_train_mask(self, train_mask: NDArray[np.bool_]) -> "Trajectory":
         return replace(self, train_mask=train_mask)
 
@@ -252,6 +274,13 @@ class Trajectory:
             return "behavior_logprobs must not be positive"
         if ((self.policy_versions >= 0) != self.loss_mask).any():
             return "policy_versions must be >= 0 exactly where loss_mask is True, -1 elsewhere"
+        if self.num_placeholder_runs != len(self.images):
+            return (
+                f"every image needs its placeholders: {len(self.images)} images, "
+                f"{self.num_placeholder_runs} runs of placeholders"
+            )
+        if (self.loss_mask & self.is_placeholder).any():
+            return "placeholders of images must not be sampled"
         if self.reward is not None and not np.isfinite(self.reward):
             return f"reward must be a finite number or None, got {self.reward!r}"
         if self.stop_reason is StopReason.ERROR and self.error is None:

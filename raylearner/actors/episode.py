@@ -5,7 +5,7 @@ Plain async functions, no Ray: the same code runs in rollout actors, in evaluati
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from raylearner.types import (
     Sampling,
     StopReason,
     Trajectory,
+    Turn,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,21 +80,31 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
         )
         if error is not None or stop_reason is StopReason.ABORTED:
             return trajectory
-        return (await scored(kit, claim, [trajectory], outcome, response=transcript.response_text))[0]
+        (trajectory,) = await scored(
+            kit,
+            claim,
+            [trajectory],
+            outcome,
+            turns=trajectory.turns,
+            response=transcript.response_text,
+        )
+        return trajectory
 
 
 async def _play(
     kit: EpisodeKit, environment: Environment, transcript: Transcript, sampling: Sampling
 ) -> StopReason:
     messages = await environment.reset(transcript.claim.prompt)
-    transcript.open(messages, tools=environment.tool_schemas)
+    transcript.open(await kit.renderer.fit_images(messages), tools=environment.tool_schemas)
     seed = sampling.seed
-    while transcript.remaining_tokens > 0:
+    while transcript.remaining_tokens > 0 and not transcript.is_full:
         budget = min(sampling.max_tokens, transcript.remaining_tokens)
         turn_sampling = replace(sampling, stop=environment.stop, max_tokens=budget, seed=seed)
         with kit.tracer.span("turn", group=transcript.claim.group_id) as turn:
             with kit.tracer.span("generate") as generate:
-                completion = await kit.engine.generate(transcript.token_ids, turn_sampling)
+                completion = await kit.engine.generate(
+                    transcript.engine_token_ids, turn_sampling, images=transcript.images
+                )
                 generate.arguments["tokens"] = len(completion.token_ids)
             completion = until_end(completion, kit.renderer.end_token_ids)
             text = transcript.add_completion(completion)
@@ -105,7 +116,8 @@ async def _play(
                 if reply.tool is not None:
                     step.name = f"tool {reply.tool}"
             turn.arguments["is_valid"] = reply.is_valid
-        fits = transcript.add_reply(reply.messages, tool=reply.tool, is_valid=reply.is_valid)
+        messages = await kit.renderer.fit_images(reply.messages)
+        fits = transcript.add_reply(messages, tool=reply.tool, is_valid=reply.is_valid)
         if reply.is_done:
             ran_out = completion.stop_reason is CompletionStop.LENGTH
             is_cut = ran_out and reply.stop_reason is not StopReason.ANSWER
@@ -130,41 +142,55 @@ def until_end(completion: Completion, end_token_ids: tuple[int, ...]) -> Complet
     )
 
 
-async def _score(
+async def scored(
     kit: EpisodeKit,
     claim: Claim,
-    transcript: Transcript,
-    trajectory: Trajectory,
+    segments: Sequence[Trajectory],
     outcome: Outcome,
-) -> Trajectory:
+    *,
+    turns: Sequence[Turn],
+    response: str,
+    answer: str | None = None,
+) -> list[Trajectory]:
+    """The segments of one episode with what it is worth, the same for each; none trains when a
+    reward fails. `turns` are those of all segments as they came; `answer` is what a program gave as
+    its answer."""
+    sampled = [s.token_ids[s.loss_mask] for s in segments]
     view = EpisodeView(
         prompt=claim.prompt,
-        turns=trajectory.turns,
-        response=transcript.response_text,
-        completion_ids=tuple(trajectory.token_ids[trajectory.loss_mask].tolist()),
-        stop_reason=trajectory.stop_reason,
-        policy_version=trajectory.max_policy_version,
+        turns=tuple(turns),
+        response=response,
+        completion_ids=tuple(np.concatenate(sampled).tolist()),
+        stop_reason=segments[-1].stop_reason,
+        policy_version=max(segment.max_policy_version for segment in segments),
         step=claim.step,
         metrics=outcome.metrics,
+        answer=answer,
     )
     try:
         with kit.tracer.span("reward", group=claim.group_id):
             score = await kit.scorer.score(view)
     except TrajectoryError as cause:
-        return replace(
-            trajectory,
-            stop_reason=StopReason.ERROR,
-            error=f"{cause.kind}: {cause}",
-            train_mask=np.zeros_like(trajectory.train_mask),
-        )
+        return [
+            replace(
+                segment,
+                stop_reason=StopReason.ERROR,
+                error=f"{cause.kind}: {cause}",
+                train_mask=np.zeros_like(segment.train_mask),
+            )
+            for segment in segments
+        ]
     reward, rewards = score.reward, score.rewards
     if outcome.penalty and (reward is not None or kit.scorer.is_partial):
         rewards = {**rewards, "invalid_action_penalty": -outcome.penalty}
         reward = None if reward is None else reward - outcome.penalty
-    return replace(
-        trajectory,
-        reward=reward,
-        rewards=rewards,
-        columns=score.columns,
-        metrics={**trajectory.metrics, **score.metrics},
-    )
+    return [
+        replace(
+            segment,
+            reward=reward,
+            rewards=rewards,
+            columns=score.columns,
+            metrics={**segment.metrics, **score.metrics},
+        )
+        for segment in segments
+    ]

@@ -31,7 +31,7 @@ class RolloutSections:
     """The parts of the configuration that a rollout actor needs."""
 
     engine: schema.EngineSection
-    environment: schema.SingleTurn | schema.ToolUse
+    environment: schema.EnvironmentSection
     renderer: schema.RendererSection
     rewards: schema.RewardSection
     sampling: schema.SamplingSection
@@ -45,7 +45,7 @@ class RolloutSections:
 
 
 def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampling:
-    """Sampling as engines take it: the section's numbers and the tokenizer's end tokens."""
+    """Sampling as engines take it: the section's numbers and the renderer's special tokens."""
     return Sampling(
         temperature=section.temperature,
         top_p=section.top_p,
@@ -54,6 +54,7 @@ def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampli
         repetition_penalty=section.repetition_penalty,
         max_tokens=section.max_turn_tokens,
         stop_token_ids=renderer.end_token_ids,
+        banned_token_ids=renderer.banned_token_ids,
     )
 
 
@@ -76,6 +77,9 @@ class RolloutActor:
         self._engine: Engine | None = None
         self._worker: RolloutWorker | None = None
 
+    def __repr__(self) -> str:
+        return self._actor_id
+
     async def start(self) -> tuple[int, str]:
         """Starts the engine; returns this process's id and the engine's class.
 
@@ -87,6 +91,7 @@ class RolloutActor:
         self._engine = self._make_engine(renderer)
         await self._engine.start()
         self._environments = EnvironmentFactory(sections.environment)
+        await self._environments.start()
         self._scorer = Scorer(
             sections.rewards, models=model_calls(sections.run_name, sections.rewards)
         )
@@ -96,6 +101,7 @@ class RolloutActor:
             scorer=self._scorer,
             make_environment=self._environments.make,
             tracer=self._tracer,
+            agent=self._environments.agent,
         )
         self._worker = RolloutWorker(
             actor_id=self._actor_id,

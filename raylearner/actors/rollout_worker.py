@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.outbox import Outbox
+from raylearner.actors.play import play
 from raylearner.config.schema import SamplingSection
 from raylearner.observability.spans import Tracer
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
@@ -79,10 +80,13 @@ class RolloutWorker:
         self._slot_freed.set()
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """One episode per prompt, beside whatever else runs; nothing of it reaches the replay."""
+        """One episode per prompt, beside whatever else runs; nothing of it reaches the replay.
+
+        Segments of an episode share its group id.
+        """
         slots = asyncio.Semaphore(self._max_concurrent)
 
-        async def play(index: int, prompt: Prompt) -> Trajectory:
+        async def play_one(index: int, prompt: Prompt) -> list[Trajectory]:
             version = self._kit.engine.policy_version
             claim = Claim(
                 group_id=index,
@@ -93,9 +97,10 @@ class RolloutWorker:
                 seed=index,
             )
             async with slots:
-                return await play_episode(self._kit, claim, sampling)
+                return await play(self._kit, claim, sampling)
 
-        return await asyncio.gather(*(play(i, p) for i, p in enumerate(prompts)))
+        played = await asyncio.gather(*(play_one(i, p) for i, p in enumerate(prompts)))
+        return [segment for segments in played for segment in segments]
 
     def drain_activity(self) -> RolloutActivity:
         """What happened since the last call."""
@@ -132,12 +137,12 @@ class RolloutWorker:
             sampling = replace(sampling, temperature=0.0)
         try:
             with suppress(asyncio.CancelledError):  # no longer wanted: nothing of it is reported
-                trajectory = await play_episode(self._kit, claim, sampling)
-                if self._is_halted or trajectory.stop_reason is StopReason.ABORTED:
+                segments = await play(self._kit, claim, sampling)
+                if self._is_halted or segments[0].stop_reason is StopReason.ABORTED:
                     return
                 self._num_episodes += 1
-                self._num_tokens += trajectory.num_sampled_tokens
-                await self._outbox.send([trajectory])
+                self._num_tokens += sum(s.num_sampled_tokens for s in segments)
+                await self._outbox.send(segments)
         finally:
             self._running.pop(claim.key, None)
             self._slot_freed.set()

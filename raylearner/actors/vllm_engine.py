@@ -20,6 +20,7 @@ from raylearner.actors import vllm_process
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import (
+    BAN_BIAS,
     Completion,
     CompletionStop,
     PolicyVersion,
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-BAN_BIAS = -100.0
-"""vLLM's lowest logit bias: part of the distribution sampled from, as are the log-probabilities."""
 ABORT_POLL_S = 0.01
 """Between two attempts to abort requests that vLLM had not registered yet."""
 SHARED_BELOW = 0.5

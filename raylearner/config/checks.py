@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raylearner.config.data_checks import check_data
+from raylearner.config.environment_checks import check_environment
 from raylearner.config.finding import Finding
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
@@ -34,6 +35,7 @@ def check(config: RunConfig) -> list[Finding]:
         *_layout(config),
         *_model(config),
         *_lora(config),
+        *check_environment(config),
         *check_data(config),
         *check_rewards(config),
     ]

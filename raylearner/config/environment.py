@@ -1,11 +1,15 @@
 """What an episode is."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raylearner.config.section import NonNegativeFloat, PositiveInt, Section
+from raylearner.config.kind import Reference
+from raylearner.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from raylearner.config.tools import CalculatorTool, ToolSection
+
+PROGRAM_KEYWORDS = ("base_url", "api_key", "messages", "columns")
+"""What a program is called with, by name."""
 
 
 class SingleTurn(Section):
@@ -55,4 +59,37 @@ class ToolUse(Section):
     """Tag around what a tool answers; null for none."""
 
 
-EnvironmentSection = Annotated[SingleTurn | ToolUse, Field(discriminator="kind")]
+class OpenAiProxy(Section):
+    """Any program with an OpenAI client, run as the episode against an endpoint of its own."""
+
+    kind: Literal["openai_proxy"]
+    program: Reference | None = None
+    """`module:function`, sync (in a thread) or async, called with `base_url`, `api_key`, `messages`
+    and `columns` of the prompt by name; returns the answer as text, or None."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed to `program` as further keywords."""
+    command: tuple[str, ...] = ()
+    """In place of `program`: a command line. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its
+    environment and the prompt as JSON on its standard input."""
+    answer_from: Literal["turn", "stdout"] = "turn"
+    """Where rewards find a command's answer: in the policy's last turn, or in what it printed."""
+    timeout_s: PositiveFloat = 300.0
+    """An episode that takes longer fails; a command is killed with its children."""
+    max_calls: PositiveInt = 32
+    """Calls that are answered; further ones are told that the length is used up."""
+
+
+class CustomEnvironment(Section):
+    """An environment of the user's."""
+
+    kind: Literal["custom"]
+    path: Reference
+    """`module:Class` with the methods of `raylearner.environments.protocol.Environment`; made once
+    for each episode."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the class as keywords."""
+
+
+EnvironmentSection = Annotated[
+    SingleTurn | ToolUse | OpenAiProxy | CustomEnvironment, Field(discriminator="kind")
+]

@@ -51,6 +51,8 @@ class LearnerSection(Section):
     """Optimizer updates per take and epoch."""
     num_epochs: PositiveInt = 1
     """Passes over one take."""
+    vision_tower: Literal["trained", "frozen"] = "trained"
+    """Of a model that sees images: whether what turns them into tokens is trained."""
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of forward and backward; masters stay float32 (float64 with float64)."""
     head_dtype: Literal["compute", "float32"] = "float32"

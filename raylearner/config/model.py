@@ -26,6 +26,19 @@ class WarmStart(Section):
     """The only turn of a guess. Also `{number}`, drawn up to 9999, and `{other_answer}`, of another prompt."""
 
 
+class TinyVision(Section):
+    """The eyes of a tiny model: a Qwen2.5-VL vision tower."""
+
+    hidden_size: PositiveInt = 64
+    """Width; at least 32 per attention head for vLLM's CPU kernels."""
+    num_layers: PositiveInt = 2
+    """Vision blocks; the last sees the whole image, the others windows of it."""
+    num_heads: PositiveInt = 2
+    """Attention heads."""
+    intermediate_size: PositiveInt = 128
+    """Width of the feed-forward part."""
+
+
 class TinyModel(Section):
     """A small random model made on the spot, with its own tokenizer and chat template."""
 
@@ -42,6 +55,8 @@ class TinyModel(Section):
     """Longest sequence, in tokens."""
     is_tied: bool = True
     """Whether the output head shares the input embedding."""
+    vision: TinyVision | None = None
+    """Present: the model sees images."""
     warm_start: WarmStart | None = None
     """Present: the model imitates demonstrations before the run."""
 

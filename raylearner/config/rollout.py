@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from raylearner.config.images import ImagesSection
 from raylearner.config.section import (
     AutoFloat,
     Fraction,
@@ -28,6 +29,11 @@ class RendererSection(Section):
     """Tokens after the prompt, observations included."""
     max_observation_tokens: PositiveInt = 128
     """An observation is cut to so many tokens, with a visible mark."""
+    max_context_tokens: PositiveInt | None = None
+    """A turn starts from so many tokens at most, prompt and observations included; an episode that
+    needs more ends as truncated. Default: prompt and response together."""
+    images: ImagesSection = ImagesSection()
+    """Sizes and number of images, for models that see them."""
 
 
 class SamplingSection(Section):

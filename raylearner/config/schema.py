@@ -8,7 +8,13 @@ from raylearner.config.advantage import AdvantageSection, GrpoAdvantage, RlooAdv
 from raylearner.config.correction import CorrectionSection
 from raylearner.config.critic import CriticSection
 from raylearner.config.data import CalculatorData, DataSection, DataSource, JsonlData
-from raylearner.config.environment import EnvironmentSection, SingleTurn, ToolUse
+from raylearner.config.environment import (
+    CustomEnvironment,
+    EnvironmentSection,
+    OpenAiProxy,
+    SingleTurn,
+    ToolUse,
+)
 from raylearner.config.evaluation import EvaluationSection
 from raylearner.config.kl import KlSection
 from raylearner.config.learner import LearnerSection
@@ -51,6 +57,7 @@ __all__ = [
     "CompletionsSection",
     "CorrectionSection",
     "CriticSection",
+    "CustomEnvironment",
     "DataSection",
     "DataSource",
     "DecoupledPpo",
@@ -67,6 +74,7 @@ __all__ = [
     "NaturalInt",
     "NonNegativeFloat",
     "ObservabilitySection",
+    "OpenAiProxy",
     "PositiveFloat",
     "PositiveInt",
     "PretrainedModel",

@@ -1,10 +1,21 @@
-"""Environments by the `kind` that the YAML uses."""
+"""Environments by the `kind` that the YAML uses, and the agents that need none."""
 
 import asyncio
 
-from raylearner.config.environment import JsonCallsDialect, SingleTurn, ToolUse
+from raylearner.config.environment import (
+    CustomEnvironment,
+    EnvironmentSection,
+    JsonCallsDialect,
+    OpenAiProxy,
+    SingleTurn,
+    ToolUse,
+)
+from raylearner.config.kind import load_reference
 from raylearner.config.tools import CalculatorTool, FunctionTool
+from raylearner.environments.agent import Agent
+from raylearner.environments.chat_server import ChatServer
 from raylearner.environments.dialect import Dialect, JsonDialect, TagDialect
+from raylearner.environments.program import make_program
 from raylearner.environments.protocol import Environment
 from raylearner.environments.single_turn import SingleTurnEnvironment
 from raylearner.environments.tool_use import ToolUseEnvironment
@@ -15,11 +26,19 @@ from raylearner.tools.protocol import Tool
 
 
 class EnvironmentFactory:
-    """Makes each episode its environment; owns the tools that all episodes of an actor share."""
+    """Makes each episode its environment; owns what all episodes of an actor share: tools, and the
+    server and program of an agent.
+    """
 
-    def __init__(self, config: SingleTurn | ToolUse) -> None:
-        """Raises `ConfigError` for a tool that cannot be made, or two of one name or tag."""
+    def __init__(self, config: EnvironmentSection) -> None:
+        """Raises `ConfigError` for a tool, a class or a program that cannot be made, or two tools of
+        one name or tag.
+        """
         self._config = config
+        self._agent = _make_agent(config) if isinstance(config, OpenAiProxy) else None
+        self._custom = (
+            load_reference(config.path) if isinstance(config, CustomEnvironment) else None
+        )
         sections = config.tools if isinstance(config, ToolUse) else ()
         self._tools: list[Tool] = [make_tool(section) for section in sections]
         for attribute in ("name", "tag"):
@@ -31,10 +50,25 @@ class EnvironmentFactory:
                 )
         self._dialect = make_dialect(config, self._tools) if isinstance(config, ToolUse) else None
 
+    @property
+    def agent(self) -> Agent | None:
+        """What plays the episodes in place of environments; None where those do."""
+        return self._agent
+
+    async def start(self) -> None:
+        """Before the first episode."""
+        if self._agent is not None:
+            await self._agent.server.start()
+
     def make(self) -> Environment:
-        """A fresh environment for one episode."""
+        """A fresh environment for one episode. Raises whatever the user's own raises."""
+        assert self._agent is None, "programs play without environments"
         if isinstance(self._config, SingleTurn):
             return SingleTurnEnvironment()
+        if isinstance(self._config, CustomEnvironment):
+            assert self._custom is not None, "loaded with the factory"
+            return self._custom(**self._config.arguments)
+        assert isinstance(self._config, ToolUse), "the agent was ruled out"
         assert self._dialect is not None, "tool use has a dialect"
         return ToolUseEnvironment(self._config, self._tools, self._dialect)
 
@@ -46,13 +80,24 @@ class EnvironmentFactory:
         return metrics
 
     async def close(self) -> None:
+        if self._agent is not None:
+            await self._agent.server.close()
         for tool in self._tools:
             await tool.close()
 
 
-async def wait_for_services(config: SingleTurn | ToolUse) -> None:
+def _make_agent(config: OpenAiProxy) -> Agent:
+    return Agent(
+        server=ChatServer(),
+        program=make_program(config),
+        timeout_s=config.timeout_s,
+        max_calls=config.max_calls,
+    )
+
+
+async def wait_for_services(config: EnvironmentSection) -> None:
     """Until every service behind a tool answers. Raises `ConfigError` naming the one that does not."""
-    if isinstance(config, SingleTurn):
+    if not isinstance(config, ToolUse):
         return
     waits = {
         section.url: section.http.start_wait_s

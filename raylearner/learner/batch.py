@@ -162,12 +162,17 @@ def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
             train_mask=trajectory.train_mask[:end],
             behavior_logprobs=trajectory.behavior_logprobs[:end],
             policy_versions=trajectory.policy_versions[:end],
+            images=trajectory.images[: _num_images(trajectory, end)],
             turns=(),
             prompt_text="",
             rewards={},
             metrics={},
         ),
     )
+
+
+def _num_images(trajectory: Trajectory, end: int) -> int:
+    return replace(trajectory, token_ids=trajectory.token_ids[:end]).num_placeholder_runs
 
 
 def _turns(trajectory: Trajectory) -> tuple[NDArray[np.int32], tuple[int, ...]]:

@@ -37,7 +37,12 @@ class Critic:
         """The value of the state after each token: `[T]`."""
         nothing = tokens.scored[:0]
         scores = self._model(
-            tokens.input_ids, tokens.position_ids, tokens.cu_seqlens, tokens.max_length, nothing
+            tokens.input_ids,
+            tokens.position_ids,
+            tokens.cu_seqlens,
+            tokens.max_length,
+            nothing,
+            images=tokens.images,
         )
         assert scores.state_values is not None
         return scores.state_values

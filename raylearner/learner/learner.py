@@ -157,8 +157,12 @@ class Learner:
         """At temperature 1, the log-probability of each token but the first; same on every rank."""
         sequences = [np.asarray(ids, np.int64) for ids in token_ids]
         scored = [np.arange(len(ids)) > 0 for ids in sequences]
-        tokens = PackedTokens.of(sequences, scored, device=self._device)
-        rows = self._forward_only(tokens, 1.0).logprobs.split([len(s) for s in sequences])
+        tokens = PackedTokens.of(
+            sequences, scored, reader=self._models.reader, device=self._device
+        )
+        # Engines score what they are given by all of the vocabulary.
+        scores = self._forward_only(tokens, 1.0, has_bans=False)
+        rows = scores.logprobs.split([len(s) for s in sequences])
         return [row[1:].tolist() for row in rows]
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
@@ -218,6 +222,7 @@ class Learner:
             MicroBatch.of,
             policy_version=self.policy_version,
             dtype=self._dtype,
+            reader=self._models.reader,
             device=self._device,
         )
         return preparation.prepare(
@@ -321,16 +326,13 @@ class Learner:
         return mesh.all_reduced(kl, device=self._device)["kl"].value() > self._config.max_kl
 
     @torch.no_grad()
-    def _forward_only(
-        self, tokens: PackedTokens, temperature: float, *, needs_squared_probs: bool = False
-    ) -> Scores:
-        scores = self._forward(tokens, temperature, needs_squared_probs=needs_squared_probs)
+    def _forward_only(self, tokens: PackedTokens, temperature: float, **options: bool) -> Scores:
+        scores = self._forward(tokens, temperature, **options)
         self._model.reshard()
         return scores
 
-    def _forward(
-        self, tokens: PackedTokens, temperature: float, *, needs_squared_probs: bool = False
-    ) -> Scores:
+    def _forward(self, tokens: PackedTokens, temperature: float, **options: bool) -> Scores:
+        """`options` are those of the model."""
         return self._model(
             tokens.input_ids,
             tokens.position_ids,
@@ -338,7 +340,8 @@ class Learner:
             tokens.max_length,
             tokens.scored,
             temperature,
-            needs_squared_probs=needs_squared_probs,
+            images=tokens.images,
+            **options,
         )
 
     def _update(

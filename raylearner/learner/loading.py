@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -62,13 +68,17 @@ def load_model(path: str, *, dtype: torch.dtype, chunk_tokens: int = 1024) -> Pa
     """A causal language model on the CPU with weights in `dtype`, packed attention, dropout off."""
     folder = model_directory(path)
     try:
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=_attention_name("cpu", dtype, "auto")
+        config = AutoConfig.from_pretrained(folder)
+        name = _attention_name("cpu", dtype, "auto")
+        causal_lm = _family(config).from_pretrained(
+            folder, dtype=dtype, attn_implementation=_attention(config, name)
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
     _refuse_logit_changes(causal_lm, folder)
-    return PackedModel(causal_lm, chunk_tokens=chunk_tokens)
+    return PackedModel(
+        causal_lm, chunk_tokens=chunk_tokens, banned_token_ids=_placeholders(causal_lm.config)
+    )
 
 
 def load_sharded(
@@ -90,9 +100,11 @@ def load_sharded(
     folder = model_directory(path, needs_weights=random_seed is None)
     name = _attention_name(mesh.device_type, compute_dtype, options.attention)
     try:
+        config = AutoConfig.from_pretrained(folder)
+        implementation = _attention(config, name)
         with _parameters_on_meta():
-            causal_lm = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=name
+            causal_lm = _family(config).from_config(
+                config, dtype=dtype, attn_implementation=implementation
             )
         causal_lm.tie_weights()
     except (OSError, ValueError, KeyError) as error:
@@ -102,10 +114,12 @@ def load_sharded(
     if unknown:
         # Checkpoints whose tensors transformers renames or merges: it must load them whole.
         log.warning("%s is loaded whole by every rank: it has no %s", folder, unknown[0])
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=name
+        causal_lm = _family(config).from_pretrained(
+            folder, dtype=dtype, attn_implementation=implementation
         )
     _refuse_logit_changes(causal_lm, folder)
+    if options.is_tower_frozen and _sees(config):
+        causal_lm.base_model.get_submodule("visual").requires_grad_(False)
     if adapters is not None:
         lora.inject(causal_lm, adapters, base_dtype=compute_dtype)
     model = PackedModel(
@@ -113,6 +127,7 @@ def load_sharded(
         chunk_tokens=options.chunk_tokens,
         is_head_exact=options.is_head_exact,
         should_compile=options.should_compile,
+        banned_token_ids=_placeholders(config),
     )
     if has_value_head:
         model.add_value_head(dtype)
@@ -206,6 +221,27 @@ def _attention_name(device_type: str, dtype: torch.dtype, wanted: Literal["auto"
     return name
 
 
+def _sees(config: PreTrainedConfig) -> bool:
+    return hasattr(config, "vision_config")
+
+
+def _family(config: PreTrainedConfig) -> Any:
+    """What of transformers makes a model of this kind."""
+    return AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+
+
+def _attention(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """Sequences are packed for the text's part alone; a vision tower deals with images by itself."""
+    return {"": name, "text_config": name, "vision_config": "sdpa"} if _sees(config) else name
+
+
+def _placeholders(config: PreTrainedConfig) -> tuple[int, ...]:
+    """What no engine may sample."""
+    if not _sees(config):
+        return ()
+    return (config.image_token_id, config.video_token_id)
+
+
 def _refuse_logit_changes(causal_lm: PreTrainedModel, folder: Path) -> None:
     changes = [
         key for key in LOGIT_CHANGES if getattr(causal_lm.config, key, None) not in (None, 1)
@@ -226,7 +262,7 @@ def shard(
 ) -> ModelT:
     """FSDP2 over the mesh, one unit per block and one for the rest; gradients are summed, not averaged."""
     name = _attention_name(mesh.device_type, compute_dtype, wanted_attention)
-    model.causal_lm.set_attn_implementation(name)
+    model.causal_lm.set_attn_implementation(_attention(model.causal_lm.config, name))
     master_dtype = next(p for p in model.parameters() if p.requires_grad).dtype
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == master_dtype else compute_dtype,

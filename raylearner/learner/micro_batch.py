@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylearner.learner.images import ImageReader, PackedImages
 from raylearner.learner.rows import Rows
 from raylearner.types import PolicyVersion, TokenRow
 
@@ -19,10 +20,12 @@ class PackedTokens:
     """What the model reads."""
 
     input_ids: Tensor  # [T]
-    position_ids: Tensor  # [T]
+    position_ids: Tensor  # [T], or [3, T] for a model that sees images
     cu_seqlens: Tensor  # [R + 1] int32
     max_length: int
     scored: Tensor  # [N] places in T whose log-probability is wanted
+    images: PackedImages | None = None
+    """Of a model that sees them."""
 
     @classmethod
     def of(
@@ -30,24 +33,39 @@ class PackedTokens:
         sequences: Sequence[np.ndarray],
         scored: Sequence[np.ndarray],
         *,
+        reader: ImageReader | None = None,
+        images: Sequence[Sequence[bytes]] | None = None,
         device: torch.device | str = "cpu",
     ) -> "PackedTokens":
         """Sequences end to end; `scored` is a bool array for each, False at its first token.
 
+        `reader` is that of a model that sees, and `images` those of each sequence, if there are any.
         Without any sequence there is one dummy token, of which nothing is scored.
         """
+        images = images if images is not None else [()] * len(sequences)
+        if reader is None and any(images):
+            raise ValueError("a trajectory shows images to a model that reads text alone")
         if not sequences:
             sequences, scored = [np.zeros(1, np.int64)], [np.zeros(1, np.bool_)]
+            images = [()]
         lengths = [len(sequence) for sequence in sequences]
         is_scored = np.concatenate(scored)
         starts = np.cumsum([0, *lengths])
         assert not is_scored[starts[:-1]].any(), "the first token of a sequence has no prefix"
         return cls(
             input_ids=torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(device),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
+            position_ids=torch.cat(
+                [torch.arange(length) for length in lengths]
+                if reader is None
+                else [reader.positions(s, i) for s, i in zip(sequences, images, strict=True)],
+                dim=-1,
+            ).to(device),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
             max_length=max(lengths),
             scored=torch.from_numpy(np.flatnonzero(is_scored)).to(device),
+            images=None
+            if reader is None
+            else reader.pack([image for of_one in images for image in of_one], device=device),
         )
 
 
@@ -75,6 +93,7 @@ class MicroBatch:
         *,
         policy_version: PolicyVersion,
         dtype: torch.dtype,
+        reader: ImageReader | None = None,
         device: torch.device | str = "cpu",
     ) -> "MicroBatch":
         """An empty one becomes a row with one token that neither trains nor counts anywhere."""
@@ -82,6 +101,8 @@ class MicroBatch:
         tokens = PackedTokens.of(
             [trajectory.token_ids for trajectory in trajectories],
             [trajectory.loss_mask for trajectory in trajectories],
+            reader=reader,
+            images=[trajectory.images for trajectory in trajectories],
             device=device,
         )
         lengths = [trajectory.num_tokens for trajectory in trajectories] or [1]

@@ -3,7 +3,7 @@
 Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidden width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 from raylearner.learner import lora
 from raylearner.learner.attention import Backend
 from raylearner.learner.gather import gathered
+from raylearner.learner.images import PackedImages
 from raylearner.learner.logprobs import chunked_logprobs, chunked_squared_probs
+from raylearner.types import BAN_BIAS
 
 DTYPES = {
     "float64": torch.float64,
@@ -61,6 +63,8 @@ class ModelOptions:
     is_head_exact: bool = True
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     should_compile: bool = False
+    is_tower_frozen: bool = False
+    """Of a model that sees: whether its vision tower stays as it is."""
 
 
 class PackedModel(nn.Module):
@@ -76,8 +80,11 @@ class PackedModel(nn.Module):
         chunk_tokens: int,
         is_head_exact: bool = True,
         should_compile: bool = False,
+        banned_token_ids: Sequence[int] = (),
     ) -> None:
+        """`banned_token_ids` are what the engines must not sample."""
         super().__init__()
+        self._banned_token_ids = list(banned_token_ids)
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
         self._is_head_exact, self._should_compile = is_head_exact, should_compile
@@ -95,23 +102,31 @@ class PackedModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,  # [T]
-        position_ids: Tensor,  # [T] from 0 in each sequence
+        position_ids: Tensor,  # [T] from 0 in each sequence, or [3, T]
         cu_seqlens: Tensor,  # [R + 1] int32
         max_length: int,
         scored: Tensor,  # [N] int64 places in T, never the first of a sequence
         temperature: float = 1.0,
         *,
+        images: PackedImages | None = None,
+        has_bans: bool = True,
         needs_squared_probs: bool = False,
     ) -> Scores:
-        """The scored tokens under the distribution at `temperature`."""
-        states = hidden_states(self.causal_lm, input_ids, position_ids, cu_seqlens, max_length)
+        """The scored tokens under the distribution at `temperature`, as engines sample from it.
+
+        Without `has_bans` as if nothing were banned.
+        """
+        states = hidden_states(
+            self.causal_lm, input_ids, position_ids, cu_seqlens, max_length, images
+        )
         head = self.causal_lm.get_output_embeddings()
         assert head is not None
+        bias = self._bias(head, has_bans=has_bans)
         logprobs, entropy = chunked_logprobs(
             states[scored - 1],
             head.weight,
             input_ids[scored],
-            bias=getattr(head, "bias", None),
+            bias=bias,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             is_exact=self._is_head_exact,
@@ -123,7 +138,7 @@ class PackedModel(nn.Module):
             squares = chunked_squared_probs(
                 states[scored - 1],
                 head.weight,
-                bias=getattr(head, "bias", None),
+                bias=bias,
                 temperature=temperature,
                 chunk_tokens=self.chunk_tokens,
             )
@@ -136,6 +151,15 @@ class PackedModel(nn.Module):
             else self.value_head(states).sum(1).to(zeros.dtype),  # no view, which FSDP warns of
             squared_probs=squared_probs,
         )
+
+    def _bias(self, head: nn.Module, *, has_bans: bool) -> Tensor | None:  # [V]
+        bias: Tensor | None = getattr(head, "bias", None)
+        if not self._banned_token_ids or not has_bans:
+            return bias
+        weight = head.get_parameter("weight")
+        bans = weight.new_zeros(len(weight))
+        bans[self._banned_token_ids] = BAN_BIAS
+        return bans if bias is None else bias + bans
 
     def reshard(self) -> None:
         """Free gathered parameters, as a backward would: they must not outlive an update."""
@@ -199,20 +223,44 @@ class PackedModel(nn.Module):
 def hidden_states(
     causal_lm: PreTrainedModel,
     input_ids: Tensor,  # [T]
-    position_ids: Tensor,  # [T]
+    position_ids: Tensor,  # [T] or [3, T]
     cu_seqlens: Tensor,  # [R + 1]
     max_length: int,
+    images: PackedImages | None = None,
 ) -> Tensor:  # [T, H]
-    """What the trunk makes of packed sequences."""
-    return causal_lm.base_model(
+    """What the trunk makes of packed sequences, and of the images whose placeholders they hold."""
+    seen: dict[str, Any] = {}
+    features = None if images is None else _features(causal_lm, images)
+    if images is not None and images.order:
+        seen["mm_encoder_outputs"] = {"image": features}
+    states = causal_lm.base_model(
         input_ids=input_ids[None],
-        position_ids=position_ids[None],
+        position_ids=position_ids[..., None, :],
         cu_seq_lens_q=cu_seqlens,
         cu_seq_lens_k=cu_seqlens,
         max_length_q=max_length,
         max_length_k=max_length,
         use_cache=False,
+        **seen,
     ).last_hidden_state[0]
+    if features is not None and not seen:
+        # A dummy takes part with weight 0: ranks gather and reduce the tower's shards alike.
+        states = states + 0.0 * sum(feature.sum() for feature in features.pooler_output)
+    return states
+
+
+def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
+    """Of the distinct images, dealt out to their runs of placeholders."""
+    features = causal_lm.base_model.get_image_features(
+        images.pixels, images.grids, return_dict=True
+    )
+    if images.order:
+        features.pooler_output = [features.pooler_output[i] for i in images.order]
+        if getattr(features, "deepstack_features", None) is not None:
+            features.deepstack_features = [
+                [layer[i] for i in images.order] for layer in features.deepstack_features
+            ]
+    return features
 
 
 def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:

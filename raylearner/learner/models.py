@@ -11,6 +11,7 @@ from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import optimizer
 from raylearner.learner.critic import Critic
+from raylearner.learner.images import ImageReader
 from raylearner.learner.learner_state import (
     Progress,
     export_adapter,
@@ -34,6 +35,8 @@ class Models:
     optimizer: torch.optim.AdamW
     critic: Critic | None
     reference: Reference | None
+    reader: ImageReader | None
+    """Of a policy that sees images."""
 
     @classmethod
     def load(
@@ -52,6 +55,7 @@ class Models:
                 is_head_exact=config.head_dtype == "float32",
                 activation_checkpointing=config.activation_checkpointing,
                 should_compile=config.should_compile,
+                is_tower_frozen=config.vision_tower == "frozen",
             ),
         )
         trunk = None if config.critic is None else config.critic.trunk
@@ -83,6 +87,7 @@ class Models:
             ),
             critic=critic,
             reference=reference,
+            reader=ImageReader.from_pretrained(str(folder)),
         )
 
     def save(self, folder: Path, progress: Progress) -> None:

@@ -54,6 +54,7 @@ class Reference:
                 tokens.max_length,
                 tokens.scored,
                 temperature,
+                images=tokens.images,
             )
         self._model.reshard()
         return scores.logprobs

@@ -1,5 +1,6 @@
 """A small random model made on the spot: Qwen2, a tokenizer of single bytes, a ChatML template."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,20 +30,26 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(max_length: int) -> Qwen2Tokenizer:
+def make_tokenizer(
+    max_length: int,
+    *,
+    special: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> Qwen2Tokenizer:
     """Byte-level without merges: one token per ASCII character, nothing unknown; tags are whole.
 
-    The class is the one that transformers picks for this model type, whatever the files say.
+    `special` are further special tokens. The class is the one that transformers picks for this model
+    type, whatever the files say.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
-        vocab={text: index for index, text in enumerate((*SPECIAL, *alphabet))},
+        vocab={text: index for index, text in enumerate((*SPECIAL, *special, *alphabet))},
         merges=[],
         unk_token=None,  # pyright: ignore[reportArgumentType]
         eos_token=END_OF_TURN,
         pad_token=PAD,
-        extra_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=["<|im_start|>", *special],
+        chat_template=chat_template,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
@@ -53,14 +60,23 @@ def make_tokenizer(max_length: int) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
-    """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
-    head_size, rest = divmod(config.hidden_size, config.num_heads)
+def check_heads(key: str, hidden_size: int, num_heads: int) -> None:
+    """Raises `ConfigError` naming the section for heads that no kernel takes."""
+    head_size, rest = divmod(hidden_size, num_heads)
     if rest or head_size < MIN_HEAD_SIZE or head_size % 2:
         raise ConfigError(
-            f"model.num_heads: {config.num_heads} heads of hidden_size {config.hidden_size} must be "
+            f"{key}.num_heads: {num_heads} heads of hidden_size {hidden_size} must be "
             f"even, equal and at least {MIN_HEAD_SIZE} wide"
         )
+
+
+def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
+    """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
+    check_heads("model", config.hidden_size, config.num_heads)
+    if config.vision is not None:
+        from raylearner.learner.tiny_vision_model import make_tiny_vision_model
+
+        return make_tiny_vision_model(config, config.vision, folder, seed=seed)
     tokenizer = make_tokenizer(config.max_length)
     end, pad = (tokenizer.get_vocab()[token] for token in (END_OF_TURN, PAD))
     model_config = Qwen2Config(

@@ -165,7 +165,8 @@ class WeightWriter:
 @lru_cache(maxsize=1)
 def vocabulary(model_folder: Path) -> tuple[int, frozenset[int]]:
     """Token ids that have a text, counted, and the special ones among them."""
-    size = int(json.loads((model_folder / "config.json").read_text())["vocab_size"])
+    config = json.loads((model_folder / "config.json").read_text())
+    size = int(config.get("text_config", config)["vocab_size"])
     tokenizer_file = model_folder / "tokenizer.json"
     if not tokenizer_file.is_file():
         return size, frozenset()

@@ -26,6 +26,8 @@ class EpisodeView:
     """Learner steps committed when the episode was claimed; None in evaluations."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the environment counted, such as `failed_tool_calls`."""
+    answer: str | None = None
+    """What an agent program returned as its answer; None where the last turn is it."""
 
     @property
     def completion(self) -> str:
@@ -94,7 +96,9 @@ def given_answer(text: str, tag: str | None = "answer") -> str:
 
 
 def last_answer(episode: EpisodeView, tag: str | None) -> str:
-    """The answer of the last turn; empty where there was no turn."""
+    """The program's answer, or else that of the last turn; empty where there was no turn."""
+    if episode.answer is not None:
+        return given_answer(episode.answer, tag)
     return given_answer(episode.turns[-1].text, tag) if episode.turns else ""
 
 

@@ -5,13 +5,17 @@ the template puts after an assistant turn, found once by rendering marked messag
 only grows. The content of observations never produces special tokens.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
 from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError, RenderError
-from raylearner.types import Message
+from raylearner.tokenization.vision import ImageFitter, Vision
+from raylearner.types import IMAGE_MARK, Message
 
 _CONTENT_MARK = "\u2402observation\u2403"
 _TURN_MARK = "\u2402completion\u2403"
@@ -21,8 +25,13 @@ CUT_MARK = " ...[cut]"
 class Renderer:
     """One tokenizer with its chat template; stateless after construction, shared by all episodes."""
 
-    def __init__(self, tokenizer: Any, config: RendererSection) -> None:
+    def __init__(
+        self, tokenizer: Any, config: RendererSection, vision: Vision | None = None
+    ) -> None:
+        """`vision` makes it one that shows images."""
         self._tokenizer = tokenizer
+        self.vision = vision
+        self._fitter = None if vision is None else ImageFitter(vision, config.images)
         self.config = config
         self.end_token_ids = _end_token_ids(tokenizer)
         self._end_texts = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in self.end_token_ids}
@@ -35,7 +44,8 @@ class Renderer:
     def from_pretrained(cls, path: str, config: RendererSection) -> Self:
         """Loads the tokenizer in `path` (directory or hub id).
 
-        Raises `ConfigError` when there is no tokenizer or it has no chat template.
+        Raises `ConfigError` when there is no tokenizer, it has no chat template, or the model sees
+        images in a way that is not known.
         """
         from transformers import AutoTokenizer
 
@@ -51,11 +61,30 @@ class Renderer:
                 f"model.path {path!r}: the tokenizer has no chat template; add a"
                 " chat_template.jinja beside it (an instruct model ships one)"
             )
-        return cls(tokenizer, config)
+        return cls(tokenizer, config, Vision.from_pretrained(path))
 
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """What a policy must not sample: placeholders of images."""
+        return () if self.vision is None else self.vision.banned_token_ids
+
+    async def fit_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with images as the model sees them; `render` takes no others.
+
+        Raises `RenderError` for images that cannot be shown.
+        """
+        if not any(m.images for m in messages):
+            return tuple(messages)
+        if self._fitter is None:
+            raise RenderError("a message holds images, which this model cannot see")
+        fit = self._fitter.fit
+        return await asyncio.to_thread(
+            lambda: tuple(replace(m, images=tuple(map(fit, m.images))) for m in messages)
+        )
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -66,10 +95,11 @@ class Renderer:
 
         Raises `RenderError` when the template fails or the prompt exceeds `max_prompt_tokens`.
         """
-        text = self._template(
-            [{"role": m.role, "content": m.content} for m in messages], tools=list(tools) or None
+        token_ids = self.render_chat(
+            [{"role": m.role, "content": _template_content(m)} for m in messages], tools=tools
         )
-        token_ids = self.encode(text, keeps_special=True)
+        if self.vision is not None:
+            token_ids = self.vision.expand(token_ids, images_of(messages))
         if len(token_ids) > self.config.max_prompt_tokens:
             raise RenderError(
                 f"prompt has {len(token_ids)} tokens, renderer.max_prompt_tokens is"
@@ -77,41 +107,105 @@ class Renderer:
             )
         return token_ids
 
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """As `render`, of messages as chat templates take them, and of any length."""
+        text = self._template(list(messages), tools=list(tools) or None)
+        return self.encode(text, keeps_special=True)
+
+    def render_continuation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        last_token_id: int | None,
+    ) -> list[int]:
+        """As `render_reply`, each message in its own role and cut by itself, whatever the
+        configuration says of roles.
+
+        Raises `RenderError` where the template does not show every message, in order.
+        """
+        marks = [f"\u2402message {index}\u2403" for index in range(len(messages))]
+        marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
+        text = self._template(
+            [
+                {"role": "user", "content": "-"},
+                {"role": "assistant", "content": _TURN_MARK},
+                *marked,
+            ],
+            tools=list(tools) or None,
+        )
+        _, found, rest = text.partition(_TURN_MARK)
+        token_ids: list[int] = []
+        for index, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+            frame, found_mark, rest = rest.partition(mark)
+            if not found or not found_mark:
+                raise RenderError(
+                    f"the chat template drops a {message['role']!r} message after an assistant turn"
+                )
+            if index == 0:
+                frame = self._without_end(frame, last_token_id)
+            token_ids += self.encode(frame, keeps_special=True)
+            token_ids += self._cut(
+                self.encode(str(message["content"])), self.config.max_observation_tokens
+            )
+        return token_ids + self.encode(rest, keeps_special=True)
+
     def render_reply(self, messages: Sequence[Message], *, last_token_id: int | None) -> list[int]:
         """The tokens that carry `messages` after an assistant turn, up to the next turn's header.
 
         `last_token_id` is the last token sampled: an end token that the policy sampled itself is
         not written twice. Contents are cut to `max_observation_tokens` with a visible mark.
         """
-        if any(m.images for m in messages):
-            raise RenderError(
-                "an observation holds images, which this model's renderer cannot show"
-            )
-        content = "\n".join(m.content for m in messages)
-        content_ids = self.encode(content)
-        limit = self.config.max_observation_tokens
-        if len(content_ids) > limit:
-            keep = max(0, limit - len(self._cut_mark))
-            content_ids = content_ids[:keep] + self._cut_mark[: limit - keep]
+        content_ids = self._content(messages)
         if self.config.observation_role == "inline":
             return content_ids
-        head = self._reply_head
-        ended_by = self._end_texts.get(last_token_id) if last_token_id is not None else None
-        if ended_by is not None:
-            head = head.removeprefix(ended_by)
-        head_ids = self.encode(head, keeps_special=True)
+        head_ids = self.encode(
+            self._without_end(self._reply_head, last_token_id), keeps_special=True
+        )
         return head_ids + content_ids + self.encode(self._reply_tail, keeps_special=True)
+
+    def _content(self, messages: Sequence[Message]) -> list[int]:
+        """Texts and images of an observation; of its text at most `max_observation_tokens`."""
+        content, images = "\n".join(m.content for m in messages), images_of(messages)
+        room = self.config.max_observation_tokens
+        if not images:
+            return self._cut(self.encode(content), room)
+        assert self.vision is not None, "only a model that sees has images fitted"
+        token_ids: list[int] = []
+        for text, image in zip_longest(_texts(content, len(images)), images):
+            text_ids = self._cut(self.encode(text), room)
+            room -= len(text_ids)
+            token_ids += text_ids
+            token_ids += [] if image is None else self.vision.block(image)
+        return token_ids
+
+    def _cut(self, content_ids: list[int], limit: int) -> list[int]:
+        if len(content_ids) <= limit:
+            return content_ids
+        keep = max(0, limit - len(self._cut_mark))
+        return content_ids[:keep] + self._cut_mark[: limit - keep]
+
+    def _without_end(self, head: str, last_token_id: int | None) -> str:
+        ended_by = self._end_texts.get(last_token_id) if last_token_id is not None else None
+        return head if ended_by is None else head.removeprefix(ended_by)
+
+    def collapse(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """As engines take tokens: one placeholder for each image."""
+        return token_ids if self.vision is None else self.vision.collapse(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        """The text of `token_ids`, special tokens included, one placeholder for each image."""
+        shown = list(self.collapse(token_ids))
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
     def _template(
-        self, messages: list[dict[str, str]], *, tools: list[Mapping[str, Any]] | None = None
+        self, messages: list[Mapping[str, Any]], *, tools: list[Mapping[str, Any]] | None = None
     ) -> str:
         try:
             return str(
@@ -139,7 +233,7 @@ class Renderer:
         )
 
     def _find_reply_frame(self, role: str) -> tuple[str, str]:
-        messages = [
+        messages: list[Mapping[str, Any]] = [
             {"role": "user", "content": "-"},
             {"role": "assistant", "content": _TURN_MARK},
             {"role": role, "content": _CONTENT_MARK},
@@ -153,6 +247,30 @@ class Renderer:
                 " choose another renderer.observation_role (user, tool or inline)"
             )
         return head, tail
+
+
+def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
+    """All images of the messages, in order."""
+    return tuple(image for message in messages for image in message.images)
+
+
+def _texts(content: str, num_images: int) -> list[str]:
+    """What stands before, between and behind images. Raises `RenderError` when counts differ."""
+    texts = content.split(IMAGE_MARK)
+    if len(texts) != num_images + 1:
+        raise RenderError(f"{len(texts) - 1} marks in the content for {num_images} images")
+    return texts
+
+
+def _template_content(message: Message) -> str | list[dict[str, str]]:
+    """Content as chat templates take it: text, or parts where there are images."""
+    if not message.images:
+        return message.content
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(_texts(message.content, len(message.images))):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def _end_token_ids(tokenizer: Any) -> tuple[int, ...]:

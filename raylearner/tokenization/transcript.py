@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from raylearner.tokenization.renderer import Renderer
+from raylearner.errors import RenderError
+from raylearner.tokenization.renderer import Renderer, images_of
 from raylearner.types import (
+    IMAGE_MARK,
     Claim,
     Completion,
     CompletionStop,
@@ -30,12 +32,16 @@ class _OpenTurn:
 
 @dataclass(slots=True)
 class Transcript:
-    """The flat arrays of a trajectory in the making. Tokens are appended, never changed."""
+    """The flat arrays of a trajectory in the making. Tokens are appended, never changed.
+
+    `token_ids` are in the learner's form; images come and go with their placeholders.
+    """
 
     renderer: Renderer
     claim: Claim
     token_ids: list[int] = field(default_factory=list[int])
     prompt_length: int = 0
+    images: list[bytes] = field(default_factory=list[bytes])
     _loss_mask: list[bool] = field(default_factory=list[bool])
     _logprobs: list[float] = field(default_factory=list[float])
     _versions: list[int] = field(default_factory=list[int])
@@ -43,20 +49,44 @@ class Transcript:
     _open: _OpenTurn | None = None
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Starts with the rendered prompt. Raises `RenderError` when it is too long."""
-        self._append_fixed(self.renderer.render(messages, tools=tools))
+        """Starts with the rendered prompt, its images fitted before.
+
+        Raises `RenderError` when it is too long, in tokens or images.
+        """
+        images = images_of(messages)
+        if len(images) > self.renderer.config.images.max_images:
+            raise RenderError(
+                f"prompt has {len(images)} images, renderer.images.max_images is"
+                f" {self.renderer.config.images.max_images}"
+            )
+        self.open_with(self.renderer.render(messages, tools=tools))
+        self.images.extend(images)
+
+    def open_with(self, token_ids: Sequence[int]) -> None:
+        """Starts with a prompt that was rendered already."""
+        self._append_fixed(token_ids)
         self.prompt_length = len(self.token_ids)
 
     def open_empty(self) -> None:
         """Stands in for a prompt that could not be rendered: one end token, so arrays are not empty."""
-        self._append_fixed(self.renderer.end_token_ids[:1] or [0])
-        self.prompt_length = len(self.token_ids)
+        self.open_with(self.renderer.end_token_ids[:1] or [0])
+
+    @property
+    def engine_token_ids(self) -> Sequence[int]:
+        """As engines take them, one placeholder for each image."""
+        return self.renderer.collapse(self.token_ids)
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens left of the response budget."""
         used = len(self.token_ids) - self.prompt_length
         return self.renderer.config.max_response_tokens - used
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further turn may start, for the length of its context."""
+        limit = self.renderer.config.max_context_tokens
+        return limit is not None and len(self.token_ids) > limit
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -92,7 +122,8 @@ class Transcript:
     ) -> bool:
         """Closes the turn with the environment's reply; False when the reply does not fit.
 
-        A reply that leaves no room for one sampled token is not added, not even in part.
+        A reply that leaves no room for one sampled token is not added, not even in part; of one with
+        images what comes up to the last image that fits.
         """
         turn = self._open
         assert turn is not None, "a reply follows a completion"
@@ -100,16 +131,38 @@ class Transcript:
         if messages:
             last = self.token_ids[-1] if turn.end > turn.start else None
             reply_ids = self.renderer.render_reply(messages, last_token_id=last)
-        fits = len(reply_ids) < self.remaining_tokens
-        if fits:
-            self._append_fixed(reply_ids)
+        images = images_of(messages)
+        image_room = self.renderer.config.images.max_images - len(self.images)
+        fits = len(reply_ids) < self.remaining_tokens and len(images) <= image_room
+        reply = "\n".join(m.content for m in messages)
+        if not fits:
+            ends = self._fitting_ends(reply_ids, image_room)
+            reply_ids, images = reply_ids[: max(ends, default=0)], images[: len(ends)]
+            reply = "".join(f"{text}{IMAGE_MARK}" for text in reply.split(IMAGE_MARK)[: len(ends)])
+        self.images.extend(images)
+        self.end_turn(reply_ids, reply=reply, tool=tool, is_valid=is_valid)
+        return fits
+
+    def _fitting_ends(self, reply_ids: Sequence[int], max_images: int) -> list[int]:
+        """Where the reply may end: behind each of its first images that leave room for a token."""
+        vision = self.renderer.vision
+        ends = [] if vision is None else vision.image_ends(reply_ids)
+        return [end for end in ends[:max_images] if end < self.remaining_tokens]
+
+    def end_turn(
+        self, reply_ids: Sequence[int], *, reply: str, tool: str | None, is_valid: bool
+    ) -> None:
+        """Closes the turn with a reply that was rendered already and is known to fit."""
+        turn = self._open
+        assert turn is not None, "a reply follows a completion"
+        self._append_fixed(reply_ids)
         self._turns.append(
             Turn(
                 start=turn.start,
                 end=turn.end,
                 reply_end=len(self.token_ids),
                 text=turn.text,
-                reply="\n".join(m.content for m in messages) if fits else "",
+                reply=reply,
                 stop_reason=turn.stop_reason,
                 min_policy_version=turn.min_policy_version,
                 max_policy_version=turn.max_policy_version,
@@ -118,7 +171,6 @@ class Transcript:
             )
         )
         self._open = None
-        return fits
 
     def close(
         self,
@@ -127,16 +179,19 @@ class Transcript:
         error: str | None,
         metrics: dict[str, float],
         shown: tuple[str, ...] = (),
+        segment: int = 0,
         started_at_s: float,
         finished_at_s: float,
     ) -> Trajectory:
         """The finished trajectory, not yet scored."""
         loss_mask = np.array(self._loss_mask, dtype=np.bool_)
+        vision = self.renderer.vision
         trains = stop_reason is not StopReason.ERROR and stop_reason is not StopReason.ABORTED
         return Trajectory(
             group_id=self.claim.group_id,
             sample_index=self.claim.sample_index,
             attempt=self.claim.attempt,
+            segment=segment,
             prompt_id=self.claim.prompt.prompt_id,
             source=self.claim.prompt.source,
             doc_id=self.claim.prompt.doc_id,
@@ -149,6 +204,8 @@ class Transcript:
             policy_versions=np.array(self._versions, dtype=np.int32),
             claim_policy_version=self.claim.policy_version,
             turns=self.turns,
+            images=tuple(self.images),
+            image_token_id=None if vision is None else vision.image_token_id,
             stop_reason=stop_reason,
             error=error,
             metrics=metrics,

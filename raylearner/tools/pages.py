@@ -11,7 +11,7 @@ from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import Batcher, Service, ToolMetrics
 from raylearner.tools.image import BadImage, image_from_text
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
-from raylearner.types import Prompt
+from raylearner.types import IMAGE_MARK, Prompt
 
 ERROR_ID = "error"
 """The service's way of saying that `contents` is an error text for the policy."""
@@ -63,13 +63,16 @@ class _Pages(Generic[Row]):
         return await self._batcher.call(_Question(text, prompt.doc_id or ""))
 
     async def show(self, pages: Sequence[_Page]) -> Observation:
-        """Error replies as text, images that do not decode as text that says so."""
+        """Error replies as text, images that do not decode as text that says so.
+
+        Each image stands below the line that names its page; best first, as the service ranks them.
+        """
         lines: list[str] = []
         images: list[bytes] = []
         ids: list[str] = []
         for page in pages:
             if page.id == ERROR_ID:
-                lines.append(page.contents)
+                lines.append(_unmarked(page.contents))
             elif self._section.contents == "text":
                 lines.append(f"page {page.id}\n{page.contents}")
                 ids.append(page.id)
@@ -77,9 +80,9 @@ class _Pages(Generic[Row]):
                 try:
                     images.append(await image_from_text(page.contents, self._section.image))
                 except BadImage as error:
-                    lines.append(f"page {page.id}: error: {error}")
+                    lines.append(f"page {_unmarked(page.id)}: error: {error}")
                 else:
-                    lines.append(f"page {page.id}")
+                    lines.append(f"page {_unmarked(page.id)}\n{IMAGE_MARK}")
                     ids.append(page.id)
         return Observation(
             text="\n\n".join(lines) or NOTHING_FOUND,
@@ -105,6 +108,11 @@ class _Pages(Generic[Row]):
 
     async def _ask_alone(self, question: _Question) -> Row:
         return (await self._ask([question], should_retry=False))[0]
+
+
+def _unmarked(text: str) -> str:
+    """What a service wrote must not place images."""
+    return text.replace(IMAGE_MARK, "")
 
 
 class PageSearch:

@@ -12,7 +12,8 @@ Arguments: TypeAlias = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the policy is shown: text, and images with the page id of each."""
+    """What the policy is shown: text, and images, each with its `IMAGE_MARK` in the text and its
+    page id."""
 
     text: str
     images: tuple[bytes, ...] = ()

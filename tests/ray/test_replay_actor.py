@@ -53,6 +53,7 @@ def make_episode(
         policy_versions=np.where(mask, version, -1).astype(np.int32),
         claim_policy_version=claim.policy_version,
         images=(b"image" * 100,),
+        image_token_id=0,
         reward=float(claim.sample_index),
         stop_reason=StopReason.END if error is None else StopReason.ERROR,
         error=error,

@@ -40,6 +40,10 @@ def make_buffer(clock: Clock | None = None, **values) -> ReplayBuffer:
     return ReplayBuffer(config, PROMPTS, seed=0, clock=clock or Clock())
 
 
+IMAGE = 99
+"""The placeholder of an image."""
+
+
 def make_episode(
     claim: Claim,
     *,
@@ -49,11 +53,13 @@ def make_episode(
     images: tuple[bytes, ...] = (),
     num_segments: int = 1,
 ) -> list[Trajectory]:
-    loss_mask = np.array([False] + [True] * len(versions))
+    prompt = [0, *[IMAGE, 0] * len(images)]
+    start, size = len(prompt), len(prompt) + len(versions)
+    loss_mask = np.arange(size) >= start
     turn = Turn(
-        start=1,
-        end=1 + len(versions),
-        reply_end=1 + len(versions),
+        start=start,
+        end=size,
+        reply_end=size,
         text="42",
         reply="",
         stop_reason=CompletionStop.END,
@@ -65,14 +71,15 @@ def make_episode(
         sample_index=claim.sample_index,
         attempt=claim.attempt,
         prompt_id=claim.prompt.prompt_id,
-        token_ids=np.arange(1 + len(versions), dtype=np.int32),
+        token_ids=np.array([*prompt, *range(1, 1 + len(versions))], np.int32),
         loss_mask=loss_mask,
         train_mask=loss_mask.copy(),
         behavior_logprobs=np.where(loss_mask, -0.5, np.nan).astype(np.float32),
-        policy_versions=np.array([-1, *versions], np.int32),
+        policy_versions=np.array([-1] * start + list(versions), np.int32),
         claim_policy_version=claim.policy_version,
         turns=(turn,),
         images=images,
+        image_token_id=IMAGE,
         reward=reward,
         rewards={"exact_answer": reward, "format": None},
         stop_reason=StopReason.END if error is None else StopReason.ERROR,

@@ -153,7 +153,7 @@ actors:
         f"{path}:1 run.num_steps: must be a whole number, got '3'",
         f"{path}:3 model.kind: unknown kind 'tny'; must be one of 'tiny', 'pretrained'; did you mean 'tiny'?",
         f"{path}:5 data.train.path: required, but missing",
-        f"{path}:6 environment.kind: required, but missing; must be one of 'single_turn', 'tool_use'",
+        f"{path}:6 environment.kind: required, but missing; must be one of 'single_turn', 'tool_use', 'openai_proxy', 'custom'",
         f"{path}:9 learner.learning_rte: unknown key; did you mean 'learning_rate'?",
         f"{path}:11 learner.advantage.normalize: must be one of 'group', 'batch' or 'none', got 'grup'; did you mean 'group'?",
         f"{path}:12 learner.betas.1: required, but the list ends before it",

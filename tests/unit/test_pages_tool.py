@@ -17,7 +17,7 @@ from PIL import Image, PngImagePlugin
 from raylearner.config.tools import ImageSection, PageFetchTool, PageSearchTool
 from raylearner.tools.image import BadImage, check_image
 from raylearner.tools.pages import NOTHING_FOUND, PageFetch, PageSearch
-from raylearner.types import Prompt
+from raylearner.types import IMAGE_MARK, Prompt
 
 LIMITS = ImageSection()
 
@@ -111,7 +111,7 @@ async def test_a_search_shows_images_with_their_page_ids() -> None:
         observation = await search.call("what", prompt=prompt())
     assert observation.images == (first, second)
     assert observation.ids == ("7", "9")
-    assert observation.text == "page 7\n\npage 9"
+    assert observation.text == f"page 7\n{IMAGE_MARK}\n\npage 9\n{IMAGE_MARK}"
     assert bodies == [{"query": ["what"], "id": ["doc-1"], "top_n": 3}]
 
 

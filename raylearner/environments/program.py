@@ -1,0 +1,223 @@
+"""Agent programs that play an episode by themselves: a Python function, or a command line."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
+from raylearner.config.kind import load_reference
+from raylearner.errors import EnvironmentFault
+from raylearner.types import Prompt
+
+OUTPUT_BYTES = 1 << 20
+"""Of each stream of a command; what comes beyond is read and dropped."""
+SHOWN_CHARACTERS = 2000
+"""How much of its error stream a failure quotes, from the end."""
+PIPE_GRACE_S = 5.0
+"""For the rest of the output once a command and its children are gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a program is given: the prompt, where to call, and the key of this episode."""
+
+    prompt: Prompt
+    base_url: str
+    api_key: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": m.role, "content": m.content} for m in self.prompt.messages]
+
+
+class Program(Protocol):
+    """Plays one episode. Cancelled when its time is over; raises `EnvironmentFault` for a failure."""
+
+    async def run(self, task: Task) -> str | None:
+        """The answer; None where the policy's last turn is the answer."""
+        ...
+
+
+def make_program(config: OpenAiProxy) -> Program:
+    """Raises `ConfigError` for a function that cannot be imported."""
+    if config.program is not None:
+        return FunctionProgram(config.program, config.arguments)
+    return CommandProgram(config.command, answers_on_stdout=config.answer_from == "stdout")
+
+
+class FunctionProgram:
+    """A function of the user's. A sync one runs in a thread of its own, which nothing can end: one
+    that runs out of time finds its key void and is left behind."""
+
+    def __init__(self, path: str, arguments: dict[str, Any]) -> None:
+        self._function = load_reference(path)
+        self._arguments = arguments
+        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004 - the method, not whether it is there
+        )
+
+    async def run(self, task: Task) -> str | None:
+        given = (task.base_url, task.api_key, task.messages, dict(task.prompt.columns))
+        keywords = dict(zip(PROGRAM_KEYWORDS, given, strict=True)) | self._arguments
+        try:
+            if self._is_async:
+                answer = await self._function(**keywords)
+            else:
+                answer = await _in_thread(lambda: self._function(**keywords))
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            raise _fault(error) from error
+        if answer is not None and not isinstance(answer, str):
+            raise EnvironmentFault(
+                f"the program returned {type(answer).__name__}; expected text or None"
+            )
+        return answer
+
+
+class CommandProgram:
+    """A command line, in a session of its own; nothing of it is left when the episode ends."""
+
+    def __init__(self, command: Sequence[str], *, answers_on_stdout: bool) -> None:
+        self._command = tuple(command)
+        self._answers_on_stdout = answers_on_stdout
+
+    async def run(self, task: Task) -> str | None:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={
+                    **os.environ,
+                    "OPENAI_BASE_URL": task.base_url,
+                    "OPENAI_API_KEY": task.api_key,
+                },
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"{self._command[0]!r} cannot be started: {error}") from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = asyncio.gather(
+            _read(process.stdout),
+            _read(process.stderr),
+            _feed(process.stdin, _described_task(task)),
+        )
+        try:
+            await process.wait()
+        finally:
+            await asyncio.to_thread(_end, process.pid, task.api_key)
+            await process.wait()
+            output, errors = await _rest(streams)
+        if process.returncode:
+            raise EnvironmentFault(
+                f"the program exited with {process.returncode}: {errors[-SHOWN_CHARACTERS:]}"
+            )
+        return output.strip() or None if self._answers_on_stdout else None
+
+
+def _described_task(task: Task) -> bytes:
+    content = {
+        "prompt_id": task.prompt.prompt_id,
+        "messages": task.messages,
+        "columns": dict(task.prompt.columns),
+    }
+    return json.dumps(content, default=str).encode()
+
+
+async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read
+        stdin.write(content)
+        await stdin.drain()
+        stdin.close()
+        await stdin.wait_closed()
+
+
+async def _read(stream: asyncio.StreamReader) -> str:
+    """To its end, so that the program never waits for us; the first `OUTPUT_BYTES` of it."""
+    kept = bytearray()
+    while part := await stream.read(1 << 16):
+        kept += part[: OUTPUT_BYTES - len(kept)]
+    return kept.decode(errors="replace")
+
+
+async def _rest(streams: "asyncio.Future[tuple[str, str, None]]") -> tuple[str, str]:
+    """What was written; nothing where some process that got away still holds the streams."""
+    try:
+        async with asyncio.timeout(PIPE_GRACE_S):
+            output, errors, _ = await streams
+    except TimeoutError:
+        return "", ""
+    return output, errors
+
+
+def _end(pid: int, api_key: str) -> None:
+    """Kills the program, its process group, its descendants, and whatever carries the episode's key."""
+    found = _descendants(pid) | _carriers(api_key)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for other in found - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(other, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.Error:
+        return set()
+
+
+def _carriers(api_key: str) -> set[int]:
+    """Processes that were started with the key in their environment, in whatever session."""
+    mark = f"OPENAI_API_KEY={api_key}".encode()
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """In a daemon thread of its own: a pool would be used up by those that never end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(answer: Any, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)
+
+    def body() -> None:
+        answer, failure = None, None
+        try:
+            answer = call()
+        except BaseException as error:
+            failure = _fault(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            loop.call_soon_threadsafe(settle, answer, failure)
+
+    threading.Thread(target=body, name="agent program", daemon=True).start()
+    return await future
+
+
+def _fault(error: BaseException) -> EnvironmentFault:
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return EnvironmentFault(f"the program raised {said}")

@@ -1,0 +1,65 @@
+"""Encoded images made fit for a model: upright, opaque, RGB, of whole patches, as PNG."""
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from raylearner.errors import RenderError
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_DECODED_PIXELS = 80_000_000
+"""Larger images are refused before they are decoded: 240 MB as RGB."""
+COMPRESSION = 1
+"""PNG's least: pages compress well anyway, and episodes wait for it."""
+
+TargetSize = Callable[[int, int], tuple[int, int]]
+"""From height and width to those that the model is shown."""
+
+
+def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
+    """The image as the model sees it, encoded as PNG; the same bytes always give the same.
+
+    Raises `RenderError` for what does not decode, moves, or is too large.
+    """
+    try:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as opened:
+            width, height = opened.size
+            if width * height > MAX_DECODED_PIXELS:
+                raise RenderError(
+                    f"image of {width}x{height} has more than {MAX_DECODED_PIXELS} pixels"
+                )
+            if getattr(opened, "n_frames", 1) != 1:
+                raise RenderError(f"image of {width}x{height} is animated")
+            image = _rgb(ImageOps.exif_transpose(opened))
+    except RenderError:
+        raise
+    except Exception as error:  # codecs raise whatever they like on hostile bytes
+        raise RenderError(
+            f"image of {len(encoded)} bytes does not decode as {', '.join(FORMATS)}: {error}"
+        ) from error
+    height, width = target_size(image.height, image.width)
+    if (width, height) != image.size:
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=COMPRESSION)
+    return buffer.getvalue()
+
+
+def image_size(encoded: bytes) -> tuple[int, int]:
+    """Height and width, from the header alone."""
+    with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+        return image.height, image.width
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """On white where it is transparent; 16 bits a channel become 8."""
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.float64) / 257.0
+        image = Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, rgba)
+    return image.convert("RGB")

@@ -1,0 +1,210 @@
+"""Images as a vision-language model's tokens: sizes, grids, placeholders, positions.
+
+Legend: `T` tokens of one sequence, `I` its images. A grid is (1, rows, columns) in patches; its image
+takes `rows * columns / merge_size²` placeholders in the learner's form of a sequence, and one in the
+engine's, which expands it by itself. Every run of placeholders is one image: the model's tokens
+for its start and end stand between any two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylearner.config.images import ImagesSection
+from raylearner.errors import ConfigError, RenderError
+from raylearner.tokenization.images import fit_image, image_size
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""Model types whose placeholders and positions are known."""
+NUM_CACHED_IMAGES = 256
+"""Fitted images that one actor keeps, since the episodes of a group are shown the same pages."""
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """What a model's configuration and its image processor say of images. Immutable."""
+
+    image_token_id: int
+    video_token_id: int
+    start_token_id: int
+    end_token_id: int
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    """Pixels between which the model's own processor leaves an image of whole patches as it is."""
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> Self | None:
+        """Of the model in `path` (directory or hub id); None for one that reads text alone.
+
+        Raises `ConfigError` for vision models of other families, and without an image processor.
+        """
+        config = _config(path)
+        if "vision_config" not in config:
+            return None
+        if config["model_type"] not in FAMILIES:
+            raise ConfigError(
+                f"model.path {path!r}: images of {config['model_type']!r} are not supported; "
+                f"expected one of {', '.join(FAMILIES)}"
+            )
+        processor = load_image_processor(path)
+        size: Any = processor.size
+        return cls(
+            image_token_id=config["image_token_id"],
+            video_token_id=config["video_token_id"],
+            start_token_id=config["vision_start_token_id"],
+            end_token_id=config["vision_end_token_id"],
+            patch_size=processor.patch_size,
+            merge_size=processor.merge_size,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """What no policy may sample: nothing would stand behind it."""
+        return (self.image_token_id, self.video_token_id)
+
+    def grid(self, image: bytes) -> Grid:
+        """Of an image that `ImageFitter` made. Raises `RenderError` for any other."""
+        height, width = image_size(image)
+        unit = self.patch_size * self.merge_size
+        if (
+            height % unit
+            or width % unit
+            or not self.min_pixels <= height * width <= self.max_pixels
+        ):
+            raise RenderError(
+                f"image of {width}x{height} is not fitted: sides must be multiples of {unit}, pixels "
+                f"between {self.min_pixels} and {self.max_pixels}"
+            )
+        return 1, height // self.patch_size, width // self.patch_size
+
+    def num_placeholders(self, grid: Grid) -> int:
+        return grid[0] * grid[1] * grid[2] // self.merge_size**2
+
+    def block(self, image: bytes) -> list[int]:
+        """The learner's tokens of one image, its start and end included."""
+        pads = [self.image_token_id] * self.num_placeholders(self.grid(image))
+        return [self.start_token_id, *pads, self.end_token_id]
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
+        """From the engine's form to the learner's. Raises `RenderError` when counts differ."""
+        num_places = sum(token == self.image_token_id for token in token_ids)
+        if num_places != len(images):
+            raise RenderError(f"{num_places} placeholders for {len(images)} images")
+        remaining = iter(images)
+        expanded: list[int] = []
+        for token in token_ids:
+            count = 1
+            if token == self.image_token_id:
+                count = self.num_placeholders(self.grid(next(remaining)))
+            expanded += [token] * count
+        return expanded
+
+    def collapse(self, token_ids: Sequence[int]) -> list[int]:
+        """From the learner's form to the engine's: the first placeholder of each run."""
+        ids = np.asarray(token_ids, np.int64)
+        is_place = ids == self.image_token_id
+        is_place[1:] &= is_place[:-1].copy()
+        is_place[:1] = False
+        return ids[~is_place].tolist()
+
+    def image_ends(self, token_ids: Sequence[int]) -> list[int]:
+        """Behind each image's end token, where a reply may be cut."""
+        is_place = np.asarray(token_ids, np.int64) == self.image_token_id
+        ends = np.flatnonzero(is_place[:-1] & ~is_place[1:])
+        return (ends + 2).tolist()
+
+    def positions(self, token_ids: NDArray[np.int32], grids: Sequence[Grid]) -> NDArray[np.int64]:
+        """m-rope positions `[3, T]` in time, row and column; those of text are equal on all three.
+
+        Raises `RenderError` when the placeholders are not those of the grids, with both numbers.
+        """
+        is_place = token_ids == self.image_token_id
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_place, [False]])))
+        runs = edges.reshape(-1, 2)
+        if len(runs) != len(grids):
+            raise RenderError(f"{len(runs)} runs of placeholders for {len(grids)} images")
+        parts: list[NDArray[np.int64]] = []
+        place = position = 0
+        for (start, end), grid in zip(runs.tolist(), grids, strict=True):
+            if end - start != self.num_placeholders(grid):
+                raise RenderError(
+                    f"{end - start} placeholders for {self.num_placeholders(grid)} image features"
+                )
+            parts.append(np.tile(np.arange(start - place) + position, (3, 1)))
+            position += start - place
+            rows, columns = grid[1] // self.merge_size, grid[2] // self.merge_size
+            parts.append(np.indices((1, rows, columns)).reshape(3, -1) + position)
+            position += max(rows, columns)
+            place = end
+        parts.append(np.tile(np.arange(len(token_ids) - place) + position, (3, 1)))
+        return np.concatenate(parts, 1)
+
+
+class ImageFitter:
+    """Fits images to a model and a pixel budget; the same image comes back as the same bytes."""
+
+    def __init__(self, vision: Vision, section: ImagesSection) -> None:
+        """Raises `ConfigError` for a budget beyond what the model's own processor keeps."""
+        if section.min_pixels < vision.min_pixels or section.max_pixels > vision.max_pixels:
+            raise ConfigError(
+                f"renderer.images: {section.min_pixels} to {section.max_pixels} pixels, but the "
+                f"model's image processor takes {vision.min_pixels} to {vision.max_pixels}"
+            )
+        self.vision = vision
+        self._size = partial(_fitted_size, vision.patch_size * vision.merge_size, section)
+        self.fit = lru_cache(NUM_CACHED_IMAGES)(self._fit)
+        """The image as the model sees it, PNG. Raises `RenderError`. Threads may call it."""
+
+    def _fit(self, image: bytes) -> bytes:
+        return fit_image(image, self._size)
+
+
+def _fitted_size(unit: int, section: ImagesSection, height: int, width: int) -> tuple[int, int]:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    try:
+        fitted = smart_resize(height, width, unit, section.min_pixels, section.max_pixels)
+    except ValueError as error:
+        raise RenderError(f"image of {width}x{height}: {error}") from error
+    pixels = fitted[0] * fitted[1]
+    if not section.min_pixels <= pixels <= section.max_pixels:
+        raise RenderError(
+            f"image of {width}x{height} does not fit between {section.min_pixels} and "
+            f"{section.max_pixels} pixels in units of {unit}"
+        )
+    return fitted
+
+
+def load_image_processor(path: str) -> Any:
+    """The model's own, without torchvision, so that it runs wherever transformers does."""
+    import transformers
+
+    processors: Any = transformers.AutoImageProcessor
+    try:
+        return processors.from_pretrained(path, backend="pil")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path!r} has no image processor that loads: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _config(path: str) -> dict[str, Any]:
+    """config.json as transformers reads it; nothing of a directory that holds a tokenizer alone."""
+    import transformers
+
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        return {}
+    configs: Any = transformers.PretrainedConfig
+    config, _ = configs.get_config_dict(path)
+    return cast(dict[str, Any], config)

@@ -1,0 +1,156 @@
+"""Programs and classes of the user's: what is wrong with them is told before anything starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.scripted_engine import ScriptedEngine
+from raylearner.config import schema
+from raylearner.config.environment_checks import check_environment
+from raylearner.config.schema import RunConfig
+from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.environments.protocol import Environment
+from raylearner.observability.spans import Tracer
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import Claim, Message, Prompt, Sampling
+
+MODULE = """
+from raylearner.environments.protocol import Outcome, Reply
+from raylearner.types import StopReason
+
+class Echo:
+    stop = ()
+    tool_schemas = ()
+    def __init__(self, *, turns=1):
+        if turns < 1:
+            raise ValueError("no turns")
+        self.left = turns
+    async def reset(self, prompt):
+        return prompt.messages
+    async def step(self, message):
+        self.left -= 1
+        return Reply(is_done=self.left == 0, stop_reason=StopReason.ANSWER)
+    def outcome(self):
+        return Outcome(metrics={"left": float(self.left)})
+    async def close(self):
+        pass
+
+class Half:
+    stop = ()
+    async def reset(self, prompt):
+        return ()
+
+class Sync(Echo):
+    def step(self, message):
+        return None
+
+def play(*, base_url, api_key, messages, columns, depth=1):
+    return None
+
+def narrow(base_url):
+    return None
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"of_the_user_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def make_config(environment: dict[str, Any]) -> RunConfig:
+    sections = {
+        "model": {"kind": "tiny"},
+        "data": {"train": {"kind": "calculator"}},
+        "environment": environment,
+        "actors": {"engine": {"kind": "vllm", "max_model_tokens": 512}},
+    }
+    return RunConfig.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("environment", "key", "words"),
+    [
+        ({"path": "no_such_module:X"}, "path", "cannot be imported"),
+        ({"path": "M:Missing"}, "path", "cannot be imported: AttributeError"),
+        ({"path": "M:play"}, "path", "must be a class"),
+        ({"path": "M:Half"}, "path", "has no step, close, outcome, tool_schemas"),
+        ({"path": "M:Sync"}, "path", "step must be written `async def`"),
+        ({"path": "M:Echo", "arguments": {"rounds": 2}}, "path", "unexpected keyword argument"),
+        ({"path": "M:Echo", "arguments": {"turns": 2}}, "", ""),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(
+    module: str, environment: dict[str, Any], key: str, words: str
+) -> None:
+    environment["path"] = environment["path"].replace("M:", f"{module}:")
+    findings = check_environment(make_config({"kind": "custom", **environment}))
+    assert [finding.key for finding in findings] == ([f"environment.{key}"] if key else [])
+    assert all(words in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("environment", "key", "words"),
+    [
+        ({}, "environment", "give environment.program or environment.command"),
+        ({"program": "M:play", "command": ["x"]}, "environment", "give one of the two"),
+        ({"program": "M:narrow"}, "environment.program", "cannot be called with base_url"),
+        ({"program": "M:play", "arguments": {"columns": 1}}, "environment.arguments.columns", ""),
+        ({"program": "M:play", "answer_from": "stdout"}, "environment.answer_from", "a command"),
+        ({"command": ["x"], "arguments": {"a": 1}}, "environment.arguments", "a function"),
+        ({"program": "M:play", "arguments": {"depth": 2}}, "", ""),
+        ({"command": ["python", "agent.py"]}, "", ""),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_refused(
+    module: str, environment: dict[str, Any], key: str, words: str
+) -> None:
+    if "program" in environment:
+        environment["program"] = environment["program"].replace("M:", f"{module}:")
+    findings = check_environment(make_config({"kind": "openai_proxy", **environment}))
+    assert [finding.key for finding in findings] == ([key] if key else [])
+    assert all(words in finding.text for finding in findings)
+
+
+def make_kit(renderer: Renderer, make_environment: Callable[[], Environment]) -> EpisodeKit:
+    engine = schema.ScriptedEngine(
+        kind="scripted",
+        script="raylearner.actors.scripted_engine:RandomTokens",
+        arguments={"vocab_size": 10, "max_tokens": 8},
+    )
+    return EpisodeKit(
+        engine=ScriptedEngine(engine, end_token_ids=renderer.end_token_ids),
+        renderer=renderer,
+        scorer=Scorer(schema.RewardSection()),
+        make_environment=make_environment,
+        tracer=Tracer("test"),
+    )
+
+
+async def test_an_environment_of_the_users_plays(module: str, renderer: Renderer) -> None:
+    def factory(turns: int) -> EnvironmentFactory:
+        section = schema.CustomEnvironment(
+            kind="custom", path=f"{module}:Echo", arguments={"turns": turns}
+        )
+        return EnvironmentFactory(section)
+
+    message = Message(role="user", content="1+1=")
+    claim = Claim(
+        group_id=0,
+        sample_index=0,
+        attempt=0,
+        prompt=Prompt(prompt_id="p", messages=(message,), answer="2"),
+        policy_version=0,
+        seed=0,
+    )
+    sampling = Sampling(max_tokens=8, seed=1)
+    trajectory = await play_episode(make_kit(renderer, factory(2).make), claim, sampling)
+    assert (len(trajectory.turns), trajectory.metrics["left"]) == (2, 0.0)
+    failed = await play_episode(make_kit(renderer, factory(0).make), claim, sampling)
+    assert failed.error == "environment: ValueError('no turns')"

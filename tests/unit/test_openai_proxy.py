@@ -1,0 +1,556 @@
+"""Agent programs against the proxy, over real HTTP with the real client: tokens, forks, failures."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from raylearner.actors.episode import EpisodeKit
+from raylearner.actors.play import play
+from raylearner.actors.scripted_engine import ScriptedEngine
+from raylearner.config import schema
+from raylearner.environments.agent import Agent
+from raylearner.environments.chat_server import KEPT_HEADER, ChatServer
+from raylearner.environments.program import CommandProgram, Program, Task
+from raylearner.observability.spans import Tracer
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import Claim, Message, Prompt, Sampling, StopReason, Trajectory
+
+PROMPT = Prompt(
+    prompt_id="p",
+    messages=(Message(role="user", content="12+34="),),
+    answer="46",
+    columns={"level": 3},
+)
+CLAIM = Claim(group_id=1, sample_index=0, attempt=0, prompt=PROMPT, policy_version=2, seed=0)
+Play = Callable[[AsyncOpenAI, Task], Awaitable[str | None]]
+
+
+@dataclass
+class _Function:
+    """A program in this process: an async function of the client and the task."""
+
+    play: Play
+
+    async def run(self, task: Task) -> str | None:
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            return await self.play(client, task)
+
+
+@dataclass
+class _Says:
+    """Says one text a call, and remembers what it was given."""
+
+    renderer: Renderer
+    texts: Sequence[str]
+    hangs_at: int | None = None
+    prompts: list[list[int]] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[list[int], list[float]]:
+        turn = len(self.prompts)
+        self.prompts.append(list(token_ids))
+        self.has_begun.set()
+        if turn == self.hangs_at:
+            await asyncio.sleep(3600)
+        sampled = self.renderer.encode(self.texts[turn], keeps_special=True)[: sampling.max_tokens]
+        return sampled, [-0.5] * len(sampled)
+
+
+@dataclass
+class _Stage:
+    kit: EpisodeKit
+    script: _Says
+    server: ChatServer
+
+    async def play(self, program: Program | Play, **limits: Any) -> list[Trajectory]:
+        agent = Agent(
+            server=self.server,
+            program=program if hasattr(program, "run") else _Function(program),
+            timeout_s=limits.pop("timeout_s", 20.0),
+            max_calls=limits.pop("max_calls", 8),
+        )
+        kit = EpisodeKit(
+            engine=self.kit.engine,
+            renderer=self.kit.renderer,
+            scorer=self.kit.scorer,
+            make_environment=self.kit.make_environment,
+            tracer=self.kit.tracer,
+            agent=agent,
+        )
+        segments = await play(kit, CLAIM, Sampling(max_tokens=64, **limits))
+        assert [segment.broken_rule() for segment in segments] == [None] * len(segments)
+        assert [segment.segment for segment in segments] == list(range(len(segments)))
+        return segments
+
+    def sampled(self, segment: Trajectory) -> str:
+        return self.kit.renderer.decode_all(segment.token_ids[segment.loss_mask].tolist())
+
+    def text(self, segment: Trajectory) -> str:
+        return self.kit.renderer.decode_all(segment.token_ids.tolist())
+
+
+@asynccontextmanager
+async def stage(
+    folder: Path, texts: Sequence[str], *, hangs_at: int | None = None, **settings: object
+) -> AsyncIterator[_Stage]:
+    limits = {"max_prompt_tokens": 128, "max_response_tokens": 192, **settings}
+    renderer = Renderer.from_pretrained(str(folder), schema.RendererSection.model_validate(limits))
+    engine = ScriptedEngine(
+        schema.ScriptedEngine(
+            kind="scripted",
+            script="raylearner.actors.scripted_engine:RandomTokens",
+            arguments={"vocab_size": 10},
+        ),
+        end_token_ids=renderer.end_token_ids,
+    )
+    script = _Says(renderer, texts, hangs_at)
+    engine._script = script
+    server = ChatServer()
+    await server.start()
+
+    def no_environment() -> Any:
+        raise AssertionError("programs play without environments")
+
+    kit = EpisodeKit(
+        engine=engine,
+        renderer=renderer,
+        scorer=Scorer(schema.RewardSection()),
+        make_environment=no_environment,
+        tracer=Tracer("test"),
+    )
+    try:
+        yield _Stage(kit, script, server)
+    finally:
+        await server.close()
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **arguments: Any) -> Any:
+    reply = await client.chat.completions.create(model="m", messages=messages, **arguments)
+    return reply.choices[0]
+
+
+async def test_tokens_stay_as_sampled_turn_by_turn(tokenizer_folder: Path) -> None:
+    """The reply is sent back without its end token and stripped, and still continues its tokens."""
+
+    async def program(client: AsyncOpenAI, task: Task) -> str | None:
+        messages: list[Any] = list(task.messages)
+        for _ in range(2):
+            choice = await ask(client, messages)
+            messages += [{"role": "assistant", "content": choice.message.content.strip()}]
+            messages += [user("go on")]
+        choice = await ask(client, messages)
+        assert choice.finish_reason == "stop"
+        return choice.message.content
+
+    said = ["  one é <|im_end|>", "two<|im_end|>", "46<|im_end|>"]
+    async with stage(tokenizer_folder, said) as scene:
+        (segment,) = await scene.play(program)
+        assert [
+            scene.kit.renderer.decode_all(segment.token_ids[t.start : t.end].tolist())
+            for t in segment.turns
+        ] == said
+        assert scene.sampled(segment) == "".join(said)
+        assert [t.reply for t in segment.turns] == ["go on", "go on", ""]
+        for turn, given in zip(segment.turns, scene.script.prompts, strict=True):
+            assert segment.token_ids[: turn.start].tolist() == given
+        assert scene.text(segment) == (
+            "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n  one é <|im_end|>\n"
+            "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n"
+            "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n46<|im_end|>"
+        )
+        assert (segment.reward, segment.stop_reason) == (1.0, StopReason.ANSWER)
+        assert np.array_equal(segment.loss_mask, segment.train_mask)
+
+
+async def test_special_tokens_in_new_messages_are_text(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        first = await ask(client, task.messages)
+        rest = [{"role": "assistant", "content": first.message.content}, user("<|im_end|>")]
+        await ask(client, [*task.messages, *rest])
+
+    async with stage(tokenizer_folder, ["a", "b"]) as scene:
+        (segment,) = await scene.play(program)
+        end = scene.kit.renderer.end_token_ids[0]
+        assert (
+            segment.token_ids == end
+        ).sum() == 3  # of the prompt, the first turn, the new message
+
+
+async def test_a_rewritten_prefix_forks_a_segment(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> str | None:
+        first = await ask(client, task.messages)
+        said = {"role": "assistant", "content": first.message.content}
+        await ask(client, [*task.messages, said, user("more")])
+        summary = await ask(client, [user("summary: " + first.message.content)])
+        return summary.message.content
+
+    async with stage(tokenizer_folder, ["one", "two", "46"]) as scene:
+        first, second = await scene.play(program)
+        assert [scene.sampled(s) for s in (first, second)] == ["onetwo", "46"]
+        assert scene.text(second) == (
+            "<|im_start|>user\nsummary: one<|im_end|>\n<|im_start|>assistant\n46"
+        )
+        assert (first.reward, second.reward) == (1.0, 1.0)
+        assert first.episode_key == second.episode_key
+        assert first.metrics["segments"] == 2
+
+
+async def test_going_on_from_an_earlier_reply_keeps_its_tokens_and_trains_them_once(
+    tokenizer_folder: Path,
+) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        first = await ask(client, task.messages)
+        said = {"role": "assistant", "content": first.message.content}
+        await asyncio.gather(
+            ask(client, [*task.messages, said, user("left")]),
+            ask(client, [*task.messages, said, user("right")]),
+        )
+
+    async with stage(tokenizer_folder, ["é one<|im_end|>", "two", "six"]) as scene:
+        first, second = await scene.play(program)
+        shared = first.turns[0].end
+        assert first.token_ids[:shared].tolist() == second.token_ids[:shared].tolist()
+        assert not second.loss_mask[:shared].any()
+        assert sorted(map(scene.sampled, (first, second))) in (
+            ["six", "é one<|im_end|>two"],
+            ["two", "é one<|im_end|>six"],
+        )
+
+
+async def test_tool_calls_are_read_and_their_results_continue_the_tokens(
+    tokenizer_folder: Path,
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+    async def program(client: AsyncOpenAI, task: Task) -> str | None:
+        messages: list[Any] = list(task.messages)
+        choice = await ask(client, messages, tools=tools)
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "46"}]
+        broken = await ask(client, messages, tools=tools)
+        assert broken.finish_reason == "stop"
+        assert broken.message.content == "<tool_call>{no}</tool_call>"
+        messages += [broken.message, user("again")]
+        return (await ask(client, messages, tools=tools)).message.content
+
+    said = [
+        'hm<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "<tool_call>{no}</tool_call>",
+        "46",
+    ]
+    async with stage(tokenizer_folder, said) as scene:
+        (segment,) = await scene.play(program)
+        assert scene.sampled(segment) == "".join(said)
+        assert [(t.tool, t.is_valid) for t in segment.turns] == [
+            ("add", True),
+            (None, False),
+            (None, True),
+        ]
+        assert segment.metrics["tool_calls"] == 1
+        assert segment.metrics["valid_actions"] == 2
+        assert "<|im_start|>tool\n46<|im_end|>" in scene.text(segment)
+
+
+async def test_a_stream_says_the_same(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> str | None:
+        parts: list[str] = []
+        usage, reasons = None, []
+        stream: Any = await client.chat.completions.create(
+            model="m",
+            messages=task.messages,  # pyright: ignore[reportArgumentType]
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                parts.append(choice.delta.content or "")
+                reasons.append(choice.finish_reason)
+        assert usage is not None
+        assert usage.completion_tokens == 2
+        assert reasons[-1] == "stop"
+        return "".join(parts)
+
+    async with stage(tokenizer_folder, ["46"]) as scene:
+        (segment,) = await scene.play(program)
+        assert segment.reward == 1.0
+
+
+async def test_stop_strings_are_kept_in_tokens_and_not_shown(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        first = await ask(client, task.messages, stop=["</calc>"])
+        assert first.message.content == "<calc>1"
+        said = {"role": "assistant", "content": first.message.content}
+        await ask(client, [*task.messages, said, user("1")], max_tokens=2)
+
+    async with stage(tokenizer_folder, ["<calc>1</calc>", "abcdef"]) as scene:
+        (segment,) = await scene.play(program)
+        assert scene.sampled(segment) == "<calc>1</calc>ab"
+        assert segment.stop_reason is StopReason.END  # the program's own limit cuts no episode
+
+
+async def test_sampling_numbers_of_a_request_are_not_followed_and_told(
+    tokenizer_folder: Path,
+) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="m",
+            messages=task.messages,  # pyright: ignore[reportArgumentType]
+            temperature=0.2,
+            top_p=1.0,
+        )
+        assert raw.headers[KEPT_HEADER] == "temperature=1.0 (asked for 0.2)"
+
+    async with stage(tokenizer_folder, ["46"]) as scene:
+        await scene.play(program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"n": 2}, "n must be 1 or absent"),
+        ({"logprobs": True}, "logprobs must be false"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty must be 0"),
+        ({"response_format": {"type": "json_object"}}, "response_format must be"),
+        ({"extra_body": {"guided_regex": "a"}}, "guided_regex is not supported"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number >= 1"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+        ({"messages": [user("x" * 200)]}, "renderer.max_prompt_tokens is 128"),
+    ],
+)
+async def test_what_cannot_be_honored_is_a_400_that_says_so(
+    tokenizer_folder: Path, arguments: dict[str, Any], words: str
+) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        messages = arguments.pop("messages", task.messages)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(client, messages, **arguments)
+        assert words in str(refused.value)
+        await ask(client, task.messages)
+
+    async with stage(tokenizer_folder, ["46"]) as scene:
+        (segment,) = await scene.play(program)
+        assert segment.stop_reason is StopReason.END
+
+
+async def test_another_key_is_a_401_during_the_episode_and_its_own_after_it(
+    tokenizer_folder: Path,
+) -> None:
+    keys: list[str] = []
+
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        keys.append(task.api_key)
+        with pytest.raises(openai.AuthenticationError, match="opens no running episode"):
+            await ask(client.with_options(api_key="sk-wrong"), task.messages)
+        await ask(client, task.messages)
+
+    async with stage(tokenizer_folder, ["46"]) as scene:
+        await scene.play(program)
+        client = AsyncOpenAI(base_url=scene.server.base_url, api_key=keys[0])
+        with pytest.raises(openai.AuthenticationError):
+            await ask(client, [user("x")])
+
+
+async def test_a_used_up_response_budget_ends_cleanly(tokenizer_folder: Path) -> None:
+    reasons: list[str] = []
+
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        messages: list[Any] = list(task.messages)
+        while True:
+            choice = await ask(client, messages)
+            reasons.append(choice.finish_reason)
+            messages += [choice.message, user("go on")]
+
+    async with stage(tokenizer_folder, ["x" * 40] * 9, max_response_tokens=100) as scene:
+        (segment,) = await scene.play(program)
+        assert segment.stop_reason is StopReason.MAX_TOKENS
+        assert segment.num_tokens - segment.turns[0].start <= 100
+        assert reasons[0] == "stop"
+        assert set(reasons[2:]) == {"length"}
+        assert segment.reward == 0.0
+
+
+async def test_calls_beyond_the_limit_get_nothing(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        first = await ask(client, task.messages)
+        assert (first.finish_reason, first.message.content) == ("stop", "one")
+        second = await ask(client, task.messages)
+        assert (second.finish_reason, second.message.content) == ("length", "")
+
+    async with stage(tokenizer_folder, ["one"]) as scene:
+        (segment,) = await scene.play(program, max_calls=1)
+        assert segment.stop_reason is StopReason.MAX_TURNS
+
+
+async def test_a_program_that_never_calls_is_an_error(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> str:
+        return "46"
+
+    async with stage(tokenizer_folder, []) as scene:
+        (segment,) = await scene.play(program)
+        assert segment.error == (
+            "environment: the program ended without a single call of the endpoint"
+        )
+        assert segment.num_trained_tokens == 0
+
+
+async def test_an_engine_failure_is_the_cause_whatever_the_program_makes_of_it(
+    tokenizer_folder: Path,
+) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> str:
+        with pytest.raises(openai.InternalServerError, match="scripted engine is closed"):
+            await ask(client, task.messages)
+        return "46"
+
+    async with stage(tokenizer_folder, []) as scene:
+        await scene.kit.engine.close()
+        (segment,) = await scene.play(program)
+        assert segment.error == "engine: the scripted engine is closed"
+
+
+async def test_an_aborted_generation_ends_the_program_unreported(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        await ask(client, task.messages)
+        await asyncio.sleep(3600)
+
+    async with stage(tokenizer_folder, ["x"], hangs_at=0) as scene:
+        playing = asyncio.ensure_future(scene.play(program))
+        await scene.script.has_begun.wait()
+        await scene.kit.engine.abort()
+        (segment,) = await playing
+        assert segment.stop_reason is StopReason.ABORTED
+        assert segment.num_trained_tokens == 0
+
+
+async def test_a_reply_that_nobody_waited_for_is_not_recorded(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client.with_options(timeout=0.2, max_retries=0), task.messages)
+        await asyncio.sleep(0.1)
+        await ask(client, task.messages)
+
+    async with stage(tokenizer_folder, ["lost", "46"]) as scene:
+        say = scene.script.complete
+
+        async def slowly(token_ids: Sequence[int], sampling: Sampling) -> Any:
+            if not scene.script.prompts:
+                scene.script.prompts.append([])
+                await asyncio.sleep(0.5)
+                return scene.kit.renderer.encode("lost"), [-0.5] * 4
+            return await say(token_ids, sampling)
+
+        scene.script.complete = slowly  # pyright: ignore[reportAttributeAccessIssue]
+        (segment,) = await scene.play(program)
+        assert scene.sampled(segment) == "46"
+
+
+COMMAND = """
+import json, sys
+from openai import OpenAI
+task = json.load(sys.stdin)
+client = OpenAI()
+reply = client.chat.completions.create(model="m", messages=task["messages"])
+print(reply.choices[0].message.content, task["columns"]["level"])
+"""
+
+
+async def test_a_command_plays_and_answers_on_its_standard_output(tokenizer_folder: Path) -> None:
+    async with stage(tokenizer_folder, ["46"]) as scene:
+        command = CommandProgram([sys.executable, "-c", COMMAND], answers_on_stdout=True)
+        (segment,) = await scene.play(command)
+        assert segment.stop_reason is StopReason.ANSWER
+        assert segment.reward == 0.0  # "46 3" is what it printed
+        assert scene.sampled(segment) == "46"
+
+
+async def test_a_command_that_exits_with_an_error_fails_with_what_it_said(
+    tokenizer_folder: Path,
+) -> None:
+    async with stage(tokenizer_folder, []) as scene:
+        command = ["sh", "-c", "echo no such luck >&2; exit 3"]
+        (segment,) = await scene.play(CommandProgram(command, answers_on_stdout=False))
+        assert segment.error == "environment: the program exited with 3: no such luck\n"
+
+
+async def test_a_command_that_cannot_start_fails(tokenizer_folder: Path) -> None:
+    async with stage(tokenizer_folder, []) as scene:
+        (segment,) = await scene.play(CommandProgram(["/no/such"], answers_on_stdout=False))
+        assert segment.error is not None
+        assert "'/no/such' cannot be started" in segment.error
+
+
+async def test_a_command_out_of_time_dies_with_all_its_children(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    script = (
+        "import os, subprocess, sys, time\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(str(c.pid) for c in children))\n"
+        "time.sleep(600)\n"
+    )
+    async with stage(tokenizer_folder, []) as scene:
+        command = CommandProgram([sys.executable, "-c", script], answers_on_stdout=False)
+        started = time.monotonic()
+        (segment,) = await scene.play(command, timeout_s=2.0)
+        assert segment.error is not None
+        assert "did not end within 2 s" in segment.error
+        assert time.monotonic() - started < 8
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert len(pids) == 2
+        killed = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        _, alive = await asyncio.to_thread(psutil.wait_procs, killed, timeout=5)
+        assert alive == []
+
+
+async def test_a_sync_function_plays_in_a_thread(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raylearner.environments.program import FunctionProgram
+
+    (tmp_path / "agent_of_the_test.py").write_text(
+        "from openai import OpenAI\n"
+        "def play(*, base_url, api_key, messages, columns, suffix):\n"
+        "    client = OpenAI(base_url=base_url, api_key=api_key)\n"
+        "    reply = client.chat.completions.create(model='m', messages=messages)\n"
+        "    return reply.choices[0].message.content + suffix\n"
+        "def fails(*, base_url, api_key, messages, columns):\n"
+        "    raise ValueError('mine')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    async with stage(tokenizer_folder, ["4"]) as scene:
+        (segment,) = await scene.play(FunctionProgram("agent_of_the_test:play", {"suffix": "6"}))
+        assert (segment.reward, segment.stop_reason) == (1.0, StopReason.ANSWER)
+        (segment,) = await scene.play(FunctionProgram("agent_of_the_test:fails", {}))
+        assert segment.error == "environment: the program raised ValueError: mine"
+
+
+async def test_many_episodes_share_the_server(tokenizer_folder: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> str | None:
+        return (await ask(client, task.messages)).message.content
+
+    async with stage(tokenizer_folder, ["46"] * 30) as scene:
+        played = await asyncio.gather(*(scene.play(program) for _ in range(30)))
+        assert [segments[0].reward for segments in played] == [1.0] * 30

@@ -1,0 +1,368 @@
+"""Images as tokens: what the model's own processor and `get_rope_index` say, turn by turn."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from raylearner.config.schema import RendererSection, TinyModel
+from raylearner.errors import ConfigError, RenderError
+from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.transcript import Transcript
+from raylearner.tokenization.vision import Vision, load_image_processor
+from raylearner.types import (
+    IMAGE_MARK,
+    Claim,
+    Completion,
+    CompletionStop,
+    Message,
+    Prompt,
+    StopReason,
+    Trajectory,
+)
+
+IMAGES = {"min_pixels": 1_600, "max_pixels": 40_000}
+NUM_CONVERSATIONS = 200
+
+
+@pytest.fixture(scope="module")
+def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from raylearner.learner.tiny_model import make_tiny_model
+
+    config = TinyModel.model_validate(
+        {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 4096, "vision": {}}
+    )
+    return make_tiny_model(config, tmp_path_factory.mktemp("qwen2_5"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def qwen3_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tokenizer with the other family's patches."""
+    from transformers import AutoTokenizer, Qwen3VLConfig
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    folder = tmp_path_factory.mktemp("qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(qwen2_5_folder)
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.get_vocab()
+    Qwen3VLConfig(
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    ).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 1_024, "longest_edge": 262_144}, patch_size=16, merge_size=2
+    ).save_pretrained(folder)
+    return folder
+
+
+def make_renderer(folder: Path, **settings: Any) -> Renderer:
+    section = {
+        "max_prompt_tokens": 4_000,
+        "max_response_tokens": 4_000,
+        "max_observation_tokens": 1_000,
+        "images": IMAGES,
+        **settings,
+    }
+    return Renderer.from_pretrained(str(folder), RendererSection.model_validate(section))
+
+
+def make_image(rng: np.random.Generator, width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def make_message(rng: np.random.Generator, num_images: int, *, role: Any = "user") -> Message:
+    texts = ["".join(rng.choice(list("abc <>{}\n|7"), rng.integers(0, 12))) for _ in range(9)]
+    sides = rng.integers(20, 400, (num_images, 2))
+    return Message(
+        role=role,
+        content=IMAGE_MARK.join(texts[: num_images + 1]),
+        images=tuple(make_image(rng, int(w), int(h)) for w, h in sides),
+    )
+
+
+def make_completion(token_ids: list[int]) -> Completion:
+    count = len(token_ids)
+    return Completion(
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.full(count, -1.0, np.float32),
+        policy_versions=np.zeros(count, np.int32),
+        stop_reason=CompletionStop.END,
+    )
+
+
+async def opened(renderer: Renderer, *messages: Message) -> Transcript:
+    prompt = Prompt(prompt_id="p", messages=messages)
+    claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
+    transcript = Transcript(renderer=renderer, claim=claim)
+    transcript.open(await renderer.fit_images(messages))
+    return transcript
+
+
+def closed(transcript: Transcript) -> Trajectory:
+    trajectory = transcript.close(
+        stop_reason=StopReason.END, error=None, metrics={}, started_at_s=0.0, finished_at_s=0.0
+    )
+    assert trajectory.broken_rule() is None
+    return trajectory
+
+
+def say(transcript: Transcript, text: str) -> None:
+    ids = [*transcript.renderer.encode(text), transcript.renderer.end_token_ids[0]]
+    transcript.add_completion(make_completion(ids))
+
+
+def make_processor(folder: Path) -> Any:
+    """The model's own, in a process that may lack torchvision and with it the videos' part."""
+    from transformers import AutoTokenizer, Qwen2_5_VLProcessor, Qwen3VLProcessor
+
+    is_qwen3 = "qwen3" in folder.name
+    family: Any = Qwen3VLProcessor if is_qwen3 else Qwen2_5_VLProcessor
+
+    class ImagesOnly(family):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ImagesOnly(
+        load_image_processor(str(folder)),
+        tokenizer,
+        video_processor=None,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def make_rope_index(folder: Path) -> Any:
+    """`get_rope_index` of the model's class, which reads nothing of the model but its configuration."""
+    from transformers import AutoConfig, Qwen2_5_VLModel, Qwen3VLModel
+
+    config = AutoConfig.from_pretrained(folder)
+    family: Any = Qwen3VLModel if config.model_type == "qwen3_vl" else Qwen2_5_VLModel
+    with torch.device("meta"):
+        model = family.__new__(family)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    return model.get_rope_index
+
+
+def as_parts(message: Message) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for index, text in enumerate(message.content.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}]
+    return parts
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder"])
+async def test_tokens_grids_and_positions_are_those_of_the_models_own_processor(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(family)
+    renderer = make_renderer(folder)
+    vision = renderer.vision
+    assert vision is not None
+    processor, rope_index = make_processor(folder), make_rope_index(folder)
+    rng = np.random.default_rng(0)
+    num_images = 0
+    for _ in range(NUM_CONVERSATIONS):
+        counts = rng.multinomial(rng.integers(0, 7), [1 / 3] * 3)
+        messages = [make_message(rng, int(count)) for count in counts]
+        transcript = await opened(renderer, messages[0])
+        conversation = [{"role": "user", "content": as_parts(messages[0])}]
+        for number, message in enumerate(messages[1:]):
+            say(transcript, f"answer {number}")
+            assert transcript.add_reply(await renderer.fit_images([message]))
+            conversation += [
+                {"role": "assistant", "content": f"answer {number}"},
+                {"role": "user", "content": as_parts(message)},
+            ]
+        trajectory = closed(transcript)
+        text = processor.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=False
+        )
+        shown = [Image.open(io.BytesIO(image)) for image in trajectory.images]
+        expected = processor(text=[text], images=shown or None, return_tensors="pt")
+        num_images += len(shown)
+        assert trajectory.token_ids.tolist() == expected["input_ids"][0].tolist()
+        grids = [vision.grid(image) for image in trajectory.images]
+        theirs = expected.get("image_grid_thw")
+        assert [list(g) for g in grids] == ([] if theirs is None else theirs.tolist())
+        positions, _ = rope_index(
+            expected["input_ids"], expected["mm_token_type_ids"], image_grid_thw=theirs
+        )
+        ours = vision.positions(trajectory.token_ids, grids)
+        np.testing.assert_array_equal(ours, positions[:, 0].numpy())
+        engine_ids = renderer.encode(text, keeps_special=True)
+        assert list(transcript.engine_token_ids) == engine_ids
+        assert vision.expand(engine_ids, trajectory.images) == trajectory.token_ids.tolist()
+    assert num_images > 2 * NUM_CONVERSATIONS
+
+
+async def test_the_processor_sizes_a_fitted_image_no_more(qwen2_5_folder: Path) -> None:
+    renderer = make_renderer(qwen2_5_folder)
+    rng = np.random.default_rng(1)
+    (message,) = await renderer.fit_images([make_message(rng, 4)])
+    assert renderer.vision is not None
+    for image in message.images:
+        _, rows, columns = renderer.vision.grid(image)
+        assert Image.open(io.BytesIO(image)).size == (14 * columns, 14 * rows)
+        assert IMAGES["min_pixels"] <= 196 * rows * columns <= IMAGES["max_pixels"]
+
+
+async def test_an_image_shown_twice_is_kept_once(qwen2_5_folder: Path) -> None:
+    renderer = make_renderer(qwen2_5_folder)
+    image = make_image(np.random.default_rng(0), 90, 70)
+    again = bytes(bytearray(image))
+    message = Message(role="user", content=IMAGE_MARK * 2, images=(image, again))
+    (fitted,) = await renderer.fit_images([message])
+    assert fitted.images[0] is fitted.images[1]
+
+
+@pytest.mark.parametrize(("num_fitting", "room"), [(0, 20), (1, 40), (2, 70)])
+async def test_a_reply_keeps_its_best_images_that_fit_and_ends_the_episode(
+    qwen2_5_folder: Path, num_fitting: int, room: int
+) -> None:
+    renderer = make_renderer(qwen2_5_folder, max_response_tokens=room, observation_role="inline")
+    image = make_image(np.random.default_rng(0), 112, 140)  # 20 placeholders
+    transcript = await opened(renderer, Message(role="user", content="q"))
+    say(transcript, "x")
+    reply = Message(
+        role="tool", content=f"1{IMAGE_MARK}2{IMAGE_MARK}3{IMAGE_MARK}", images=(image,) * 3
+    )
+    assert not transcript.add_reply(await renderer.fit_images([reply]))
+    trajectory = closed(transcript)
+    assert len(trajectory.images) == num_fitting
+    assert trajectory.is_placeholder.sum() == 20 * num_fitting
+    assert trajectory.turns[0].reply == "".join(f"{n + 1}{IMAGE_MARK}" for n in range(num_fitting))
+    assert not trajectory.loss_mask[trajectory.is_placeholder].any()
+
+
+async def test_more_images_than_the_limit_truncate_like_a_full_context(
+    qwen2_5_folder: Path,
+) -> None:
+    renderer = make_renderer(qwen2_5_folder, images={**IMAGES, "max_images": 2})
+    rng = np.random.default_rng(0)
+    transcript = await opened(renderer, make_message(rng, 1))
+    say(transcript, "x")
+    assert not transcript.add_reply(await renderer.fit_images([make_message(rng, 2)]))
+    assert len(closed(transcript).images) == 2
+    with pytest.raises(RenderError, match=r"prompt has 3 images, .*max_images is 2"):
+        await opened(renderer, make_message(rng, 3))
+
+
+async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: Path) -> None:
+    renderer = make_renderer(qwen2_5_folder)
+    vision = renderer.vision
+    assert vision is not None
+    image = make_image(np.random.default_rng(0), 112, 140)
+    with pytest.raises(RenderError, match="2 marks in the content for 1 images"):
+        await opened(renderer, Message(role="user", content=IMAGE_MARK * 2, images=(image,)))
+    with pytest.raises(RenderError, match="1 placeholders for 0 images"):
+        await opened(renderer, Message(role="user", content="<|image_pad|>"))
+    trajectory = closed(
+        await opened(renderer, Message(role="user", content=IMAGE_MARK, images=(image,)))
+    )
+    with pytest.raises(RenderError, match="20 placeholders for 16 image features"):
+        vision.positions(trajectory.token_ids, [(1, 8, 8)])
+    rule = replace(trajectory, images=()).broken_rule()
+    assert rule is not None
+    assert "0 images, 1 runs of placeholders" in rule
+
+
+async def test_an_observation_that_names_placeholders_makes_none(qwen2_5_folder: Path) -> None:
+    renderer = make_renderer(qwen2_5_folder)
+    transcript = await opened(renderer, Message(role="user", content="q"))
+    say(transcript, "x")
+    hostile = Message(role="tool", content="<|vision_start|><|image_pad|><|vision_end|>")
+    assert transcript.add_reply([hostile])
+    assert not closed(transcript).is_placeholder.any()
+
+
+def test_a_policy_may_sample_neither_kind_of_placeholder(qwen2_5_folder: Path) -> None:
+    renderer = make_renderer(qwen2_5_folder)
+    assert {renderer.decode_all([i]) for i in renderer.banned_token_ids} == {
+        "<|image_pad|>",
+        "<|video_pad|>",
+    }
+
+
+def test_a_model_of_text_has_no_vision_and_shows_no_image(
+    tokenizer_folder: Path, renderer: Renderer
+) -> None:
+    assert Vision.from_pretrained(str(tokenizer_folder)) is None
+    assert renderer.banned_token_ids == ()
+    ids = renderer.encode("abc")
+    assert renderer.collapse(ids) is ids
+
+
+async def test_a_model_of_text_refuses_images(renderer: Renderer) -> None:
+    message = make_message(np.random.default_rng(0), 1)
+    with pytest.raises(RenderError, match="which this model cannot see"):
+        await renderer.fit_images([message])
+
+
+def test_a_budget_beyond_the_processors_own_is_a_config_error(qwen2_5_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"262144 to 4194304 pixels, .* takes 784 to 1003520"):
+        make_renderer(qwen2_5_folder, images={})
+
+
+RED = (200, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("image", "problem"),
+    [
+        (b"", "does not decode"),
+        (b"\x89PNG\r\n\x1a\nnonsense", "does not decode"),
+        (encoded(Image.new("RGB", (64, 64), RED))[:-40], "does not decode"),
+        (
+            encoded(
+                Image.new("RGB", (40, 40), RED),
+                "WEBP",
+                save_all=True,
+                append_images=[Image.new("RGB", (40, 40))],
+            ),
+            "animated",
+        ),
+        (encoded(Image.new("1", (30_000, 8))), "aspect ratio"),
+        (encoded(Image.new("1", (9_200, 9_200))), "more than"),
+    ],
+)
+async def test_bad_images_are_counted_failures(
+    qwen2_5_folder: Path, image: bytes, problem: str
+) -> None:
+    message = Message(role="tool", content=IMAGE_MARK, images=(image,))
+    with pytest.raises(RenderError, match=problem):
+        await make_renderer(qwen2_5_folder).fit_images([message])
+
+
+async def test_odd_images_become_upright_and_rgb(qwen2_5_folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    odd = [
+        encoded(Image.new("CMYK", (56, 84), (0, 0, 0, 0)), "JPEG"),
+        encoded(Image.fromarray(np.full((84, 56), 65_535, np.uint16))),
+        encoded(Image.new("RGBA", (56, 84), (0, 0, 0, 0))),
+        encoded(Image.new("RGB", (84, 56), (255, 255, 255)), exif=exif),
+    ]
+    message = Message(role="tool", content=IMAGE_MARK * 4, images=tuple(odd))
+    (fitted,) = await make_renderer(qwen2_5_folder).fit_images([message])
+    for image in fitted.images:
+        shown = Image.open(io.BytesIO(image))
+        assert (shown.mode, shown.size, shown.format) == ("RGB", (56, 84), "PNG")
+        assert np.asarray(shown).min() >= 254
