@@ -94,7 +94,7 @@ def test_functions_that_cannot_be_imported_are_named_before_anything_starts(base
             ],
             "the greedy episode is in no group",
         ),
-        (["data.sampler.kind=nil:Class"], "data.sampler.kind=nil:Class: 'nil:Class' cannot be"),
+        (["data.sampler.kind=nil:Class"], "'nil:Class' cannot be imported"),
         (["data.sampler.kind=shufle"], "did you mean 'shuffle'?"),
         (["data.train=[]"], "is an empty list"),
         (
