@@ -45,6 +45,7 @@ AGENTS = {
     "code_agent": Agent(
         tool="code_execution", overrides=("model.warm_start.num_demonstrations=24",)
     ),
+    "openai_agent": Agent(tool="calculator"),
     "reasoning_gym": Agent(rewards=("reasoning_gym", "answer_format")),
     "rloo_math": Agent(rewards=("math_verify",)),
 }
