@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from raylearner.config.rewards import RewardModel, RewardSection
 from raylearner.errors import ConfigError, RewardError
@@ -67,7 +68,7 @@ class RewardActors:
         model_actor: Any = RewardModelActor
         group_actor: Any = GroupRewardActor
         lasting = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
-        self._sections = rewards.models
+        self._sections = {name: _located(model) for name, model in rewards.models.items()}
         self._models: dict[str, Any] = {
             name: model_actor.options(
                 name=_actor_name(run_name, name),
@@ -101,6 +102,10 @@ class RewardActors:
         try:
             async with asyncio.timeout(limit_s):
                 await self._models[name].start.remote()
+        except RayTaskError as error:
+            if isinstance(error.cause, ConfigError):
+                raise ConfigError(str(error.cause)) from error
+            raise
         except TimeoutError as error:
             raise ConfigError(
                 f"the reward model {name!r} ({self._sections[name].path!r}) did not load within"
@@ -122,6 +127,14 @@ async def _score(name: str, actor: Any, conversation: Conversation) -> float:
     except RayError as error:
         cause = getattr(error, "cause", error)
         raise RewardError(f"the actor of the reward model {name!r}: {cause}") from error
+
+
+def _located(section: RewardModel) -> RewardModel:
+    """A directory here by its full path: actors have working directories of their own."""
+    folder = Path(section.path).expanduser()
+    return (
+        section.model_copy(update={"path": str(folder.absolute())}) if folder.is_dir() else section
+    )
 
 
 def _actor_name(run_name: str, function_name: str) -> str:

@@ -31,7 +31,8 @@ class Classifier:
             self._tokenizer = tokenizers.from_pretrained(section.path)
             model = models.from_pretrained(section.path, dtype=getattr(torch, section.dtype))
         except (OSError, ValueError) as error:
-            where = "cannot be read" if Path(section.path).is_dir() else "cannot be loaded"
+            is_local = Path(section.path).is_dir()
+            where = "cannot be read" if is_local else "is no directory, and no hub gives it"
             said = str(error).splitlines()[0]
             raise ConfigError(
                 f"rewards.functions: path {section.path!r} {where}: {said}"

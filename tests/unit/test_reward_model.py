@@ -91,7 +91,10 @@ async def test_an_episode_that_is_too_long_fails_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"path": "/no/such/model"}, "cannot be loaded"), ({"label": 2}, "which has 2 outputs")],
+    [
+        ({"path": "/no/such/model"}, "is no directory, and no hub gives it"),
+        ({"label": 2}, "which has 2 outputs"),
+    ],
 )
 async def test_a_model_that_cannot_be_had_is_a_config_error(
     folder: Path, settings: dict, words: str
