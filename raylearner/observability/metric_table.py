@@ -35,7 +35,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     # Groups between actors and learner.
     ("buffer/size", "trajectories", "Trajectories in the buffer, of complete and of running groups."),
     ("buffer/images", "images", "Distinct images in the buffer."),
-    ("buffer/groups/<state>", "groups", "Groups now running, held (complete) or leased (taken, not committed); groups admitted and trained since the run began."),
+    ("buffer/groups/<state>", "groups", "Groups now running, held (complete; awaiting_scores of them are with functions that see groups) or leased (taken, not committed); groups admitted and trained since the run began."),
     ("buffer/samples/<event>", "samples", "Samples claimed, and claimed again after their actor died, since the run began."),
     ("buffer/staleness/mean", "versions", "Mean staleness of the taken trajectories: learner version minus the oldest version of a trained token."),
     ("buffer/staleness/max", "versions", "Largest staleness taken."),

@@ -20,6 +20,7 @@ def buffer_metrics(ledger: Ledger, *, now_s: float) -> dict[str, float]:
     return {
         "buffer/groups/running": len(ledger.running),
         "buffer/groups/held": len(ledger.held),
+        "buffer/groups/awaiting_scores": len(ledger.held) - ledger.num_ready,
         "buffer/groups/leased": len(ledger.leased),
         "buffer/groups/admitted": counts.admitted,
         "buffer/groups/trained": counts.trained,
@@ -96,7 +97,10 @@ def describe(
     else:
         num_groups, version = wanted
         why = ""
-        if len(ledger.held) >= num_groups:
+        num_awaiting = len(ledger.held) - ledger.num_ready
+        if num_awaiting:
+            why = f", {num_awaiting} of the complete await the rewards of functions that see groups"
+        elif len(ledger.held) >= num_groups:
             why = ", held back for running groups that would become too old"
         lines.append(
             f"take of {num_groups} groups at version {version} waits: {len(ledger.held)} "

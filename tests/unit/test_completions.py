@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from raylearner.config.schema import CompletionsSection
-from raylearner.observability import completions
-from raylearner.types import CompletionStop, Trajectory, Turn
+from raylearner.observability import completions, transcripts
+from raylearner.observability.metrics import undocumented
+from raylearner.observability.step_report import step_metrics
+from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 
 def make_trajectory(reward: float | None, *, sample: int = 0, **changes: Any) -> Trajectory:
@@ -97,3 +99,32 @@ def test_weight_shares_add_up_and_name_their_bins() -> None:
         "importance_weight/share_5": pytest.approx(2 / 3),
         "importance_weight/share_10": pytest.approx(1 / 3),
     }
+
+
+def test_what_rewards_logged_stands_in_the_table_and_in_the_transcript() -> None:
+    trajectory = make_trajectory(1.0, columns={"given": "46", "is_right": True, "score": 0.25})
+    (row,) = completions.rows([trajectory], CompletionsSection())
+    assert (row["given"], row["is_right"], row["score"]) == ("46", "True", "0.25")
+    assert transcripts.transcript(trajectory)["columns"] == {
+        "given": "46",
+        "is_right": True,
+        "score": 0.25,
+    }
+
+
+def test_a_step_reports_each_source_and_each_function_apart() -> None:
+    def group(source: str, *rewards: float | None) -> TrajectoryGroup:
+        trajectories = tuple(
+            make_trajectory(reward, sample=i, source=source) for i, reward in enumerate(rewards)
+        )
+        return TrajectoryGroup(
+            group_id=7, prompt_id="p", policy_version=3, trajectories=trajectories
+        )
+
+    metrics = step_metrics([group("a", 0.0, 1.0), group("b", 0.5, None), group("b", 0.0)], [])
+    assert metrics["rollout/source/a/reward/mean"] == 0.5
+    assert metrics["rollout/source/b/reward/mean"] == 0.25
+    assert metrics["rollout/source/b/group_fraction"] == pytest.approx(2 / 3)
+    assert metrics["rollout/reward/exact/mean"] == pytest.approx(0.375)
+    assert metrics["rollout/reward/exact/std"] == pytest.approx(np.std([0.0, 1.0, 0.5, 0.0]))
+    assert undocumented(metrics) == []

@@ -79,8 +79,10 @@ def test_a_complete_group_trains_only_with_its_scores() -> None:
     request = play(buffer)
     assert request.prompt.prompt_id == request.trajectories[0].prompt_id
     assert buffer.take(1, 0) is None
-    assert buffer.metrics()["buffer/groups/held"] == 1
+    assert buffer.metrics()["buffer/groups/awaiting_scores"] == 1
+    assert "await the rewards of functions that see groups" in buffer.describe()[-1]
     buffer.put_scores(request, scores(0.25, 0.75))
+    assert buffer.metrics()["buffer/groups/awaiting_scores"] == 0
     take = buffer.take(1, 0)
     assert take is not None
     assert take.groups[0].rewards == {0: 0.25, 1: 0.75}
