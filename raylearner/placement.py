@@ -99,8 +99,8 @@ def refuse_too_large(size: Size, *, what: str = "") -> None:
     supply = ray.cluster_resources()
     problems: list[str] = []
     for resource, needed, keys in (
-        ("CPU", size.cpus, "actors.cpus_per_actor, learner.cpus_per_rank"),
-        ("GPU", size.gpus, "actors.gpus_per_actor, learner.gpus_per_rank"),
+        ("CPU", size.cpus, "actors.cpus_per_actor, learner.cpus_per_rank, reward models' cpus"),
+        ("GPU", size.gpus, "actors.gpus_per_actor, learner.gpus_per_rank, reward models' gpus"),
     ):
         has = supply.get(resource, 0.0)
         if needed > has:

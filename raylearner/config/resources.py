@@ -27,7 +27,7 @@ class Resolved:
 
 def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
     """Decide every `auto` for a cluster of `num_gpus` GPUs."""
-    per_rank, per_actor = _gpus(config, num_gpus)
+    per_rank, per_actor = _gpus(config, num_gpus - _rewards_gpus(config, num_gpus))
     decisions: list[str] = []
     if "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
         decisions.append(
@@ -68,6 +68,19 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
     )
     _refuse_impossible(resolved)
     return Resolved(resolved, tuple(decisions))
+
+
+def _rewards_gpus(config: RunConfig, num_gpus: float) -> int:
+    """Whole GPUs that reward models keep from what `auto` shares out."""
+    taken = math.ceil(sum(model.gpus for model in config.rewards.models.values()))
+    is_auto = "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor)
+    if taken and is_auto and num_gpus - taken < 1:
+        raise ConfigError(
+            f"rewards.functions: reward models take {taken} of {num_gpus:g} GPUs, and 'auto' shares"
+            " out whole ones; set learner.gpus_per_rank, actors.gpus_per_actor and the models' gpus"
+            " to shares that fit, or score on the CPU (device: cpu, gpus: 0)"
+        )
+    return taken
 
 
 def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:

@@ -9,6 +9,8 @@ import pytest
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.report import resolved_yaml
+from raylearner.config.resources import resolve
+from raylearner.errors import ConfigError
 
 BASE = """\
 model: {kind: tiny}
@@ -149,3 +151,14 @@ def test_reward_models_count_among_what_a_run_needs(base: str) -> None:
     config = load([base], ["rewards.functions=[{kind: model, path: x, cpus: 2, gpus: 0.5}]"])
     assert config.cpus_needed == plain.cpus_needed + 2
     assert config.gpus_needed == plain.gpus_needed + 0.5
+
+
+def test_reward_models_keep_their_gpus_from_what_auto_shares_out(base: str) -> None:
+    config = load([base], ["rewards.functions=[{kind: model, path: x, device: cuda, gpus: 0.5}]"])
+    resolved = resolve(config, num_gpus=4.0).config
+    alone = resolve(load([base], []), num_gpus=3.0).config
+    assert resolved.actors.gpus_per_actor == alone.actors.gpus_per_actor
+    assert resolved.learner.gpus_per_rank == alone.learner.gpus_per_rank
+    assert resolved.gpus_needed <= 4
+    with pytest.raises(ConfigError, match="reward models take 1 of 1 GPUs"):
+        resolve(config, num_gpus=1.0)
