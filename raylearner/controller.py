@@ -21,8 +21,8 @@ from raylearner.config.lora import lora_rank
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
-from raylearner.errors import LearnerDied, RunStopped, StalledError
-from raylearner.evaluation import Evaluator
+from raylearner.errors import LearnerDied, RunStopped, StalledError, WeightTransferError
+from raylearner.evaluation import Evaluator, SideEvaluation
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
 from raylearner.learner.checkpoint import Checkpoint
@@ -44,6 +44,8 @@ from raylearner.weights.publisher import Publisher, Receive
 
 logger = logging.getLogger(__name__)
 
+MIN_ACTORS_TO_LEND = 2
+"""With fewer, evaluation would take the only one."""
 TAKE_POLL_S = 5.0
 """How long one take call waits before the watchdog looks."""
 
@@ -142,6 +144,7 @@ class Controller:
         self._recorder = recorder
         self._training = training
         self._evaluator = Evaluator(config.evaluation, held_out) if held_out else None
+        self._side_evaluation: SideEvaluation | None = None
         self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
         self._stop_requested = asyncio.Event()
         self._is_closed = False
@@ -211,6 +214,14 @@ class Controller:
         ):
             await asyncio.gather(self._rewards.start(), self._learner.start(), self._fleet.start())
         self._make_publisher()
+        if self._evaluator is not None:
+            self._side_evaluation = SideEvaluation(
+                self._evaluator,
+                actors=self._fleet.evaluators,
+                lend=self._lend_actor,
+                give_back=self._take_back_actor,
+                record=self._recorder.evaluation,
+            )
         if is_resumed:
             with self._recorder.stage("restoring the last checkpoint"):
                 await self._restore(self._learner, await self._latest_checkpoint())
@@ -223,6 +234,8 @@ class Controller:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._side_evaluation is not None:
+            await self._side_evaluation.cancel()
         if self._fleet is not None:
             await self._fleet.stop()
         if self._publisher is not None:
@@ -392,8 +405,10 @@ class Controller:
         if self._should_stop and not is_last:
             await self._stop(is_saved=True)
         every = self._config.evaluation.every_steps
-        if is_last or (every and self.step % every == 0):
+        if is_last:
             await self._evaluate()
+        elif every and self.step % every == 0:
+            await self._evaluate_beside_training()
 
     async def _stop(self, *, is_saved: bool = False) -> None:
         if not is_saved and self.step:
@@ -460,12 +475,39 @@ class Controller:
             return
         assert self._learner is not None, "start comes first"
         assert self._fleet is not None, "start comes first"
+        if self._side_evaluation is not None:
+            await self._side_evaluation.settle()
         await self._publish()
         with self._tracer.span("evaluate", step=self.step):
             record = await self._evaluator.evaluate(
                 self._fleet.evaluators, step=self.step, policy_version=self._learner.policy_version
             )
         self._recorder.evaluation(record)
+
+    async def _evaluate_beside_training(self) -> None:
+        """With a single actor there is nobody to train on meanwhile, so the run waits."""
+        if self._side_evaluation is None:
+            return
+        assert self._fleet is not None, "start comes first"
+        await self._publish()
+        if len(self._fleet.actors) < MIN_ACTORS_TO_LEND:
+            await self._evaluate()
+            return
+        assert self._learner is not None, "start comes first"
+        await self._side_evaluation.start(
+            step=self.step, policy_version=self._learner.policy_version
+        )
+
+    def _lend_actor(self, actor_id: str) -> None:
+        assert self._publisher is not None, "start comes first"
+        self._publisher.remove(actor_id)
+
+    async def _take_back_actor(self, actor_id: str) -> None:
+        assert self._fleet is not None, "start comes first"
+        try:
+            await self._admit_actor(actor_id, self._fleet.receiver(actor_id))
+        except WeightTransferError as error:
+            self._fleet.condemn(actor_id, error)
 
     async def _save(self) -> None:
         assert self._learner is not None, "start comes first"
@@ -507,6 +549,8 @@ class Controller:
         logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
         assert self._fleet is not None, "start comes first"
         assert self._publisher is not None, "start comes first"
+        if self._side_evaluation is not None:
+            await self._side_evaluation.cancel()
         await self._publisher.close()
         await learner.restart()
         await self._fleet.abort()

@@ -73,5 +73,9 @@ class LearnerDied(RaylearnerError):
     """A learner rank's process is gone; the run may roll back to its last checkpoint."""
 
 
+class EvaluationIncomplete(RaylearnerError):
+    """Held-out prompts were left unplayed, since the actors that were to play them died."""
+
+
 class RunStopped(RaylearnerError):
     """The run ended on request, after a checkpoint."""

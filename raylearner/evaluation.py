@@ -1,14 +1,18 @@
-"""Evaluation on held-out prompts: played by the rollout actors at one policy version."""
+"""Evaluation on held-out prompts: played by rollout actors at one policy version.
+
+Before training and after it all actors play, and the run waits. In between one actor keeps the
+version that is evaluated while the others go on and get newer ones.
+"""
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from raylearner.actors.rollout_worker import EvaluateCall
 from raylearner.config.schema import EvaluationSection
-from raylearner.errors import RaylearnerError
+from raylearner.errors import EvaluationIncomplete, RaylearnerError
 from raylearner.types import PolicyVersion, Prompt, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -33,8 +37,8 @@ class Evaluator:
     ) -> dict[str, Any]:
         """One record for `eval.jsonl`. `actors` gives those alive now.
 
-        Raises `RaylearnerError` when an episode was sampled by another version, or when no actor
-        lived long enough to play.
+        Raises `RaylearnerError` when an episode was sampled by another version, and
+        `EvaluationIncomplete` when no actor lived long enough to play.
         """
         left = self._prompts
         played: list[Trajectory] = []
@@ -43,7 +47,7 @@ class Evaluator:
             played.extend(done)
             if not left:
                 return self._record(played, step=step, policy_version=policy_version)
-        raise RaylearnerError(
+        raise EvaluationIncomplete(
             f"evaluation at step {step}: {len(left)} of {len(self._prompts)} prompts were not"
             f" played in {MAX_ROUNDS} rounds, since rollout actors kept dying"
         )
@@ -93,6 +97,67 @@ class Evaluator:
         for source, trajectories in sorted(by_source.items()):
             record.update(_summary(trajectories, prefix=f"{source}/"))
         return record
+
+
+class SideEvaluation:
+    """Evaluates beside training, one evaluation at a time, on an actor that is lent for it.
+
+    Waits for: that actor alone. While it is lent it plays training episodes too, as far as their
+    staleness allows, and takes no weights; after that it gets the newest. One that dies takes its
+    evaluation with it, which is logged; the run goes on.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        *,
+        actors: Callable[[], Mapping[str, EvaluateCall]],
+        lend: Callable[[str], None],
+        give_back: Callable[[str], Awaitable[None]],
+        record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """`lend` keeps weights from an actor from now on; `give_back` brings it to the newest."""
+        self._evaluator = evaluator
+        self._actors = actors
+        self._lend = lend
+        self._give_back = give_back
+        self._record = record
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, *, step: int, policy_version: PolicyVersion) -> None:
+        """Begin, once the one before is over. Every actor must hold `policy_version`."""
+        await self.settle()
+        actor_id = max(self._actors())
+        self._lend(actor_id)
+        self._running = asyncio.create_task(
+            self._run(actor_id, step=step, policy_version=policy_version), name="evaluation"
+        )
+
+    async def settle(self) -> None:
+        """Wait for the running evaluation; raises what it raised."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running
+
+    async def cancel(self) -> None:
+        """Give it up; the actor gets no weights from here."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self, actor_id: str, *, step: int, policy_version: PolicyVersion) -> None:
+        def lent() -> dict[str, EvaluateCall]:
+            return {key: call for key, call in self._actors().items() if key == actor_id}
+
+        try:
+            record = await self._evaluator.evaluate(lent, step=step, policy_version=policy_version)
+        except EvaluationIncomplete as error:
+            logger.warning("%s; it is lost", error)
+            return
+        self._record(record)
+        if lent():
+            await self._give_back(actor_id)
 
 
 def _summary(trajectories: list[Trajectory], *, prefix: str) -> dict[str, float | int | None]:
