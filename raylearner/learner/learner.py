@@ -157,9 +157,7 @@ class Learner:
         """At temperature 1, the log-probability of each token but the first; same on every rank."""
         sequences = [np.asarray(ids, np.int64) for ids in token_ids]
         scored = [np.arange(len(ids)) > 0 for ids in sequences]
-        tokens = PackedTokens.of(
-            sequences, scored, reader=self._models.reader, device=self._device
-        )
+        tokens = PackedTokens.of(sequences, scored, reader=self._models.reader, device=self._device)
         # Engines score what they are given by all of the vocabulary.
         scores = self._forward_only(tokens, 1.0, has_bans=False)
         rows = scores.logprobs.split([len(s) for s in sequences])

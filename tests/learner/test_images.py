@@ -1,0 +1,268 @@
+"""Packed sequences with images equal one sequence at a time by transformers, in loss and gradients."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from raylearner.config.schema import TinyModel
+from raylearner.errors import RenderError
+from raylearner.learner.images import ImageReader
+from raylearner.learner.loading import load_model
+from raylearner.learner.micro_batch import PackedTokens
+from raylearner.tokenization.vision import Vision
+
+TOLERANCE = 1e-4
+SIZES = ((56, 84), (140, 112), (28, 28))
+
+
+def make_image(seed: int, width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from raylearner.learner.tiny_model import make_tiny_model
+
+    config = TinyModel.model_validate(
+        {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "vision": {}}
+    )
+    return make_tiny_model(config, tmp_path_factory.mktemp("qwen2_5"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def qwen3_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the other family with the same tokenizer and patches."""
+    from transformers import AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    config = AutoConfig.from_pretrained(qwen2_5_folder)
+    text, vision = config.text_config, config.vision_config
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config={
+                "vocab_size": text.vocab_size,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10_000.0,
+                    "mrope_section": [4, 6, 6],
+                },
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_heads": 2,
+                "patch_size": vision.patch_size,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            },
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            vision_start_token_id=config.vision_start_token_id,
+            vision_end_token_id=config.vision_end_token_id,
+            tie_word_embeddings=True,
+        )
+    )
+    folder = tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(folder)
+    for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((qwen2_5_folder / name).read_bytes())
+    return folder
+
+
+def make_sequences(vision: Vision) -> list[tuple[np.ndarray, tuple[bytes, ...]]]:
+    """Of text alone, with one image, with one shown twice, and with several of different sizes."""
+    rng = np.random.default_rng(0)
+    pages = [make_image(seed, *size) for seed, size in enumerate(SIZES)]
+    sequences: list[tuple[np.ndarray, tuple[bytes, ...]]] = []
+    for shown in ((), (pages[0],), (pages[1], pages[1]), (pages[0], pages[2], pages[1])):
+        ids = rng.integers(20, 200, 7).tolist()
+        for image in shown:
+            ids += [*vision.block(image), *rng.integers(20, 200, 5).tolist()]
+        sequences.append((np.array(ids, np.int64), shown))
+    return sequences
+
+
+def scored_places(vision: Vision, token_ids: np.ndarray) -> np.ndarray:
+    is_scored = token_ids >= 20
+    is_scored[0] = False
+    return is_scored & (token_ids != vision.image_token_id)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def reference_loss(
+    folder: Path, reader: Any, vision: Vision, sequences: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One sequence at a time through transformers' own forward."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    total = torch.zeros(())
+    for token_ids, images in sequences:
+        ids = torch.from_numpy(token_ids)
+        inputs: dict[str, Any] = {}
+        if images:
+            # The processor once for every image shown, as transformers' users call it.
+            packed = [reader.pack((image,)) for image in images]
+            inputs = {
+                "pixel_values": torch.cat([p.pixels for p in packed]),
+                "image_grid_thw": torch.cat([p.grids for p in packed]),
+                "mm_token_type_ids": (ids == vision.image_token_id).int()[None],
+            }
+        logits = model(input_ids=ids[None], use_cache=False, **inputs).logits[0]
+        logits = logits.index_fill(1, torch.tensor(vision.banned_token_ids), -torch.inf)
+        logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total - logprobs[torch.from_numpy(scored_places(vision, token_ids)[1:])].sum()
+    total.backward()
+    return total.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder"])
+def test_packed_images_equal_one_sequence_at_a_time(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(family)
+    reader, vision = ImageReader.from_pretrained(str(folder)), Vision.from_pretrained(str(folder))
+    assert reader is not None
+    assert vision is not None
+    sequences = make_sequences(vision)
+    tokens = PackedTokens.of(
+        [ids for ids, _ in sequences],
+        [scored_places(vision, ids) for ids, _ in sequences],
+        reader=reader,
+        images=[images for _, images in sequences],
+    )
+    assert tokens.images is not None
+    assert len(tokens.images.grids) == len(SIZES)
+    assert len(tokens.images.order) == 6
+    model = load_model(str(folder), dtype=torch.float32)
+    loss = -model(
+        tokens.input_ids,
+        tokens.position_ids,
+        tokens.cu_seqlens,
+        tokens.max_length,
+        tokens.scored,
+        images=tokens.images,
+    ).logprobs.sum()
+    loss.backward()
+    expected, expected_gradients = reference_loss(folder, reader, vision, sequences)
+    torch.testing.assert_close(loss.detach(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    ours = gradients(model.causal_lm)
+    assert ours.keys() == expected_gradients.keys()
+    assert any("visual" in name and gradient.abs().max() > 1e-3 for name, gradient in ours.items())
+    for name, gradient in ours.items():
+        scale = float(expected_gradients[name].abs().max()) + 1.0
+        gap = float((gradient - expected_gradients[name]).abs().max())
+        assert gap < TOLERANCE * scale, name
+
+
+def test_text_alone_runs_the_tower_for_nothing(qwen2_5_folder: Path) -> None:
+    reader = ImageReader.from_pretrained(str(qwen2_5_folder))
+    ids = [np.arange(30, 40)]
+    tokens = PackedTokens.of(ids, [np.arange(10) > 0], reader=reader)
+    model = load_model(str(qwen2_5_folder), dtype=torch.float32)
+    scores = model(
+        tokens.input_ids,
+        tokens.position_ids,
+        tokens.cu_seqlens,
+        tokens.max_length,
+        tokens.scored,
+        images=tokens.images,
+    )
+    blind = model(
+        tokens.input_ids, tokens.position_ids, tokens.cu_seqlens, tokens.max_length, tokens.scored
+    )
+    torch.testing.assert_close(scores.logprobs, blind.logprobs, rtol=0, atol=0)
+    scores.logprobs.sum().backward()
+    towers = {n: g for n, g in gradients(model.causal_lm).items() if "visual" in n}
+    assert towers
+    assert all(float(gradient.abs().max()) == 0.0 for gradient in towers.values())
+
+
+def test_features_and_placeholders_that_disagree_are_refused(qwen2_5_folder: Path) -> None:
+    reader = ImageReader.from_pretrained(str(qwen2_5_folder))
+    vision = Vision.from_pretrained(str(qwen2_5_folder))
+    assert reader is not None
+    assert vision is not None
+    small, large = make_image(0, 28, 56), make_image(0, 56, 56)
+    ids = np.array([30, *vision.block(large), 31])
+    with pytest.raises(RenderError, match="4 placeholders for 2 image features"):
+        reader.positions(ids, [small])
+    with pytest.raises(ValueError, match="reads text alone"):
+        PackedTokens.of([ids], [ids < 0], images=[(large,)])
+
+
+def with_images(groups: Any, vision: Vision) -> Any:
+    """The first trajectory of each group is shown an image in its prompt."""
+    image = make_image(3, 56, 56)
+    changed = []
+    for group in groups:
+        first, *others = group.trajectories
+        block = np.array(vision.block(image), np.int32)
+        nothing = np.zeros(len(block), np.bool_)
+        seeing = replace(
+            first,
+            token_ids=np.concatenate([first.token_ids[:1], block, first.token_ids[1:]]),
+            loss_mask=np.insert(first.loss_mask, [1] * len(block), nothing),
+            train_mask=np.insert(first.train_mask, [1] * len(block), nothing),
+            behavior_logprobs=np.insert(first.behavior_logprobs, [1] * len(block), np.nan),
+            policy_versions=np.insert(first.policy_versions, [1] * len(block), -1),
+            images=(image,),
+            image_token_id=vision.image_token_id,
+        )
+        assert seeing.broken_rule() is None
+        changed.append(replace(group, trajectories=(seeing, *others)))
+    return changed
+
+
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
+    qwen2_5_folder: Path, make_groups: Any, tower: str
+) -> None:
+    from raylearner.config.schema import LearnerSection
+    from raylearner.learner.batch import pack
+    from raylearner.learner.learner import Learner
+
+    vision = Vision.from_pretrained(str(qwen2_5_folder))
+    assert vision is not None
+    config = LearnerSection.model_validate(
+        {
+            "compute_dtype": "float32",
+            "learning_rate": 1e-2,
+            "max_tokens_per_micro_batch": 64,
+            "vision_tower": tower,
+        }
+    )
+    learner = Learner(config, model_path=str(qwen2_5_folder), num_steps=2)
+    before = {name: t.clone() for name, t in learner.named_weights("float32")}
+    groups = with_images(make_groups(0, num_groups=3, group_size=4), vision)
+    (batch,) = pack(groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
+    output = learner.step(batch)
+    assert not output.is_skipped
+    after = dict(learner.named_weights("float32"))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert any("language_model" in name for name in changed)
+    assert any("visual" in name for name in changed) == (tower == "trained")
+    assert len(learner.probe_logprobs([[30, 31, 32]])[0]) == 2
