@@ -106,23 +106,24 @@ async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) ->
     await lab.push(1)
     prompt = [VOCABULARY.index(c) for c in "user: what is 1 + 1? " * 8]
     running = [asyncio.create_task(lab.engine.generate(prompt, RUNNING)) for _ in range(8)]
-    await asyncio.sleep(0.4)
-    receipt = await lab.push(2)
     await asyncio.sleep(0.2)
-    again = await lab.push(3)
+    receipts, version = [], 1
+    while not all(task.done() for task in running):
+        version += 1
+        receipts.append(await lab.push(version))
     for payload in lab.payloads[:-1]:
         discard_weights(payload)  # nothing may need them any more
     completions = await asyncio.gather(*running)
     assert any(len(np.unique(c.policy_versions)) >= 2 for c in completions)
     assert max(lab.gap(prompt, c) for c in completions) < 1e-4
-    assert max(receipt.proof_gap, again.proof_gap) < 1e-4
-    assert 0 < receipt.update_s < receipt.pause_s
+    assert max(receipt.proof_gap for receipt in receipts) < 1e-4
+    assert all(0 < receipt.update_s < receipt.pause_s for receipt in receipts)
     later = await lab.engine.generate(prompt, RUNNING)
-    assert set(later.policy_versions.tolist()) == {3}
+    assert set(later.policy_versions.tolist()) == {version}
     assert lab.gap(prompt, later) < 1e-4
 
 
 async def test_the_proof_tells_another_adapter(lab: AdapterLab) -> None:
     """The last test of this engine, which it condemns."""
-    with pytest.raises(WeightTransferError, match="proof of policy version 5 failed"):
-        await lab.push(5, proof_of=4)
+    with pytest.raises(WeightTransferError, match="proof of policy version 1001 failed"):
+        await lab.push(1001, proof_of=1000)
