@@ -20,9 +20,10 @@ from raylearner.config import report
 from raylearner.config.checks import notes
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
+from raylearner.deadline import stop_time_s
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.observability import logs
-from raylearner.observability.run_directory import durable
+from raylearner.observability.run_directory import durable, refuse_unwritable
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
 
@@ -103,12 +104,24 @@ def submit(
 ) -> None:
     """Start a run or a sweep as a Ray job, with this directory as its working directory."""
     with _exit_codes():
+        if sweep_file is not None and (arguments or resume is not None):
+            raise ConfigError(
+                f"--sweep {sweep_file}: the file says all of a sweep; leave out --resume, other files"
+                " and overrides, or write them into its `base` and `overrides`"
+            )
         from raylearner import submission
+        from raylearner.sweep import plan
 
         request = submission.Request(
             arguments=tuple(arguments or ()), resume=resume, sweep_file=sweep_file
         )
-        load_run = None if sweep_file else lambda: _load(arguments or [], resume)
+
+        def load_run() -> RunConfig | None:
+            if sweep_file is None:
+                return _load(arguments or [], resume)
+            plan.read(sweep_file)
+            return None
+
         submission.submit(
             request, load_run, address=address, dependencies=pip, should_follow=follow
         )
@@ -139,7 +152,7 @@ def sweep(
 def view(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")],
     step: Annotated[int | None, typer.Option(help="Step; the last one if not given.")] = None,
-    port: Annotated[int, typer.Option(help="Port on localhost.")] = 8266,
+    port: Annotated[int, typer.Option(help="Port on localhost.", min=1, max=65535)] = 8266,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the page instead.", show_default=False),
@@ -150,10 +163,10 @@ def view(
         from raylearner.observability import viewer
 
         if output is not None:
-            output.write_text(viewer.page(run_dir, step=step), encoding="utf-8")
+            viewer.write(run_dir, output, step=step)
             return
-        typer.echo(f"http://127.0.0.1:{port} shows {run_dir}; Ctrl-C ends it", err=True)
-        viewer.serve(run_dir, step=step, port=port)
+        said = f"http://127.0.0.1:{port} shows {run_dir}; Ctrl-C ends it"
+        viewer.serve(run_dir, step=step, port=port, on_ready=lambda: typer.echo(said, err=True))
 
 
 @app.command()
@@ -184,7 +197,9 @@ def _load(arguments: Sequence[str], resume: Path | None) -> RunConfig:
         if not saved.is_file():
             raise ConfigError(f"--resume {resume}: not a run directory, it has no config.yaml")
         files = [str(saved), *files]
-    return load(files, overrides)
+    config = load(files, overrides)
+    stop_time_s(config.run, {})
+    return config
 
 
 def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
@@ -199,6 +214,7 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
                 f"run.dir: {str(folder)!r} exists already; name another, or go on with "
                 f"--resume {folder}"
             )
+        refuse_unwritable(folder)
     run = config.run.model_copy(update={"dir": str(folder)})
     return config.model_copy(update={"run": run})
 

@@ -64,6 +64,10 @@ def connect(address: str | None = None) -> Any:
             f"cluster at {where}: nothing answers ({_first_line(error)}); start one with"
             " `ray start --head`, or name the dashboard's address, http://HOST:8265, in RAY_ADDRESS"
         ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"cluster at {where}: {_first_line(error)}; name the dashboard's address, http://HOST:8265"
+        ) from error
     except (AuthenticationError, RuntimeError) as error:
         if _is_unauthorised(error):
             raise ConfigError(unauthorised(where)) from error

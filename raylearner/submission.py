@@ -28,19 +28,21 @@ class Request:
 
 def submit(
     request: Request,
-    load_run: Callable[[], RunConfig] | None,
+    load_run: Callable[[], RunConfig | None],
     *,
     address: str | None,
     dependencies: Path | None,
     should_follow: bool,
 ) -> None:
-    """Checks, packages and starts; `load_run` gives the configuration of a single run.
+    """Checks, packages and starts; `load_run` checks, and gives the configuration of a single run.
 
     Raises `ConfigError` for what the user can mend, `RaylearnerError` where a followed job failed.
     """
     logs.set_up()
     _refuse_outside_files(request)
-    config = load_run() if load_run is not None else None
+    config = load_run()
+    if dependencies is not None and not dependencies.is_file():
+        raise ConfigError(f"--pip {dependencies}: no such file; name a requirements file")
     client = jobs.connect(address)
     arguments = _arguments(request, config, is_local=jobs.is_local(client))
     job = jobs.submit(

@@ -57,6 +57,12 @@ def notes(config: RunConfig) -> list[str]:
             f"replay.extra: a group's {claims} episodes do not fit in flight at once "
             f"({in_flight}), so the extra ones save no time"
         )
+    offered = config.cluster.num_cpus
+    if offered is not None and offered < config.cpus_needed:
+        found.append(
+            f"cluster.num_cpus: a local cluster of {offered} does not hold the run, whose actors "
+            f"reserve {config.cpus_needed:g}; the number may exceed the machine's cores"
+        )
     if replay.on_stale == "train":
         found.append(
             "replay.on_stale: 'train' puts no bound on staleness; watch buffer/staleness/max"

@@ -54,6 +54,10 @@ def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
         said = error.problem or error.context or "cannot be read"
+        if said.startswith("but "):  # the end of a sentence that the context begins
+            said = f"{error.context} {said}; make files of them, merged left to right"
+        elif "'\\t'" in said:
+            said += "; indent with spaces"
         return None, [Problem(_at(where, line), "", f"is not valid YAML: {said}")]
     except yaml.YAMLError as error:
         said = " ".join(str(error).split())

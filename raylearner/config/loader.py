@@ -13,9 +13,10 @@ from pydantic_core import ErrorDetails
 from raylearner.config import shape
 from raylearner.config.checks import check
 from raylearner.config.document import parse
+from raylearner.config.kind import kind_tag
 from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean, shown
 from raylearner.config.schema import RunConfig
-from raylearner.config.section import ONE_OR_MORE
+from raylearner.config.section import FILE_NAME, ONE_OR_MORE
 from raylearner.config.tree import DEFAULTS, Node, merge
 
 REMOVED_KEYS: dict[str, str] = {}
@@ -213,13 +214,17 @@ def _say(
             one_of = "must be" if len(choices) == 1 else "must be one of"
             return f"{one_of} {expected}, got {shown(value)}{did_you_mean(value, choices)}"
         case "greater_than_equal":
-            return f"must be >= {context['ge']:g}, got {shown(value)}"
+            return f"must be >= {_bound(context['ge'])}, got {shown(value)}"
         case "greater_than":
-            return f"must be > {context['gt']:g}, got {shown(value)}"
+            return f"must be > {_bound(context['gt'])}, got {shown(value)}"
         case "less_than_equal":
-            return f"must be <= {context['le']:g}, got {shown(value)}"
+            return f"must be <= {_bound(context['le'])}, got {shown(value)}"
         case "less_than":
-            return f"must be < {context['lt']:g}, got {shown(value)}"
+            return f"must be < {_bound(context['lt'])}, got {shown(value)}"
+        case "too_short":
+            return f"must have at least {context['min_length']}, got {shown(value)}"
+        case "string_pattern_mismatch" if context["pattern"] in _PATTERNS:
+            return f"{_PATTERNS[context['pattern']]}, got {shown(value)}"
         case "value_error":
             return f"{context['error']}, got {shown(value)}"
         case kind if kind in _EXPECTED:
@@ -229,6 +234,12 @@ def _say(
             said = detail["msg"].removeprefix("Input should be ")
             return f"must be {said}, got {shown(value)}"
 
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+_PATTERNS = {FILE_NAME: "must be a name without '/', not empty, and not begin with '.' or '-'"}
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -274,6 +285,9 @@ def _unknown_key(path: shape.Path, tree: Node, root: type[BaseModel]) -> str:
     if near := did_you_mean(name, valid):
         return f"unknown key{near}"
     elsewhere = [key for key in shape.dotted_keys(root) if key.rsplit(".", 1)[-1] == name]
+    if tree.key(path) in elsewhere:
+        kind = kind_tag(node.plain())
+        return f"unknown key for kind {kind!r}, another kind has it; valid here: {', '.join(valid)}"
     if elsewhere:
         return f"unknown key; did you mean {min(elsewhere, key=lambda key: key.count('.'))!r}?"
     return f"unknown key; valid here: {', '.join(valid)}"

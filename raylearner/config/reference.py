@@ -144,7 +144,7 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
             for kind, sign in _BOUNDS.items():
                 if isinstance(part, kind):
                     bound: Any = getattr(part, {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}[kind])
-                    said.append(f"{sign} {bound:g}")
+                    said.append(f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}")
     return f" {', '.join(said)}" if said else ""
 
 

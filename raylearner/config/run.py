@@ -1,18 +1,18 @@
 """The run as a whole and the cluster it uses."""
 
-from raylearner.config.section import NaturalInt, PositiveFloat, PositiveInt, Section
+from raylearner.config.section import Name, NaturalInt, PositiveFloat, PositiveInt, Section, Seed
 
 
 class RunSection(Section):
     """The run as a whole."""
 
-    name: str = "run"
-    """Shown in logs, on the Ray dashboard and in job metadata."""
+    name: Name = "run"
+    """Names the run directory; shown in logs, on the Ray dashboard and in job metadata."""
     dir: str | None = None
     """Run directory; it must not exist yet. Default: `runs/<name>-<time>`."""
     num_steps: PositiveInt = 100
     """Learner steps to commit before the run ends."""
-    seed: NaturalInt = 0
+    seed: Seed = 0
     """Seeds prompt order, model initialisation and the scripted parts; vLLM samples unseeded."""
     checkpoint_every_steps: NaturalInt = 50
     """A checkpoint is written every so many steps and at the last one; 0 keeps the last only."""

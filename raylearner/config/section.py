@@ -10,6 +10,11 @@ NaturalInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FILE_NAME = r"^[^./-][^/]*$"
+Name = Annotated[str, Field(pattern=FILE_NAME)]
+"""A name that folders, actors and jobs bear."""
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""What every generator of random numbers takes."""
 AutoFloat = NonNegativeFloat | Literal["auto"]
 """A number, or what follows from the machines that a run finds itself on."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raylearner.config.section import NaturalInt, PositiveInt, Section
+from raylearner.config.section import Name, NaturalInt, PositiveInt, Section, Seed
 
 
 class Uniform(Section):
@@ -85,9 +85,9 @@ class AshaSection(Section):
 class SweepSection(Section):
     """A whole sweep."""
 
-    name: str
+    name: Name
     """Names the sweep's folder, `runs/sweeps/<name>`, its jobs and its runs."""
-    base: tuple[str, ...]
+    base: Annotated[tuple[str, ...], Field(min_length=1)]
     """Configuration files, merged left to right, as on the command line."""
     overrides: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Dotted keys and values that are the same in every trial."""
@@ -95,7 +95,7 @@ class SweepSection(Section):
     """What varies."""
     exclude: tuple[dict[str, Any], ...] = ()
     """Combinations that are left out: a trial with all values of one of these."""
-    seeds: Annotated[tuple[NaturalInt, ...], Field(min_length=1)] = (0,)
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] = (0,)
     """`run.seed` of the repetitions of each combination."""
     num_samples: PositiveInt = 1
     """Trials at each grid point, where an axis is sampled."""

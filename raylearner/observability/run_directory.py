@@ -21,6 +21,19 @@ def durable(path: Path) -> Path:
     return Path.home() / "raylearner" / path
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Raises `ConfigError` where `folder` could not be made, as far as the folders above it tell."""
+    parent = next((p for p in folder.absolute().parents if os.path.lexists(p)), Path("/"))
+    if not parent.is_dir():
+        raise ConfigError(
+            f"run.dir: {str(folder)!r} lies in {str(parent)!r}, which is no directory"
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run.dir: {str(folder)!r} lies in {str(parent)!r}, which is not writable"
+        )
+
+
 @contextmanager
 def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Holds `folder` for this process; made first where `is_new`. A lock dies with its process.
@@ -32,6 +45,10 @@ def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
     except FileExistsError as error:
         raise ConfigError(
             f"run.dir: {str(folder)!r} was made by another run meanwhile; name another"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: {str(folder)!r} cannot be made: {error.strerror}; name another"
         ) from error
     with (folder / LOCK_FILE).open("a+") as file:
         try:

@@ -27,7 +27,7 @@ MARK = "/*DATA*/null"
 def page(run_dir: Path, *, step: int | None = None) -> str:
     """One step as HTML, the last one if none is named.
 
-    Raises `ConfigError` where the run has no such step.
+    Raises `ConfigError` where the run has no such step, or a file of it is damaged.
     """
     path = _choose(run_dir, step)
     steps = [int(p.stem.removeprefix("step_")) for p in _files(run_dir)]
@@ -37,23 +37,38 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
         "run": run_dir.name,
         "step": int(path.stem.removeprefix("step_")),
         "steps": steps,
-        "trajectories": [_with_pieces(json.loads(line), tokenizer) for line in lines],
+        "trajectories": [
+            _with_pieces(_record(line, f"{path}:{number}"), tokenizer)
+            for number, line in enumerate(lines, start=1)
+        ],
     }
     template = resources.files(__package__ or "").joinpath("viewer.html").read_text("utf-8")
     # "</" would end the script that holds the data, wherever a completion says so.
     return template.replace(MARK, json.dumps(data, ensure_ascii=False).replace("</", "<\\/"))
 
 
-def serve(run_dir: Path, *, step: int | None = None, port: int) -> None:
+def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:
+    """The page as a file. Raises `ConfigError` where it cannot be made or written."""
+    text = page(run_dir, step=step)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {file}: cannot be written: {error.strerror}") from error
+
+
+def serve(
+    run_dir: Path, *, step: int | None = None, port: int, on_ready: Callable[[], None]
+) -> None:
     """Until interrupted, on 127.0.0.1; `/?step=3` shows another step.
 
-    Raises `ConfigError` where the port is taken.
+    Raises `ConfigError` where there is nothing to show or the port cannot be had.
     """
     page(run_dir, step=step)
     try:
         server = HTTPServer(("127.0.0.1", port), _handler(lambda s: page(run_dir, step=s or step)))
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; name another") from error
+    on_ready()
     with server:
         server.serve_forever()
 
@@ -99,12 +114,22 @@ def _tokenizer(run_dir: Path) -> Tokenizer | None:
     folders.append(run_dir / "model")
     saved = run_dir / "config.yaml"
     if saved.is_file():
-        config = yaml.load(saved.read_text(encoding="utf-8"), Loader=Loader)
-        folders.append(Path(str(config["model"].get("path", ""))))
+        try:
+            config = yaml.load(saved.read_text(encoding="utf-8"), Loader=Loader)
+            folders.append(Path(str(config["model"].get("path", ""))))
+        except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{saved}: is no run's configuration; restore it") from error
     for folder in folders:
         if (folder / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(folder / "tokenizer.json"))
     return None
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not JSON: {error}; name another step") from error
 
 
 def _with_pieces(record: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.config.loader import load, load_section
-from raylearner.config.problems import ConfigProblems, Problem, Where
+from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.config.sweep import AxisSection, Choice, Draw, IntUniform, LogUniform, SweepSection
+from raylearner.observability.metrics import METRICS, spec_of
 
 SIGNIFICANT_DIGITS = 4
 """Of numbers that are drawn: enough, and they read well."""
+
+SET_HERE = ("run.seed", "run.dir", "run.name")
+"""Keys that differ from trial to trial without an axis."""
 
 Values = dict[str, Any]
 """Dotted keys and what they take."""
@@ -152,12 +156,27 @@ def _axis_problems(sweep: SweepSection, path: str) -> list[Problem]:
                 refuse(f"{place}.sample", f"low must be < high, got {low:g} and {high:g}")
         if axis.key in seen:
             refuse(f"{place}.key", f"{axis.key!r} is an axis already")
-        if axis.key in ("run.seed", "run.dir", "run.name"):
+        if not all(axis.key.split(".")):
+            refuse(f"{place}.key", f"must read section.key, got {axis.key!r}")
+        if axis.key in SET_HERE:
             refuse(f"{place}.key", f"{axis.key!r} is set by the sweep; repetitions go into seeds")
         for key in axis.when:
             if key not in seen:
                 refuse(f"{place}.when", f"{key!r} is no earlier axis")
         seen.append(axis.key)
+    for key in sweep.overrides:
+        if key in SET_HERE:
+            refuse(f"overrides.{key}", "is set by the sweep; repetitions go into seeds")
+        if key in seen:
+            refuse(f"overrides.{key}", "is an axis, whose values win; remove it here")
+    if len(set(sweep.seeds)) < len(sweep.seeds):
+        refuse("seeds", "a seed stands there twice, and would be the same trial")
+    key = sweep.metric.key
+    if spec_of(key) is None:
+        refuse(
+            "metric.key",
+            f"{key!r} is no metric of a run{did_you_mean(key, METRICS)}; see docs/observability.md",
+        )
     for excluded in sweep.exclude:
         for key in excluded:
             if key not in seen:

@@ -164,6 +164,8 @@ def test_notes_tell_what_is_allowed_and_unwise() -> None:
     )
     quiet = make_config(learner={"compute_dtype": "float32"})
     assert notes(quiet) == []
+    cramped = make_config(cluster={"num_cpus": 1})
+    assert any(note.startswith("cluster.num_cpus: a local cluster of 1") for note in notes(cramped))
     wasteful = make_config(
         learner={"compute_dtype": "float32"},
         replay={"extra": 2},

@@ -77,6 +77,31 @@ def test_bad_input_exits_2_with_the_report_and_no_traceback(command: str, config
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("check", "config.yaml", "run.deadline=soon"), "run.deadline: 'soon' is no time"),
+        (("train", "config.yaml", "run.dir=config.yaml/x"), "config.yaml', which is no directory"),
+        (("submit", "--sweep", "none.yaml"), "none.yaml  no such file"),
+        (("submit", "--sweep", "s.yaml", "run.seed=1"), "the file says all of a sweep"),
+        (("submit", "config.yaml", "--pip", "none.txt"), "--pip none.txt: no such file"),
+        (("submit", "config.yaml", "--address", "garbage"), "Invalid address format: garbage"),
+        (("view", ".", "--port", "80"), "holds no trajectories"),
+        (("view", ".", "--port", "65536"), "65535"),
+    ],
+)
+def test_whatever_the_user_got_wrong_is_said_before_anything_starts(
+    config_file: str, controller: types.ModuleType, arguments: tuple[str, ...], said: str
+) -> None:
+    controller.run = raising(ConfigError("too late"))  # pyright: ignore[reportAttributeAccessIssue]
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "too late" not in result.stderr
+    assert "Ctrl-C" not in result.stderr
+
+
 def test_without_a_file_it_says_so(config_file: str) -> None:
     result = invoke("check")
     assert result.exit_code == 2

@@ -195,9 +195,15 @@ def test_a_clash_points_at_the_line_that_set_the_key(base: str, tmp_path: Path) 
         (b"# only a comment\n", "is empty; a configuration is a mapping"),
         (b"- a\n- b\n", ":1 must be a mapping of sections, got a list"),
         (b"\nword\n", ":2 must be a mapping of sections, got 'word'"),
-        (b"run:\n\tname: x\n", ":2 is not valid YAML: found character '\\t'"),
+        (
+            b"run:\n\tname: x\n",
+            ":2 is not valid YAML: found character '\\t' that cannot start any token; indent with spaces",
+        ),
         (b"run: {a: 1\n", ":2 is not valid YAML: expected ',' or '}'"),
-        (b"run: 1\n---\nrun: 2\n", ":2 is not valid YAML: but found another document"),
+        (
+            b"run: 1\n---\nrun: 2\n",
+            ":2 is not valid YAML: expected a single document in the stream but found another",
+        ),
         (b"run: 1\n# \xff\n", ":2 is not UTF-8 text: byte 0xff"),
         (b"run: \x00\n", "is not valid YAML"),
         (b"run: {}\nrun: {}\n", ":2 run: key occurs twice, first on line 1"),
@@ -212,6 +218,24 @@ def test_broken_files_give_clear_lines(tmp_path: Path, content: bytes, expected:
     path = tmp_path / "broken.yaml"
     path.write_bytes(content)
     assert any(line.startswith(str(path)) and expected in line for line in problems([str(path)]))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.path=/x", "unknown key for kind 'tiny', another kind has it; valid here: kind"),
+        ("run.name=../x", "must be a name without '/', not empty"),
+        ("run.name=''", "and not begin with '.' or '-', got ''"),
+        ("run.seed=4294967296", "must be < 4294967296, got 4294967296"),
+        ("learner.betas=[0.9]", "required, but the list ends before it"),
+    ],
+)
+def test_what_would_fail_a_run_later_is_refused_now(
+    base: str, override: str, expected: str
+) -> None:
+    (line,) = problems([base], [override])
+    assert line.startswith("override")
+    assert expected in line
 
 
 def test_a_missing_file_suggests_its_neighbour(base: str) -> None:

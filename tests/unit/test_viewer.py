@@ -89,3 +89,17 @@ def test_it_is_served_by_step(run_dir: Path) -> None:
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert data_of(answer.read().decode())["step"] == 1
         server.shutdown()
+
+
+def test_what_is_damaged_or_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--output .*page\.html: cannot be written: No such file"
+    ):
+        viewer.write(run_dir, tmp_path / "none" / "page.html")
+    damaged = run_dir / "trajectories" / "step_000001.jsonl"
+    damaged.write_text(damaged.read_text() + '{"group_id": 1\n')
+    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:2: is not JSON"):
+        viewer.page(run_dir, step=1)
+    (run_dir / "config.yaml").write_text("model: [\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: is no run's configuration"):
+        viewer.page(run_dir)
