@@ -92,6 +92,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
+    regex: str | None = None
+    extra_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the engine, as it names them."""
     seed: int | None = None
 
     @property

@@ -53,6 +53,8 @@ def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampli
         min_p=section.min_p,
         repetition_penalty=section.repetition_penalty,
         max_tokens=section.max_turn_tokens,
+        regex=section.regex,
+        extra_arguments=section.extra_arguments,
         stop_token_ids=renderer.end_token_ids,
         banned_token_ids=renderer.banned_token_ids,
     )

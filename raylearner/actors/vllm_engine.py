@@ -233,8 +233,9 @@ class VllmEngine:
 
     def _parameters(self, sampling: Sampling) -> "SamplingParams":
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        regex = sampling.regex
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -253,6 +254,8 @@ class VllmEngine:
             skip_special_tokens=False,
             include_stop_str_in_output=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+            **sampling.extra_arguments,
         )
 
     async def _request(

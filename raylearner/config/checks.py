@@ -13,10 +13,12 @@ from raylearner.config.environment_checks import check_environment
 from raylearner.config.finding import Finding
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
+from raylearner.config.sampling_checks import check_sampling
 from raylearner.config.schema import (
     PretrainedModel,
     RunConfig,
     TinyModel,
+    TransformersEngine,
     VllmEngine,
 )
 from raylearner.config.section import number
@@ -30,6 +32,7 @@ def check(config: RunConfig) -> list[Finding]:
     return [
         *_publishing(config),
         *check_objective(config),
+        *check_sampling(config),
         *_groups(config),
         *_lengths(config),
         *_layout(config),
@@ -107,20 +110,27 @@ def _lengths(config: RunConfig) -> Iterator[Finding]:
         f"{renderer.max_prompt_tokens} + {renderer.max_response_tokens} = {longest}"
     )
     limits = {"learner.max_tokens_per_micro_batch": config.learner.max_tokens_per_micro_batch}
-    if isinstance(engine, VllmEngine):
+    if isinstance(engine, VllmEngine | TransformersEngine):
         limits["actors.engine.max_model_tokens"] = engine.max_model_tokens
     if isinstance(config.model, TinyModel):
         limits["model.max_length"] = config.model.max_length
     for key, limit in limits.items():
         if longest > limit:
             yield Finding(key, f"must be >= {parts}, got {limit}; raise it or shorten those")
-    if isinstance(engine, VllmEngine) and isinstance(config.model, TinyModel):
+    if isinstance(engine, VllmEngine | TransformersEngine) and isinstance(config.model, TinyModel):
         most, limit = engine.max_model_tokens, config.model.max_length
         if most > limit:
             yield Finding(
                 "actors.engine.max_model_tokens",
                 f"must be <= model.max_length = {limit}, got {most}; set it to {limit}",
             )
+    context = renderer.max_context_tokens
+    if context is not None and context < renderer.max_prompt_tokens:
+        yield Finding(
+            "renderer.max_context_tokens",
+            f"must be >= renderer.max_prompt_tokens = {renderer.max_prompt_tokens}, got {context}: "
+            "a longest prompt would leave no turn",
+        )
     if config.sampling.max_turn_tokens > renderer.max_response_tokens:
         yield Finding(
             "sampling.max_turn_tokens",

@@ -39,7 +39,6 @@ def check_objective(config: RunConfig) -> Iterator[Finding]:
     yield from _proximal(config)
     yield from _bounds(config)
     yield from _aggregation(config)
-    yield from _samplers(config)
 
 
 def objective_notes(config: RunConfig) -> Iterator[str]:
@@ -343,44 +342,3 @@ def _aggregation(config: RunConfig) -> Iterator[Finding]:
             f"means nothing with learner.aggregation {learner.aggregation!r}; remove it, or take "
             "'sequence_mean_of_sums_scaled'",
         )
-
-
-def _samplers(config: RunConfig) -> Iterator[Finding]:
-    """Engine and learner must mean the same distribution where log-probabilities are compared."""
-    sampling, reason = config.sampling, _why_compared(config)
-    if sampling.temperature == 0.0:
-        yield Finding(
-            "sampling.temperature",
-            "must be > 0 in training, got 0.0: greedy tokens carry no probability to learn from; "
-            "1.0 is the usual choice",
-        )
-    if reason is None:
-        return
-    off = {
-        "top_p": (sampling.top_p, 1.0),
-        "top_k": (sampling.top_k, 0),
-        "min_p": (sampling.min_p, 0.0),
-        "repetition_penalty": (sampling.repetition_penalty, 1.0),
-    }
-    for name, (value, neutral) in off.items():
-        if value != neutral:
-            yield Finding(
-                f"sampling.{name}",
-                f"must be {neutral} (off) in training, got {value!r}: {reason} compares learner and "
-                "engine probabilities, and the learner applies the temperature only; "
-                "sharpen with sampling.temperature, or truncate in evaluation.sampling alone",
-            )
-
-
-def _why_compared(config: RunConfig) -> str | None:
-    """The key by which the engine's log-probabilities enter the objective; None without one."""
-    learner = config.learner
-    if learner.loss.kind in BEHAVIOR_WEIGHTED:
-        return f"learner.loss.kind {learner.loss.kind!r}"
-    if learner.corrections:
-        return f"learner.corrections, {learner.corrections[0].kind!r},"
-    if learner.advantage.kind == "vtrace":
-        return "learner.advantage.kind 'vtrace'"
-    if learner.proximal != "recomputed":
-        return f"learner.proximal {learner.proximal!r}"
-    return None

@@ -51,6 +51,10 @@ class SamplingSection(Section):
     """1 is off."""
     max_turn_tokens: PositiveInt = 256
     """Most tokens of one turn."""
+    regex: str | None = None
+    """Every turn matches it (structured outputs of vLLM)."""
+    extra_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Other SamplingParams of vLLM."""
 
 
 class VllmEngine(Section):

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from checkpoints import VOCABULARY
 
 from raylearner.errors import EngineError
 from raylearner.types import CompletionStop, Sampling
@@ -168,3 +169,25 @@ async def test_a_prompt_that_is_too_long_is_refused_and_the_engine_lives_on(lab)
         await lab.engine.generate(lab.tokens("a") * 600, Sampling(max_tokens=1))
     completion = await lab.engine.generate(lab.tokens("a"), Sampling(max_tokens=1))
     assert len(completion.token_ids) == 1
+
+
+async def test_logprobs_under_a_regex_are_of_the_allowed_tokens_alone(lab) -> None:
+    """Which a learner that knows no mask would not find again, so that training refuses it."""
+    prompt = lab.tokens("user: 3 + 3\nassistant: ")
+    sampling = Sampling(max_tokens=32, regex="[ab]{12}")
+    completion = await lab.engine.generate(prompt, sampling)
+    text = "".join(VOCABULARY[token] for token in completion.token_ids[:12])
+    assert set(text) <= {"a", "b"}
+    assert len(text) == 12
+    allowed = Sampling(banned_token_ids=lab.everything_but("a", "b"))
+    masked = lab.reference(lab.version, prompt, completion.token_ids[:12], allowed)
+    free = lab.reference(lab.version, prompt, completion.token_ids[:12])
+    assert np.abs(masked - completion.logprobs[:12]).max() < 1e-4
+    assert np.abs(free - completion.logprobs[:12]).min() > 1.0
+
+
+async def test_extra_sampling_arguments_reach_the_engine(lab) -> None:
+    only = [VOCABULARY.index(text) for text in ("a", "b")]
+    sampling = Sampling(max_tokens=9, extra_arguments={"allowed_token_ids": only})
+    completion = await lab.engine.generate(lab.tokens("abc"), sampling)
+    assert set(completion.token_ids.tolist()) <= set(only)
