@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from raylearner.actors.rollout_worker import EvaluateCall
@@ -26,7 +27,7 @@ class Evaluator:
 
     def __init__(self, config: EvaluationSection, prompts: Sequence[Prompt]) -> None:
         self._config = config
-        self._prompts = list(prompts)[: config.num_prompts]
+        self._prompts = _spread(prompts)[: config.num_prompts]
 
     async def evaluate(
         self,
@@ -151,22 +152,33 @@ class SideEvaluation:
             return {key: call for key, call in self._actors().items() if key == actor_id}
 
         try:
-            record = await self._evaluator.evaluate(lent, step=step, policy_version=policy_version)
+            self._record(
+                await self._evaluator.evaluate(lent, step=step, policy_version=policy_version)
+            )
         except EvaluationIncomplete as error:
             logger.warning("%s; it is lost", error)
-            return
-        self._record(record)
         if lent():
             await self._give_back(actor_id)
 
 
+def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """One prompt of each source in turn, so that a limit cuts none of them off."""
+    by_source: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_source[prompt.source].append(prompt)
+    rounds = zip_longest(*by_source.values())
+    return [prompt for turn in rounds for prompt in turn if prompt is not None]
+
+
 def _summary(trajectories: list[Trajectory], *, prefix: str) -> dict[str, float | int | None]:
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    """Of episodes: a reward stands on every segment, and counts once."""
+    episodes = [t for t in trajectories if t.segment == 0]
+    rewards = [t.reward for t in episodes if t.reward is not None]
+    count = max(1, len(episodes))
     return {
         f"{prefix}reward/mean": sum(rewards) / len(rewards) if rewards else None,
-        f"{prefix}num_prompts": len(trajectories),
-        f"{prefix}errors": sum(t.stop_reason is StopReason.ERROR for t in trajectories),
-        f"{prefix}turns/mean": sum(len(t.turns) for t in trajectories) / max(1, len(trajectories)),
-        f"{prefix}sampled_tokens/mean": sum(t.num_sampled_tokens for t in trajectories)
-        / max(1, len(trajectories)),
+        f"{prefix}num_prompts": len(episodes),
+        f"{prefix}errors": sum(t.stop_reason is StopReason.ERROR for t in episodes),
+        f"{prefix}turns/mean": sum(len(t.turns) for t in trajectories) / count,
+        f"{prefix}sampled_tokens/mean": sum(t.num_sampled_tokens for t in trajectories) / count,
     }

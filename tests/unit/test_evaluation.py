@@ -1,0 +1,120 @@
+"""Evaluations: pinned to a version, by source, on a lent actor that gets its weights afterwards."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raylearner.config.schema import EvaluationSection, SamplingSection
+from raylearner.errors import EngineError, RaylearnerError
+from raylearner.evaluation import Evaluator, SideEvaluation
+from raylearner.types import Prompt, Trajectory
+
+PROMPTS = [Prompt(prompt_id=f"a{i}", messages=(), source="a") for i in range(6)]
+PROMPTS += [Prompt(prompt_id="b0", messages=(), source="b")]
+
+
+def played(prompt: Prompt, *, version: int, segment: int = 0, reward: float = 1.0) -> Trajectory:
+    mask = np.array([False, True])
+    return Trajectory(
+        group_id=0,
+        sample_index=0,
+        attempt=0,
+        segment=segment,
+        prompt_id=prompt.prompt_id,
+        source=prompt.source,
+        token_ids=np.array([1, 2], np.int32),
+        loss_mask=mask,
+        train_mask=mask,
+        behavior_logprobs=np.array([np.nan, -1], np.float32),
+        policy_versions=np.array([-1, version], np.int32),
+        claim_policy_version=version,
+        reward=reward,
+    )
+
+
+class Actor:
+    def __init__(self, *, version: int = 3, failures: int = 0) -> None:
+        self.version = version
+        self.failures = failures
+        self.seen: list[Prompt] = []
+
+    async def __call__(self, prompts: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("lost")
+        self.seen += prompts
+        first = [played(p, version=self.version, reward=float(p.source == "a")) for p in prompts]
+        return [*first, *(played(p, version=self.version, segment=1) for p in prompts[:1])]
+
+
+async def test_a_limit_takes_prompts_of_every_source() -> None:
+    evaluator = Evaluator(EvaluationSection(num_prompts=3), PROMPTS)
+    actor = Actor()
+    record = await evaluator.evaluate(lambda: {"x": actor}, step=5, policy_version=3)
+    assert Counter(p.source for p in actor.seen) == {"a": 2, "b": 1}
+    assert (record["step"], record["policy_version"], record["num_prompts"]) == (5, 3, 3)
+    assert (record["a/reward/mean"], record["b/reward/mean"]) == (1.0, 0.0)
+
+
+async def test_segments_of_an_episode_count_its_reward_once() -> None:
+    record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
+        lambda: {"x": Actor()}, step=0, policy_version=3
+    )
+    assert record["num_prompts"] == len(PROMPTS)
+    assert record["reward/mean"] == 6 / 7
+    assert record["sampled_tokens/mean"] == 8 / 7
+
+
+async def test_tokens_of_another_version_end_the_evaluation() -> None:
+    evaluator = Evaluator(EvaluationSection(), PROMPTS)
+    with pytest.raises(RaylearnerError, match=r"pinned to version 3, but .* versions \[3, 4\]"):
+        await evaluator.evaluate(
+            lambda: {"x": Actor(), "y": Actor(version=4)}, step=0, policy_version=3
+        )
+
+
+class Fleet:
+    def __init__(self, **actors: Actor) -> None:
+        self.actors = actors
+        self.events: list[str] = []
+        self.records: list[Mapping[str, Any]] = []
+        self.side = SideEvaluation(
+            Evaluator(EvaluationSection(), PROMPTS),
+            actors=lambda: dict(self.actors),
+            lend=lambda actor_id: self.events.append(f"lend {actor_id}"),
+            give_back=self.give_back,
+            record=self.records.append,
+        )
+
+    async def give_back(self, actor_id: str) -> None:
+        self.events.append(f"back {actor_id}")
+
+
+async def test_one_actor_is_lent_and_given_back_after_its_evaluation() -> None:
+    fleet = Fleet(r0=Actor(), r1=Actor())
+    await fleet.side.start(step=4, policy_version=3)
+    assert fleet.events == ["lend r1"]
+    await fleet.side.start(step=8, policy_version=3)
+    await fleet.side.settle()
+    assert fleet.events == ["lend r1", "back r1"] * 2
+    assert [record["step"] for record in fleet.records] == [4, 8]
+    assert fleet.actors["r0"].seen == []
+
+
+async def test_an_actor_that_lives_is_given_back_after_a_lost_evaluation() -> None:
+    fleet = Fleet(r0=Actor(), r1=Actor(failures=9))
+    await fleet.side.start(step=4, policy_version=3)
+    await fleet.side.settle()
+    assert (fleet.events, fleet.records) == (["lend r1", "back r1"], [])
+
+
+async def test_a_cancelled_evaluation_gives_nothing_back() -> None:
+    fleet = Fleet(r0=Actor())
+    await fleet.side.start(step=4, policy_version=3)
+    await asyncio.sleep(0)
+    await fleet.side.cancel()
+    assert fleet.events == ["lend r0"]
