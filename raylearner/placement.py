@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CALLS_BESIDE_EPISODES = 64
 """Concurrent calls an actor takes for weights, evaluation and reports."""
+CONNECT_TIMEOUT_S = 10.0
+"""Longest a cluster may take to answer at its port; Ray itself tries for minutes."""
 STOP_TIMEOUT_S = 20.0
 """Longest an actor may take to end its engine before it is killed."""
 
@@ -39,10 +42,12 @@ def connect(config: ClusterSection) -> str:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if address:
         try:
+            _knock(address)
             return ray.init(address=address, **common).dashboard_url or ""
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
+            key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
             raise ConfigError(
-                f"cluster.address {address!r} cannot be joined: {error}; start it with"
+                f"{key} {address!r} cannot be joined: {error}; start it with"
                 " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
                 " or leave the address out for a local cluster"
             ) from error
@@ -56,6 +61,13 @@ def connect(config: ClusterSection) -> str:
         **common,
     )
     return context.dashboard_url or ""
+
+
+def _knock(address: str) -> None:
+    """Raises `OSError` where nobody listens at `host:port`; other forms are Ray's to read."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in address and port.isdecimal() and int(port) < 2**16:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def resolve(config: RunConfig) -> RunConfig:
