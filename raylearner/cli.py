@@ -1,6 +1,6 @@
-"""The command line: `train` runs a configuration, `check` validates it and prints what follows,
-`submit` makes a Ray job of it, `sweep` runs many, `view` shows a run's trajectories, `doctor` looks
-at the machine.
+"""The command line: `train` runs a configuration, `eval` plays its held-out prompts, `check` validates
+it and prints what follows, `submit` makes a Ray job of it, `sweep` runs many, `view` shows a run's
+trajectories, `doctor` looks at the machine.
 
 Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted, 143 stopped on
 request after a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported
@@ -26,6 +26,8 @@ from raylearner.observability import logs
 from raylearner.observability.run_directory import durable, refuse_unwritable
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
+
+CHECKPOINT = "checkpoint="
 
 app = typer.Typer(
     name="raylearner",
@@ -65,6 +67,29 @@ def train(
         from raylearner import controller
 
         controller.run(config, resume=resume)
+
+
+@app.command(name="eval")
+def evaluate(arguments: Arguments = None) -> None:
+    """Play the held-out prompts of a configuration and train nothing.
+
+    checkpoint=RUN_DIR/checkpoints/step_NNNNNN evaluates that; without it the model of the
+    configuration is.
+    """
+    with _exit_codes():
+        logs.set_up()
+        given = arguments or []
+        places = [a.partition("=")[2] for a in given if a.startswith(CHECKPOINT)]
+        if len(places) > 1:
+            raise ConfigError(f"checkpoint: given {len(places)} times; evaluate one at a time")
+        config = _load([a for a in given if not a.startswith(CHECKPOINT)], None)
+        name = f"{config.run.name}-eval"
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        from raylearner import validation
+
+        validation.run(
+            _with_run_dir(config, None), checkpoint=Path(places[0]) if places else None
+        )
 
 
 @app.command()

@@ -91,6 +91,29 @@ def test_every_key_that_is_emitted_is_documented(quickstart: tuple[Path, str]) -
     assert undocumented(sorted(keys)) == []
 
 
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_evaluated_alone(quickstart: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = quickstart
+    command = [sys.executable, "-m", "raylearner", "eval", f"{ROOT}/configs/quickstart.yaml"]
+    place = folder / "checkpoints" / "step_000060"
+    done = subprocess.run(
+        [*command, f"checkpoint={place}", f"run.dir={tmp_path / 'eval'}", "actors.num_actors=1"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    (alone,) = rows(tmp_path / "eval" / "eval.jsonl")
+    last = rows(folder / "eval.jsonl")[-1]
+    assert (alone["step"], alone["policy_version"]) == (last["step"], last["policy_version"])
+    assert alone["num_prompts"] == last["num_prompts"]
+    assert alone["reward/mean"] == pytest.approx(last["reward/mean"], abs=0.02)
+    assert "calculator" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_a_learning_rate_nothing_rises(

@@ -1,0 +1,156 @@
+"""Evaluation alone: the engines of a configuration play its held-out prompts, and nothing is trained.
+
+What is evaluated is a checkpoint of a run, or the model of the configuration.
+"""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from raylearner import placement
+from raylearner.actors.reward_actor import RewardActors
+from raylearner.actors.rollout_actor import RolloutSections
+from raylearner.config.report import resolved_yaml
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.environments.catalogue import wait_for_services
+from raylearner.errors import ConfigError
+from raylearner.evaluation import Evaluator
+from raylearner.learner import checkpoint as checkpoints
+from raylearner.observability import run_directory
+from raylearner.observability.recorder import Recorder
+from raylearner.observability.sinks import flattened, make_sinks
+from raylearner.placement import RolloutFleet
+from raylearner.prompts import load_prompts
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import PolicyVersion, Prompt
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("reward/mean", "num_prompts", "errors", "turns/mean", "sampled_tokens/mean")
+
+
+def run(config: RunConfig, *, checkpoint: Path | None) -> None:
+    """Plays `evaluation.num_prompts` prompts, prints a table by source, writes `eval.jsonl`.
+
+    Raises `ConfigError` for a configuration without held-out prompts and for a directory that is no
+    whole checkpoint, and what ended the evaluation.
+    """
+    if config.data.evaluation is None:
+        raise ConfigError("data.evaluation: required, since its prompts are what is played")
+    prompts = load_prompts(config.data.evaluation, system_prompt=config.data.system_prompt)
+    model, step, version = _model(config, checkpoint)
+    Scorer(config.rewards)
+    asyncio.run(wait_for_services(config.environment))
+    Renderer.from_pretrained(model, config.renderer)
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    placement.connect(config.cluster)
+    try:
+        config = placement.resolve(config)
+        with run_directory.claimed(folder, is_new=True):
+            record = asyncio.run(
+                _evaluate(config, folder, prompts, model=model, step=step, version=version)
+            )
+    finally:
+        ray.shutdown()
+    Console().print(table(record))
+
+
+def table(record: dict[str, Any]) -> Table:
+    """One row for all prompts, and one for each source."""
+    shown = Table(title=f"step {record['step']}, policy version {record['policy_version']}")
+    for name in ("source", *COLUMNS):
+        shown.add_column(name, justify="left" if name == "source" else "right")
+    sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
+    for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
+        values = (record[f"{prefix}{column}"] for column in COLUMNS)
+        shown.add_row(source, *("-" if v is None else f"{v:.4g}" for v in values))
+    return shown
+
+
+def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, PolicyVersion]:
+    """Directory or hub id, learner step and policy version of what is evaluated."""
+    if checkpoint is None:
+        if isinstance(config.model, TinyModel):
+            raise ConfigError(
+                "model.kind: a 'tiny' model is made by its run; name a checkpoint of that with "
+                "checkpoint=RUN_DIR/checkpoints/step_NNNNNN"
+            )
+        return config.model.path, 0, 0
+    if not checkpoint.is_dir():
+        raise ConfigError(f"checkpoint: no such directory {str(checkpoint)!r}")
+    if (fault := checkpoints.find_fault(checkpoint)) is not None:
+        raise ConfigError(f"checkpoint: {checkpoint} is not whole: {fault}")
+    step = json.loads((checkpoint / checkpoints.MANIFEST).read_text())["step"]
+    progress = json.loads((checkpoint / "learner" / "progress.json").read_text())
+    return str((checkpoint / "model").absolute()), int(step), int(progress["policy_version"])
+
+
+async def _evaluate(
+    config: RunConfig,
+    folder: Path,
+    prompts: list[Prompt],
+    *,
+    model: str,
+    step: int,
+    version: PolicyVersion,
+) -> dict[str, Any]:
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    sinks = make_sinks(
+        config.observability,
+        folder,
+        run_name=config.run.name,
+        hparams=flattened(config.model_dump(mode="json")),
+    )
+    rewards = RewardActors(config.run.name, config.rewards)
+    fleet = RolloutFleet(
+        config=config.actors,
+        sections=_sections(config),
+        model_path=model,
+        replay=None,
+        on_loss=_no_loss,
+        on_join=_no_join,
+    )
+    with Recorder(folder, config.observability, num_steps=max(step, 1), sinks=sinks) as recorder:
+        try:
+            with recorder.stage(f"starting {config.actors.num_actors} engines"):
+                await asyncio.gather(rewards.start(), fleet.start())
+            evaluator = Evaluator(config.evaluation, prompts)
+            # Engines count from 0: they loaded these weights, and none are pushed.
+            record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
+            record["policy_version"] = version
+            recorder.evaluation(record)
+        finally:
+            await fleet.stop()
+            await rewards.close()
+    return record
+
+
+def _sections(config: RunConfig) -> RolloutSections:
+    return RolloutSections(
+        engine=config.actors.engine,
+        environment=config.environment,
+        renderer=config.renderer,
+        rewards=config.rewards,
+        sampling=config.sampling,
+        max_concurrent_episodes=config.actors.max_concurrent_episodes,
+        run_name=config.run.name,
+        weight_transport="shared_files",
+        seed=config.run.seed,
+        should_trace=False,
+    )
+
+
+async def _no_loss(actor_id: str) -> None:
+    """Nothing is claimed, so nothing is lost."""
+
+
+async def _no_join(actor_id: str, receive: object) -> None:
+    """A replacement loads the same weights by itself."""

@@ -1,0 +1,54 @@
+"""Evaluation alone: what it refuses before anything starts, and the table it prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from raylearner import validation
+from raylearner.config.loader import load
+from raylearner.errors import ConfigError
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+def test_a_tiny_model_needs_the_checkpoint_of_its_run(tmp_path: Path) -> None:
+    config = load([QUICKSTART], [f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=r"name a checkpoint of that with checkpoint="):
+        validation.run(config, checkpoint=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = load([QUICKSTART], [])
+    with pytest.raises(ConfigError, match="no such directory"):
+        validation.run(config, checkpoint=tmp_path / "nowhere")
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"is not whole: step_000001: no manifest\.json"):
+        validation.run(config, checkpoint=folder)
+    content = {"step": 1, "files": {"model/config.json": {"bytes": 1, "sha256": ""}}}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"model/config\.json is missing"):
+        validation.run(config, checkpoint=folder)
+
+
+def test_held_out_prompts_are_required() -> None:
+    config = load([QUICKSTART], ["data.evaluation=null"])
+    with pytest.raises(ConfigError, match=r"data\.evaluation: required"):
+        validation.run(config, checkpoint=None)
+
+
+def test_the_table_has_a_row_for_each_source() -> None:
+    record: dict[str, object] = {"step": 3, "policy_version": 2}
+    for prefix, reward in (("", 0.5), ("math/", 0.25), ("code/", None)):
+        values = {"num_prompts": 4, "errors": 0, "turns/mean": 1.5, "sampled_tokens/mean": 7.0}
+        record |= {f"{prefix}{key}": value for key, value in values.items()}
+        record[f"{prefix}reward/mean"] = reward
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(validation.table(record))
+    rows = [line.split() for line in capture.get().splitlines() if "4" in line]
+    assert [row[1] for row in rows] == ["all", "code", "math"]
+    assert [row[3] for row in rows] == ["0.5", "-", "0.25"]
