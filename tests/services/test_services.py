@@ -125,7 +125,7 @@ def test_a_bad_request_is_refused_with_words(search_url: str, body: Any) -> None
 
 
 async def test_the_search_tool_finds_the_passage_of_nearly_every_question(search_url: str) -> None:
-    rows = [json.loads(line) for line in facts.question_lines().splitlines()][::10]
+    rows = [json.loads(line) for line in facts.question_lines(is_held_out=False).splitlines()][::10]
     passages = {fact.id: fact.contents for fact in facts.facts()}
     for form in ("search", "retrieve"):
         tool = Search(SearchTool(kind="search", url=search_url, form=form, top_n=1))

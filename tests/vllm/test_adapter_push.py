@@ -38,7 +38,7 @@ class AdapterLab:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if lora.is_adapter(name):
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
     def logprobs(
         self, version: int, token_ids: Sequence[int], first: int, banned: Sequence[int] = ()
