@@ -7,7 +7,12 @@ from typing import Protocol
 import numpy as np
 
 from raylearner.observability.completions import logged_means
-from raylearner.types import TrajectoryGroup
+from raylearner.types import StopReason, Trajectory, TrajectoryGroup
+
+FINISHED = (StopReason.ANSWER, StopReason.END)
+"""What an episode ends with that came to its end by itself."""
+MAX_TURNS_SHOWN = 32
+"""Turns whose share of active trajectories is reported one by one."""
 
 
 class Activity(Protocol):
@@ -46,7 +51,13 @@ def step_metrics(
         "rollout/invalid_actions/mean": _mean(
             [sum(not turn.is_valid for turn in t.turns) for t in trajectories]
         ),
+        "rollout/valid_actions/mean": _mean(
+            [sum(turn.is_valid for turn in t.turns) for t in trajectories]
+        ),
+        "rollout/valid_tool_calls/mean": _mean([_num_valid_calls(t) for t in trajectories]),
+        "rollout/finish_fraction": _mean([t.stop_reason in FINISHED for t in trajectories]),
     }
+    metrics |= _active(trajectories)
     for reason, count in Counter(t.stop_reason for t in trajectories).items():
         metrics[f"rollout/stop/{reason}"] = count / len(trajectories)
     rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -62,6 +73,23 @@ def step_metrics(
     metrics |= logged_means(trajectories)
     metrics |= _by_source(groups)
     return metrics | _speed(activities) | _tools(activities)
+
+
+def _active(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """By number of the turn: the share of trajectories that had one of this number."""
+    longest = max((len(t.turns) for t in trajectories), default=0)
+    return {
+        f"rollout/active/{number}": _mean([len(t.turns) >= number for t in trajectories])
+        for number in range(1, min(longest, MAX_TURNS_SHOWN) + 1)
+    }
+
+
+def _num_valid_calls(trajectory: Trajectory) -> float:
+    """Tool calls that did not fail, as the environment counted them, or else turns that called."""
+    counted = trajectory.metrics.get("tool_calls")
+    if counted is None:
+        return sum(turn.tool is not None for turn in trajectory.turns)
+    return counted - trajectory.metrics.get("failed_tool_calls", 0.0)
 
 
 def _by_source(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -106,5 +134,5 @@ def _extremes(key: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{key}/mean": _mean(values), f"{key}/max": float(max(values))}
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float | bool]) -> float:
     return float(np.mean(values)) if values else 0.0
