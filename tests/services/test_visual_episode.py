@@ -1,0 +1,144 @@
+"""An episode that looks at pages: the pages service, its tools, and a model that sees."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.scripted_engine import ScriptedEngine
+from raylearner.config import schema
+from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.observability.spans import Tracer
+from raylearner.rewards.scorer import Scorer
+from raylearner.services.corpora.page_images import write_pages
+from raylearner.services.pages import pages_app, read_pages
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import IMAGE_MARK, Claim, Message, Prompt, Sampling, StopReason
+
+ANSWER = "<answer>42</answer>"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("pages")
+    write_pages(folder, num_documents=2, pages_per_document=3)
+    app = pages_app(read_pages(folder, needs_images=True), contents="image")
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 4096, "vision": {}}
+    section = schema.TinyModel.model_validate(config)
+    return make_tiny_model(section, tmp_path_factory.mktemp("model"), seed=0)
+
+
+class _Says:
+    """Says one text a turn and remembers how many images it was shown at each."""
+
+    def __init__(self, renderer: Renderer, texts: Sequence[str]) -> None:
+        self._turns = [renderer.encode(text) for text in texts]
+        self._renderer = renderer
+        self.num_shown: list[int] = []
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[list[int], list[float]]:
+        place = self._renderer.banned_token_ids[0]
+        self.num_shown.append(list(token_ids).count(place))
+        sampled = self._turns[len(self.num_shown) - 1]
+        return sampled, [-0.5] * len(sampled)
+
+
+def make_kit(
+    model: Path, url: str, texts: Sequence[str], *, max_response_tokens: int
+) -> tuple[EpisodeKit, _Says, EnvironmentFactory]:
+    renderer = Renderer.from_pretrained(
+        str(model),
+        schema.RendererSection.model_validate(
+            {
+                "max_response_tokens": max_response_tokens,
+                "images": {"min_pixels": 3_136, "max_pixels": 78_400},  # at most 100 placeholders
+            }
+        ),
+    )
+    config = schema.ScriptedEngine(
+        kind="scripted",
+        script="raylearner.actors.scripted_engine:RandomTokens",
+        arguments={"vocab_size": 10},
+    )
+    engine = ScriptedEngine(config, end_token_ids=renderer.end_token_ids)
+    script = _Says(renderer, texts)
+    engine._script = script
+    environment = schema.ToolUse.model_validate(
+        {
+            "kind": "tool_use",
+            "tools": [
+                {"kind": "page_search", "url": url, "top_n": 2},
+                {"kind": "page_fetch", "url": url},
+            ],
+            "dialect": {"kind": "tags", "match": "last"},
+        }
+    )
+    factory = EnvironmentFactory(environment)
+    kit = EpisodeKit(
+        engine=engine,
+        renderer=renderer,
+        scorer=Scorer(schema.RewardSection()),
+        make_environment=factory.make,
+        tracer=Tracer("test"),
+    )
+    return kit, script, factory
+
+
+def make_claim() -> Claim:
+    prompt = Prompt(
+        prompt_id="p",
+        messages=(Message(role="user", content="What does page 3 say?"),),
+        answer="42",
+        doc_id="doc-1",
+    )
+    return Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
+
+
+async def test_pages_found_and_fetched_are_shown_and_recorded(model: Path, url: str) -> None:
+    texts = ["<search>element symbol country</search>", "<fetch>3</fetch>", ANSWER]
+    kit, script, factory = make_kit(model, url, texts, max_response_tokens=1_000)
+    trajectory = await play_episode(kit, make_claim(), Sampling())
+    await factory.close()
+    assert trajectory.error is None
+    assert trajectory.broken_rule() is None
+    assert trajectory.stop_reason is StopReason.ANSWER
+    assert script.num_shown == [0, 2, 3]
+    assert len(trajectory.images) == 3
+    assert len(trajectory.shown) == 3
+    assert trajectory.shown[2] == "3"
+    assert trajectory.doc_id == "doc-1"
+    assert trajectory.turns[1].reply == f"<result>page 3\n{IMAGE_MARK}</result>"
+    vision = kit.renderer.vision
+    assert vision is not None
+    grids = [vision.grid(image) for image in trajectory.images]
+    assert trajectory.is_placeholder.sum() == sum(map(vision.num_placeholders, grids))
+
+
+async def test_an_episode_ends_cleanly_with_the_pages_that_fitted(model: Path, url: str) -> None:
+    texts = ["<search>element symbol country</search>"]
+    kit, _, factory = make_kit(model, url, texts, max_response_tokens=220)
+    trajectory = await play_episode(kit, make_claim(), Sampling())
+    await factory.close()
+    assert trajectory.error is None
+    assert trajectory.broken_rule() is None
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert len(trajectory.images) == 1
