@@ -24,9 +24,9 @@ from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.transformers_engine import TransformersEngine
 from raylearner.config import schema
 from raylearner.config.loader import load
+from raylearner.demonstrations import prepare_tiny_model
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.learner.batch import pack
-from raylearner.demonstrations import prepare_tiny_model
 from raylearner.learner.learner import Learner
 from raylearner.learner.weight_source import vocabulary
 from raylearner.observability.spans import Tracer

@@ -87,9 +87,7 @@ def evaluate(arguments: Arguments = None) -> None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         from raylearner import validation
 
-        validation.run(
-            _with_run_dir(config, None), checkpoint=Path(places[0]) if places else None
-        )
+        validation.run(_with_run_dir(config, None), checkpoint=Path(places[0]) if places else None)
 
 
 @app.command()
