@@ -108,7 +108,7 @@ def test_stopping_on_request_leaves_a_checkpoint_to_go_on_from(launcher: Launche
 
 def test_a_deadline_stops_the_run_with_a_checkpoint(launcher: Launcher) -> None:
     change = {
-        "run": {"num_steps": 1000, "deadline": str(time.time() + 25), "deadline_margin_s": 5},
+        "run": {"num_steps": 1000, "deadline": str(time.time() + 35), "deadline_margin_s": 5},
         "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
     }
     output = launcher.run("run", change, code=143)
