@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from loop import ENVIRONMENT, Launcher, wait_for
 
+# Ray reads it once in a process, so that it must be there before the first test.
+os.environ["RAY_AUTH_MODE"] = "token"
+
 
 @pytest.fixture(scope="session")
 def ports() -> tuple[int, int, int]:

@@ -39,10 +39,11 @@ def project(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(cluster: str, ports: tuple[int, int, int]) -> Iterator[Any]:
     before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "token"
-    yield jobs.connect(f"http://127.0.0.1:{ports[1]}")
-    os.environ.clear()
-    os.environ.update(before)
+    try:
+        yield jobs.connect(f"http://127.0.0.1:{ports[1]}")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def cli(project: Path, *arguments: str, address: str, code: int = 0) -> str:
