@@ -99,14 +99,7 @@ def score_learner(
             device=device,
         )
         with torch.no_grad():
-            scores = network(
-                tokens.input_ids,
-                tokens.position_ids,
-                tokens.cu_seqlens,
-                tokens.max_length,
-                tokens.scored,
-                1.0,
-            )
+            scores = network(tokens)
         rest = scores.logprobs.cpu().numpy()
         for ids, prompt, _ in part:
             found.append(rest[prompt : len(ids)])

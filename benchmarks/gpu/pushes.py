@@ -69,7 +69,6 @@ class BareLearner:
 
     def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         import numpy as np
-        import torch
 
         from raylearner.learner.micro_batch import PackedTokens
 
@@ -78,16 +77,7 @@ class BareLearner:
             [np.arange(len(ids)) > 0 for ids in token_ids],
             device=self._device,
         )
-        with torch.no_grad():
-            scores = self._model(
-                tokens.input_ids,
-                tokens.position_ids,
-                tokens.cu_seqlens,
-                tokens.max_length,
-                tokens.scored,
-                1.0,
-            )
-        self._model.reshard()
+        scores = self._model.score(tokens)
         return [row[1:].tolist() for row in scores.logprobs.split([len(i) for i in token_ids])]
 
 

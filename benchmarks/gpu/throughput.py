@@ -64,14 +64,7 @@ def main() -> None:
     advantages = torch.randn(num_rows * length, generator=generator).to(device)
 
     def step() -> None:
-        scores = model(
-            tokens.input_ids,
-            tokens.position_ids,
-            tokens.cu_seqlens,
-            tokens.max_length,
-            tokens.scored,
-            1.0,
-        )
+        scores = model(tokens)
         (-(scores.logprobs * advantages).sum() / len(advantages)).backward()
         norm = optimizer.global_grad_norm(parameters)
         optimizer.scale_grads(parameters, norm=norm, max_norm=1.0)

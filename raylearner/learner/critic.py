@@ -4,6 +4,7 @@ Waits for: the other ranks, in every forward and update.
 Legend: `T` packed tokens, `R` rows.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,15 +36,7 @@ class Critic:
 
     def state_values(self, tokens: PackedTokens) -> Tensor:
         """The value of the state after each token: `[T]`."""
-        nothing = tokens.scored[:0]
-        scores = self._model(
-            tokens.input_ids,
-            tokens.position_ids,
-            tokens.cu_seqlens,
-            tokens.max_length,
-            nothing,
-            images=tokens.images,
-        )
+        scores = self._model(replace(tokens, scored=tokens.scored[:0]))
         assert scores.state_values is not None
         return scores.state_values
 

@@ -31,7 +31,7 @@ from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.learner_state import Progress, restore_state, save_state
 from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
-from raylearner.learner.model import DTYPES, Scores
+from raylearner.learner.model import DTYPES
 from raylearner.learner.models import Models
 from raylearner.learner.objective import (
     choose_tokens,
@@ -159,7 +159,7 @@ class Learner:
         scored = [np.arange(len(ids)) > 0 for ids in sequences]
         tokens = PackedTokens.of(sequences, scored, reader=self._models.reader, device=self._device)
         # Engines score what they are given by all of the vocabulary.
-        scores = self._forward_only(tokens, 1.0, has_bans=False)
+        scores = self._model.score(tokens, 1.0, has_bans=False)
         rows = scores.logprobs.split([len(s) for s in sequences])
         return [row[1:].tolist() for row in rows]
 
@@ -234,7 +234,7 @@ class Learner:
             ),
             kl_coefficient=self._kl_controller.coefficient,
             seed=self._step_seed,
-            score=lambda micro: self._forward_only(
+            score=lambda micro: self._model.score(
                 micro.tokens, self._temperature, needs_squared_probs=needs_squared_probs
             ),
             score_reference=None
@@ -251,7 +251,7 @@ class Learner:
         chosen = self._choose(take, part, number=number)
         for prepared, tokens in zip(part.micros, chosen, strict=True):
             with self._tracer.span("forward", tokens=len(prepared.micro.tokens.input_ids)):
-                scores = self._forward(prepared.micro.tokens, self._temperature)
+                scores = self._model(prepared.micro.tokens, self._temperature)
                 share, metrics = loss_share(
                     self._config,
                     prepared,
@@ -305,7 +305,7 @@ class Learner:
         logprobs = [
             p.start_logprobs
             if number == 0 and p.start_logprobs is not None
-            else self._forward_only(p.micro.tokens, self._temperature).logprobs
+            else self._model.score(p.micro.tokens, self._temperature).logprobs
             for p in part.micros
         ]
         return choose_tokens(
@@ -322,25 +322,6 @@ class Learner:
             return False
         kl = metric.combine({"kl": m["approx_kl_k3"]} for m in measured if "approx_kl_k3" in m)
         return mesh.all_reduced(kl, device=self._device)["kl"].value() > self._config.max_kl
-
-    @torch.no_grad()
-    def _forward_only(self, tokens: PackedTokens, temperature: float, **options: bool) -> Scores:
-        scores = self._forward(tokens, temperature, **options)
-        self._model.reshard()
-        return scores
-
-    def _forward(self, tokens: PackedTokens, temperature: float, **options: bool) -> Scores:
-        """`options` are those of the model."""
-        return self._model(
-            tokens.input_ids,
-            tokens.position_ids,
-            tokens.cu_seqlens,
-            tokens.max_length,
-            tokens.scored,
-            temperature,
-            images=tokens.images,
-            **options,
-        )
 
     def _update(
         self,

@@ -23,7 +23,7 @@ class PackedTokens:
     position_ids: Tensor  # [T], or [3, T] for a model that sees images
     cu_seqlens: Tensor  # [R + 1] int32
     max_length: int
-    scored: Tensor  # [N] places in T whose log-probability is wanted
+    scored: Tensor  # [N] int64 places in T to be scored, never the first of a sequence
     images: PackedImages | None = None
     """Of a model that sees them."""
 

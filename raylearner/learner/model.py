@@ -23,6 +23,7 @@ from raylearner.learner.attention import Backend
 from raylearner.learner.gather import gathered
 from raylearner.learner.images import PackedImages
 from raylearner.learner.logprobs import chunked_logprobs, chunked_squared_probs
+from raylearner.learner.micro_batch import PackedTokens
 from raylearner.types import BAN_BIAS
 
 DTYPES = {
@@ -101,14 +102,9 @@ class PackedModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,  # [T]
-        position_ids: Tensor,  # [T] from 0 in each sequence, or [3, T]
-        cu_seqlens: Tensor,  # [R + 1] int32
-        max_length: int,
-        scored: Tensor,  # [N] int64 places in T, never the first of a sequence
+        tokens: PackedTokens,
         temperature: float = 1.0,
         *,
-        images: PackedImages | None = None,
         has_bans: bool = True,
         needs_squared_probs: bool = False,
     ) -> Scores:
@@ -116,23 +112,22 @@ class PackedModel(nn.Module):
 
         Without `has_bans` as if nothing were banned.
         """
-        states = hidden_states(
-            self.causal_lm, input_ids, position_ids, cu_seqlens, max_length, images
-        )
+        states = hidden_states(self.causal_lm, tokens)
+        scored = tokens.scored
         head = self.causal_lm.get_output_embeddings()
         assert head is not None
         bias = self._bias(head, has_bans=has_bans)
         logprobs, entropy = chunked_logprobs(
             states[scored - 1],
             head.weight,
-            input_ids[scored],
+            tokens.input_ids[scored],
             bias=bias,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             is_exact=self._is_head_exact,
             should_compile=self._should_compile,
         )
-        zeros = logprobs.new_zeros(len(input_ids))
+        zeros = logprobs.new_zeros(len(tokens.input_ids))
         squared_probs = None
         if needs_squared_probs:
             squares = chunked_squared_probs(
@@ -151,6 +146,13 @@ class PackedModel(nn.Module):
             else self.value_head(states).sum(1).to(zeros.dtype),  # no view, which FSDP warns of
             squared_probs=squared_probs,
         )
+
+    @torch.no_grad()
+    def score(self, tokens: PackedTokens, temperature: float = 1.0, **options: bool) -> Scores:
+        """`forward` without gradients, after which no parameters stay gathered."""
+        scores = self(tokens, temperature, **options)
+        self.reshard()
+        return scores
 
     def _bias(self, head: nn.Module, *, has_bans: bool) -> Tensor | None:  # [V]
         bias: Tensor | None = getattr(head, "bias", None)
@@ -220,26 +222,20 @@ class PackedModel(nn.Module):
         return [(name, tuple(p.shape)) for name, p in self.causal_lm.named_parameters()]
 
 
-def hidden_states(
-    causal_lm: PreTrainedModel,
-    input_ids: Tensor,  # [T]
-    position_ids: Tensor,  # [T] or [3, T]
-    cu_seqlens: Tensor,  # [R + 1]
-    max_length: int,
-    images: PackedImages | None = None,
-) -> Tensor:  # [T, H]
+def hidden_states(causal_lm: PreTrainedModel, tokens: PackedTokens) -> Tensor:  # [T, H]
     """What the trunk makes of packed sequences, and of the images whose placeholders they hold."""
+    images = tokens.images
     seen: dict[str, Any] = {}
     features = None if images is None else _features(causal_lm, images)
     if images is not None and images.order:
         seen["mm_encoder_outputs"] = {"image": features}
     states = causal_lm.base_model(
-        input_ids=input_ids[None],
-        position_ids=position_ids[..., None, :],
-        cu_seq_lens_q=cu_seqlens,
-        cu_seq_lens_k=cu_seqlens,
-        max_length_q=max_length,
-        max_length_k=max_length,
+        input_ids=tokens.input_ids[None],
+        position_ids=tokens.position_ids[..., None, :],
+        cu_seq_lens_q=tokens.cu_seqlens,
+        cu_seq_lens_k=tokens.cu_seqlens,
+        max_length_q=tokens.max_length,
+        max_length_k=tokens.max_length,
         use_cache=False,
         **seen,
     ).last_hidden_state[0]

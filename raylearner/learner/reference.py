@@ -42,22 +42,11 @@ class Reference:
         self._config = config
         self._model = model
 
-    @torch.no_grad()
     def score(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
         """Log-probabilities at the policy's temperature."""
         is_policy = isinstance(self._config, AdapterOffReference)
         with lora.switched_off(self._model.causal_lm) if is_policy else nullcontext():
-            scores = self._model(
-                tokens.input_ids,
-                tokens.position_ids,
-                tokens.cu_seqlens,
-                tokens.max_length,
-                tokens.scored,
-                temperature,
-                images=tokens.images,
-            )
-        self._model.reshard()
-        return scores.logprobs
+            return self._model.score(tokens, temperature).logprobs
 
     @torch.no_grad()
     def follow(self, policy: PackedModel, *, policy_version: int) -> None:

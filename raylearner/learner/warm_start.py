@@ -54,13 +54,7 @@ def warm_start(
             [np.asarray(token_ids) for token_ids, _ in chosen],
             [np.asarray(mask, np.bool_) for _, mask in chosen],
         )
-        logprobs = model(
-            tokens.input_ids,
-            tokens.position_ids,
-            tokens.cu_seqlens,
-            tokens.max_length,
-            tokens.scored,
-        ).logprobs
+        logprobs = model(tokens).logprobs
         loss = -logprobs.sum() / len(tokens.scored)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)

@@ -158,14 +158,7 @@ def test_packed_images_equal_one_sequence_at_a_time(
     assert len(tokens.images.grids) == len(SIZES)
     assert len(tokens.images.order) == 6
     model = load_model(str(folder), dtype=torch.float32)
-    loss = -model(
-        tokens.input_ids,
-        tokens.position_ids,
-        tokens.cu_seqlens,
-        tokens.max_length,
-        tokens.scored,
-        images=tokens.images,
-    ).logprobs.sum()
+    loss = -model(tokens).logprobs.sum()
     loss.backward()
     expected, expected_gradients = reference_loss(folder, reader, vision, sequences)
     torch.testing.assert_close(loss.detach(), expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -183,17 +176,8 @@ def test_text_alone_runs_the_tower_for_nothing(qwen2_5_folder: Path) -> None:
     ids = [np.arange(30, 40)]
     tokens = PackedTokens.of(ids, [np.arange(10) > 0], reader=reader)
     model = load_model(str(qwen2_5_folder), dtype=torch.float32)
-    scores = model(
-        tokens.input_ids,
-        tokens.position_ids,
-        tokens.cu_seqlens,
-        tokens.max_length,
-        tokens.scored,
-        images=tokens.images,
-    )
-    blind = model(
-        tokens.input_ids, tokens.position_ids, tokens.cu_seqlens, tokens.max_length, tokens.scored
-    )
+    scores = model(tokens)
+    blind = model(replace(tokens, images=None))
     torch.testing.assert_close(scores.logprobs, blind.logprobs, rtol=0, atol=0)
     scores.logprobs.sum().backward()
     towers = {n: g for n, g in gradients(model.causal_lm).items() if "visual" in n}

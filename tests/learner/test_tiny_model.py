@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from raylearner.config.schema import TinyModel, WarmStart
 from raylearner.errors import ConfigError
 from raylearner.learner.loading import load_model
+from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.tiny_model import TAGS, make_tiny_model
 from raylearner.learner.warm_start import warm_start
 from raylearner.learner.weight_source import vocabulary
@@ -47,15 +49,11 @@ def test_packed_forward_equals_plain_transformers(untied_folder: Path) -> None:
     torch.manual_seed(0)
     lengths = (3, 30, 28, 1)
     sequences = [torch.randint(3, 250, (length,)) for length in lengths]
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    tokens = PackedTokens.of(
+        [ids.numpy() for ids in sequences], [np.arange(length) > 0 for length in lengths]
+    )
     with torch.no_grad():
-        found = model(
-            torch.cat(sequences),
-            positions,
-            torch.tensor([0, *lengths]).cumsum(0).int(),
-            max(lengths),
-            positions.nonzero().squeeze(1),
-        )
+        found = model(tokens)
         for ours, bits, ids in zip(
             found.logprobs.split(lengths), found.entropy.split(lengths), sequences, strict=True
         ):

@@ -92,15 +92,7 @@ def learner_logprobs(
     tokens = PackedTokens.of(
         [trajectory.token_ids], [trajectory.loss_mask], reader=reader, images=[trajectory.images]
     )
-    scores = model(
-        tokens.input_ids,
-        tokens.position_ids,
-        tokens.cu_seqlens,
-        tokens.max_length,
-        tokens.scored,
-        temperature,
-        images=tokens.images,
-    )
+    scores = model(tokens, temperature)
     return scores.logprobs[tokens.scored].numpy()
 
 
@@ -114,15 +106,7 @@ def make_update(
     )
     sequences = [np.array(ids, np.int64) for ids in token_ids]
     tokens = PackedTokens.of(sequences, [np.arange(len(s)) > 0 for s in sequences], reader=reader)
-    logprobs = model(
-        tokens.input_ids,
-        tokens.position_ids,
-        tokens.cu_seqlens,
-        tokens.max_length,
-        tokens.scored,
-        images=tokens.images,
-        has_bans=False,
-    ).logprobs.split([len(s) for s in sequences])
+    logprobs = model(tokens, has_bans=False).logprobs.split([len(s) for s in sequences])
     return WeightUpdate(
         policy_version=version,
         transport="shared_files",
