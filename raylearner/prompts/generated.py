@@ -1,11 +1,11 @@
 """Prompts that are made, not read: arithmetic, and the tasks of reasoning-gym."""
 
-import difflib
 import hashlib
 import random
 from typing import Any
 
 from raylearner.config.data import CalculatorData, ReasoningGymData
+from raylearner.config.problems import did_you_mean
 from raylearner.errors import ConfigError
 from raylearner.tools.calculator import calculate
 from raylearner.types import Message, Prompt
@@ -85,8 +85,7 @@ def _reasoning_dataset(source: ReasoningGymData) -> Any:
             " from requirements.txt"
         ) from error
     if source.task not in DATASETS:
-        near = difflib.get_close_matches(source.task, list(DATASETS), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(source.task, DATASETS)
         raise ConfigError(
             f"data: reasoning_gym has no task {source.task!r} among its {len(DATASETS)}{hint}"
         )

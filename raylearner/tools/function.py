@@ -1,7 +1,6 @@
 """A Python function of the user's as a tool: its signature and docstring become the schema."""
 
 import asyncio
-import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from raylearner.config.kind import load_reference
 from raylearner.config.tools import FunctionTool
 from raylearner.errors import ConfigError, ToolError
 from raylearner.tools.failure import FailureRule
@@ -120,18 +120,12 @@ class Function:
 
 def load_function(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises `ConfigError`."""
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
+    if ":" not in path:
         raise ConfigError(f"tools.function: {path!r} must be written module:function")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"tools.function: {path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"tools.function: {path!r} is not callable")
-    return cast(Callable[..., Any], found)
+        return load_reference(path)
+    except ConfigError as error:
+        raise ConfigError(f"tools.function: {error}") from error
 
 
 def _model(function: Callable[..., Any], section: FunctionTool) -> tuple[bool, type[BaseModel]]:
