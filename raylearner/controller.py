@@ -16,9 +16,6 @@ import ray
 
 from raylearner import deadline, placement
 from raylearner.actors.reward_actor import RewardActors
-from raylearner.actors.rollout_actor import RolloutSections
-from raylearner.config.lora import lora_rank
-from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import LearnerDied, RunStopped, StalledError, WeightTransferError
@@ -29,7 +26,6 @@ from raylearner.learner.checkpoint import Checkpoint
 from raylearner.learner.learner_actor import LearnerGroup, Recording
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
-from raylearner.observability.sinks import flattened, make_sinks
 from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
 from raylearner.placement import RolloutFleet
@@ -96,18 +92,7 @@ async def _train(
     *,
     is_resumed: bool,
 ) -> None:
-    (folder / "config.yaml").write_text(resolved_yaml(config))
-    recorder = Recorder(
-        folder,
-        config.observability,
-        num_steps=config.run.num_steps,
-        sinks=make_sinks(
-            config.observability,
-            folder,
-            run_name=config.run.name,
-            hparams=flattened(config.model_dump(mode="json")),
-        ),
-    )
+    recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
@@ -202,7 +187,7 @@ class Controller:
         )
         self._fleet = RolloutFleet(
             config=config.actors,
-            sections=self._rollout_sections(),
+            sections=placement.rollout_sections(config),
             model_path=model_path,
             replay=self._replay,
             on_loss=self._forget_actor,
@@ -265,24 +250,6 @@ class Controller:
             if loss is not None:
                 logger.info("warm start ended with a loss of %.3f", loss)
         return str(path)
-
-    def _rollout_sections(self) -> RolloutSections:
-        config, lora = self._config, self._config.learner.lora
-        return RolloutSections(
-            engine=config.actors.engine,
-            environment=config.environment,
-            renderer=config.renderer,
-            rewards=config.rewards,
-            sampling=config.sampling,
-            max_concurrent_episodes=config.actors.max_concurrent_episodes,
-            run_name=config.run.name,
-            weight_transport=config.weights.transport,
-            lora_rank=lora_rank(lora)
-            if lora is not None and config.weights.transport == "adapter"
-            else None,
-            seed=config.run.seed,
-            should_trace=config.observability.trace,
-        )
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -489,11 +456,11 @@ class Controller:
         if self._side_evaluation is None:
             return
         assert self._fleet is not None, "start comes first"
-        await self._publish()
         if len(self._fleet.actors) < MIN_ACTORS_TO_LEND:
             await self._evaluate()
             return
         assert self._learner is not None, "start comes first"
+        await self._publish()
         await self._side_evaluation.start(
             step=self.step, policy_version=self._learner.policy_version
         )

@@ -15,6 +15,7 @@ from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
 from raylearner.config import resources
 from raylearner.config.checks import notes
+from raylearner.config.lora import lora_rank
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
 from raylearner.config.section import number
 from raylearner.errors import ConfigError, EngineError, RaylearnerError
@@ -124,6 +125,24 @@ def refuse_too_large(size: Size, *, what: str = "") -> None:
             )
     if problems:
         raise ConfigError("\n".join([*problems, "nothing was started."]))
+
+
+def rollout_sections(config: RunConfig) -> RolloutSections:
+    """What of a resolved configuration every rollout actor gets."""
+    lora, transport = config.learner.lora, config.weights.transport
+    return RolloutSections(
+        engine=config.actors.engine,
+        environment=config.environment,
+        renderer=config.renderer,
+        rewards=config.rewards,
+        sampling=config.sampling,
+        max_concurrent_episodes=config.actors.max_concurrent_episodes,
+        run_name=config.run.name,
+        weight_transport=transport,
+        lora_rank=None if lora is None or transport != "adapter" else lora_rank(lora),
+        seed=config.run.seed,
+        should_trace=config.observability.trace,
+    )
 
 
 async def answer(reference: Any) -> Any:

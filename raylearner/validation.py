@@ -5,7 +5,7 @@ What is evaluated is a checkpoint of a run, or the model of the configuration.
 
 import asyncio
 import json
-import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from rich.table import Table
 
 from raylearner import placement
 from raylearner.actors.reward_actor import RewardActors
-from raylearner.actors.rollout_actor import RolloutSections
-from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
@@ -24,14 +22,11 @@ from raylearner.evaluation import Evaluator
 from raylearner.learner import checkpoint as checkpoints
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
-from raylearner.observability.sinks import flattened, make_sinks
 from raylearner.placement import RolloutFleet
 from raylearner.prompts import load_prompts
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import PolicyVersion, Prompt
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = ("reward/mean", "num_prompts", "errors", "turns/mean", "sampled_tokens/mean")
 
@@ -102,23 +97,21 @@ async def _evaluate(
     step: int,
     version: PolicyVersion,
 ) -> dict[str, Any]:
-    (folder / "config.yaml").write_text(resolved_yaml(config))
-    sinks = make_sinks(
-        config.observability,
-        folder,
-        run_name=config.run.name,
-        hparams=flattened(config.model_dump(mode="json")),
-    )
     rewards = RewardActors(config.run.name, config.rewards)
     fleet = RolloutFleet(
         config=config.actors,
-        sections=_sections(config),
+        sections=replace(
+            placement.rollout_sections(config),
+            weight_transport="shared_files",
+            lora_rank=None,
+            should_trace=False,
+        ),
         model_path=model,
         replay=None,
         on_loss=_no_loss,
         on_join=_no_join,
     )
-    with Recorder(folder, config.observability, num_steps=max(step, 1), sinks=sinks) as recorder:
+    with Recorder.of_run(config, folder, num_steps=max(step, 1)) as recorder:
         try:
             with recorder.stage(f"starting {config.actors.num_actors} engines"):
                 await asyncio.gather(rewards.start(), fleet.start())
@@ -131,21 +124,6 @@ async def _evaluate(
             await fleet.stop()
             await rewards.close()
     return record
-
-
-def _sections(config: RunConfig) -> RolloutSections:
-    return RolloutSections(
-        engine=config.actors.engine,
-        environment=config.environment,
-        renderer=config.renderer,
-        rewards=config.rewards,
-        sampling=config.sampling,
-        max_concurrent_episodes=config.actors.max_concurrent_episodes,
-        run_name=config.run.name,
-        weight_transport="shared_files",
-        seed=config.run.seed,
-        should_trace=False,
-    )
 
 
 async def _no_loss(actor_id: str) -> None:

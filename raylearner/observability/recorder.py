@@ -8,11 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from raylearner.config.schema import ObservabilitySection
+from raylearner.config.report import resolved_yaml
+from raylearner.config.schema import ObservabilitySection, RunConfig
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
 from raylearner.observability.jsonl import JsonlFile
-from raylearner.observability.sinks import Sink, StepRecord, finite_scalars
+from raylearner.observability.sinks import (
+    Sink,
+    StepRecord,
+    finite_scalars,
+    flattened,
+    make_sinks,
+)
 from raylearner.observability.spans import Span, TraceFile, Tracer
 from raylearner.observability.transcripts import Advantages, Logprobs
 from raylearner.types import PolicyVersion, Trajectory
@@ -49,6 +56,19 @@ class Recorder:
         self._display = Display(num_steps=num_steps)
         self._sinks = list(sinks)
         self._zero_s = time.monotonic() - self._recorded_s()
+
+    @classmethod
+    def of_run(cls, config: RunConfig, run_dir: Path, *, num_steps: int) -> Self:
+        """Of a whole configuration, which is written to the directory, with the sinks it asks for."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(resolved_yaml(config))
+        sinks = make_sinks(
+            config.observability,
+            run_dir,
+            run_name=config.run.name,
+            hparams=flattened(config.model_dump(mode="json")),
+        )
+        return cls(run_dir, config.observability, num_steps=num_steps, sinks=sinks)
 
     def __enter__(self) -> Self:
         return self
