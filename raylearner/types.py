@@ -249,6 +249,16 @@ class Trajectory:
     def with_train_mask(self, train_mask: NDArray[np.bool_]) -> "Trajectory":
         return replace(self, train_mask=train_mask)
 
+    def failed(self, error: str) -> "Trajectory":
+        """As an episode that is worth nothing, and trains nothing, for the cause `error`."""
+        return replace(
+            self,
+            reward=None,
+            stop_reason=StopReason.ERROR,
+            error=error,
+            train_mask=np.zeros_like(self.train_mask),
+        )
+
     def broken_rule(self) -> str | None:
         """The first contract rule this trajectory breaks, in words; None when it breaks none."""
         size = len(self.token_ids)

@@ -171,15 +171,7 @@ async def scored(
         with kit.tracer.span("reward", group=claim.group_id):
             score = await kit.scorer.score(view)
     except TrajectoryError as cause:
-        return [
-            replace(
-                segment,
-                stop_reason=StopReason.ERROR,
-                error=f"{cause.kind}: {cause}",
-                train_mask=np.zeros_like(segment.train_mask),
-            )
-            for segment in segments
-        ]
+        return [segment.failed(f"{cause.kind}: {cause}") for segment in segments]
     reward, rewards = score.reward, score.rewards
     if outcome.penalty and (reward is not None or kit.scorer.is_partial):
         rewards = {**rewards, "invalid_action_penalty": -outcome.penalty}

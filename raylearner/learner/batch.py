@@ -151,28 +151,21 @@ def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
             "trained, but nothing precedes it"
         )
     turns, anchors = _turns(trajectory)
-    return TokenRow(
-        episode=episode.index,
-        turns=turns[:end],
-        anchors=anchors,
-        trajectory=replace(
-            trajectory,
-            token_ids=trajectory.token_ids[:end],
-            loss_mask=trajectory.loss_mask[:end],
-            train_mask=trajectory.train_mask[:end],
-            behavior_logprobs=trajectory.behavior_logprobs[:end],
-            policy_versions=trajectory.policy_versions[:end],
-            images=trajectory.images[: _num_images(trajectory, end)],
-            turns=(),
-            prompt_text="",
-            rewards={},
-            metrics={},
-        ),
+    cut = replace(
+        trajectory,
+        token_ids=trajectory.token_ids[:end],
+        loss_mask=trajectory.loss_mask[:end],
+        train_mask=trajectory.train_mask[:end],
+        behavior_logprobs=trajectory.behavior_logprobs[:end],
+        policy_versions=trajectory.policy_versions[:end],
+        turns=(),
+        prompt_text="",
+        rewards={},
+        metrics={},
     )
-
-
-def _num_images(trajectory: Trajectory, end: int) -> int:
-    return replace(trajectory, token_ids=trajectory.token_ids[:end]).num_placeholder_runs
+    if cut.images:
+        cut = replace(cut, images=cut.images[: cut.num_placeholder_runs])
+    return TokenRow(episode=episode.index, turns=turns[:end], anchors=anchors, trajectory=cut)
 
 
 def _turns(trajectory: Trajectory) -> tuple[NDArray[np.int32], tuple[int, ...]]:

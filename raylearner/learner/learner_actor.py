@@ -288,7 +288,7 @@ class LearnerGroup:
         if update.transport == "ipc":
             if self._ranks:
                 await self._all("release")
-        elif update.transport in ("shared_files", "adapter"):
+        elif not update.is_collective:
             # Imports torch, which the controller's start-up has no other use for.
             from raylearner.weights.shared_files import discard_weights
 

@@ -79,7 +79,7 @@ class WeightWriter:
             payload=payload,
             probe=probe,
             should_clear_caches=self._config.should_clear_caches,
-            is_collective=self._transport not in ("shared_files", "adapter"),
+            is_collective=self._transport in ("nccl", "ipc"),
         )
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:

@@ -97,13 +97,7 @@ class EpisodeStore:
 
 def _rescored(segment: Trajectory, score: EpisodeScore) -> Trajectory:
     if score.error is not None:
-        return replace(
-            segment,
-            reward=None,
-            stop_reason=StopReason.ERROR,
-            error=score.error,
-            train_mask=np.zeros_like(segment.train_mask),
-        )
+        return segment.failed(score.error)
     return replace(
         segment,
         reward=score.reward,
