@@ -7,7 +7,6 @@ request after a checkpoint. This module loads in well under a second: torch, Ray
 by the controller, once needed.
 """
 
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,7 @@ from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.deadline import stop_time_s
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
-from raylearner.observability import logs
-from raylearner.observability.run_directory import durable, refuse_unwritable
+from raylearner.observability import logs, run_directory
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
 
@@ -62,7 +60,7 @@ def train(
     """Run a configuration to its end."""
     with _exit_codes():
         logs.set_up()
-        resume = durable(resume) if resume is not None else None
+        resume = run_directory.durable(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume), resume)
         from raylearner import controller
 
@@ -230,14 +228,9 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
     if resume is not None:
         folder = resume
     else:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = durable(Path(config.run.dir or f"runs/{config.run.name}-{stamp}"))
-        if folder.exists():
-            raise ConfigError(
-                f"run.dir: {str(folder)!r} exists already; name another, or go on with "
-                f"--resume {folder}"
-            )
-        refuse_unwritable(folder)
+        folder = run_directory.durable(run_directory.named(config.run))
+        run_directory.refuse_existing(folder)
+        run_directory.refuse_unwritable(folder)
     run = config.run.model_copy(update={"dir": str(folder)})
     return config.model_copy(update={"run": run})
 

@@ -12,7 +12,7 @@ from typing import Any
 from raylearner import jobs
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
-from raylearner.observability import logs
+from raylearner.observability import logs, run_directory
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +87,8 @@ def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) ->
         return ["train", "--resume", str(folder), *request.arguments]
     if not is_local:
         return ["train", *request.arguments]
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(config.run.dir or f"runs/{config.run.name}-{stamp}").absolute()
-    if folder.exists():
-        raise ConfigError(
-            f"run.dir: {str(folder)!r} exists already; name another, or go on with"
-            f" --resume {folder}"
-        )
+    folder = run_directory.named(config.run).absolute()
+    run_directory.refuse_existing(folder)
     return ["train", *request.arguments, f"run.dir={folder}"]
 
 

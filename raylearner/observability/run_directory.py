@@ -3,10 +3,12 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from raylearner.config.run import RunSection
 from raylearner.errors import ConfigError
 
 JOB_FILES = "working_dir_files"
@@ -19,6 +21,20 @@ def durable(path: Path) -> Path:
     if path.is_absolute() or JOB_FILES not in Path.cwd().parts:
         return path
     return Path.home() / "raylearner" / path
+
+
+def named(run: RunSection) -> Path:
+    """`run.dir`, or `runs/<name>-<time>` where that is not set."""
+    return Path(run.dir or f"runs/{run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raises `ConfigError`: only `--resume` goes on in a directory that exists."""
+    if folder.exists():
+        raise ConfigError(
+            f"run.dir: {str(folder)!r} exists already; name another, or go on with "
+            f"--resume {folder}"
+        )
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -30,17 +30,21 @@ def curve(run_dir: Path, metric: SweepMetric) -> list[tuple[int, float]]:
 
 
 def num_steps(run_dir: Path) -> int:
-    """Learner steps on record."""
-    return max((row["step"] for row in _rows(run_dir / "metrics.jsonl")), default=0)
+    """Learner steps on record, which are in order."""
+    lines = _lines(run_dir / "metrics.jsonl")
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the run may be writing the last one."""
+    return map(json.loads, _lines(path))
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole ones only: the run may be writing the last."""
     if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
 
 
 def _number(value: object) -> float | None:
