@@ -255,43 +255,47 @@ class Controller:
 
     async def train(self) -> None:
         """Steps until `run.num_steps`. Raises `RunStopped` after a requested stop."""
-        config, learner = self._config, self._learner
+        learner = self._learner
         assert learner is not None, "start comes first"
         if self.step == 0:
             await self._evaluate()
-        while self.step < config.run.num_steps:
-            wait_started = time.monotonic()
-            take = await self._take()
-            step_started, trained_version = time.monotonic(), learner.policy_version
-            with self._tracer.span("pack"):
-                batches = pack(
-                    take.groups,
-                    policy_version=trained_version,
-                    num_ranks=config.learner.num_ranks,
-                    max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
-                    num_mini_batches=config.learner.num_mini_batches,
-                    should_mask_truncated=config.learner.should_mask_truncated,
-                )
+        while self.step < self._config.run.num_steps:
             try:
-                with self._tracer.span("step", step=self.step + 1):
-                    output = await learner.step(batches)
+                await self._make_step(learner)
             except LearnerDied as error:
                 await self._roll_back(learner, error)
-                continue
-            await self._replay.commit.remote(
-                [group.group_id for group in take.groups], output.policy_version
-            )
-            self.step += 1
-            self._start_publishing(output.policy_version)
-            await self._report(
-                take,
-                output,
-                trained_version=trained_version,
-                wait_s=step_started - wait_started,
-                since=wait_started,
-            )
-            await self._checkpoint_and_evaluate()
         await self._assert_everyone_is_current()
+
+    async def _make_step(self, learner: LearnerGroup) -> None:
+        """Takes, trains, publishes, reports, and what is due after the step."""
+        config = self._config
+        wait_started = time.monotonic()
+        take = await self._take()
+        step_started, trained_version = time.monotonic(), learner.policy_version
+        with self._tracer.span("pack"):
+            batches = pack(
+                take.groups,
+                policy_version=trained_version,
+                num_ranks=config.learner.num_ranks,
+                max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
+                num_mini_batches=config.learner.num_mini_batches,
+                should_mask_truncated=config.learner.should_mask_truncated,
+            )
+        with self._tracer.span("step", step=self.step + 1):
+            output = await learner.step(batches)
+        await self._replay.commit.remote(
+            [group.group_id for group in take.groups], output.policy_version
+        )
+        self.step += 1
+        self._start_publishing(output.policy_version)
+        await self._report(
+            take,
+            output,
+            trained_version=trained_version,
+            wait_s=step_started - wait_started,
+            since=wait_started,
+        )
+        await self._checkpoint_and_evaluate()
 
     async def _take(self) -> Take:
         """The next groups. Raises `StalledError` when nobody made progress for `watchdog_s`."""

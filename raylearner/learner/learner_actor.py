@@ -231,7 +231,7 @@ class LearnerGroup:
 
     async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
         """One batch a rank, in order."""
-        calls = [rank.step.remote(batch) for rank, batch in zip(self._ranks, batches, strict=True)]
+        calls = [rank.step.remote(batch) for rank, batch in zip(self._living, batches, strict=True)]
         outputs = await self._gather(calls)
         self._policy_version = outputs[0].policy_version
         return replace(
@@ -257,7 +257,7 @@ class LearnerGroup:
         is_broadcast = self._weights.transport == "nccl"
         group = await self._meet(members) if is_broadcast else None
         # Asked for at once: no step may come between what is announced and what is sent.
-        writing = [rank.write.remote(tuple(members), group) for rank in self._ranks]
+        writing = [rank.write.remote(tuple(members), group) for rank in self._living]
         if is_broadcast:
             sending = [rank.send.remote(group) for rank in self._ranks]
             self._sending = asyncio.ensure_future(self._gather(sending))
@@ -297,7 +297,7 @@ class LearnerGroup:
     async def _meet(self, members: Sequence[str]) -> WeightGroup:
         """The group of the last push while its members stay the same, else a fresh one."""
         if self._group is None or self._group.members != tuple(members):
-            (port,) = await self._gather([self._ranks[0].free_port.remote()])
+            (port,) = await self._gather([self._living[0].free_port.remote()])
             self._group = WeightGroup.of(
                 members, address=self._address, port=port, ranks_per_member=self._ranks_per_engine
             )
@@ -320,6 +320,13 @@ class LearnerGroup:
         self._kill()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
+    @property
+    def _living(self) -> list[Any]:
+        """The ranks. Raises `LearnerDied` where another call found one of them dead, and so ended all."""
+        if not self._ranks:
+            raise LearnerDied("the learner has no running ranks: start or restart it first")
+        return self._ranks
+
     def _kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
@@ -327,13 +334,11 @@ class LearnerGroup:
 
     async def _all(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
         return await self._gather(
-            [getattr(rank, method).remote(*arguments, **keywords) for rank in self._ranks]
+            [getattr(rank, method).remote(*arguments, **keywords) for rank in self._living]
         )
 
     async def _gather(self, calls: Sequence[Any]) -> list[Any]:
         """All results; on the first failure every rank is killed, and the likeliest cause raised."""
-        if not calls:
-            raise LearnerDied("the learner has no running ranks: start or restart it first")
         waiting = [asyncio.ensure_future(_resolve(call)) for call in calls]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
