@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from loop import ENVIRONMENT, ROOT, rows, wait_for
+from loop import ENVIRONMENT, ROOT, rows, run_cli, wait_for
 
 from raylearner.config.schema import RendererSection
 from raylearner.learner.mesh import free_port
@@ -88,18 +88,9 @@ def test_an_agent_plays_trains_and_keeps_what_it_wrote(
         overrides += request.getfixturevalue("search")
     folder = tmp_path / "run"
     configs = (f"{name}.yaml", "tiny/cpu.yaml", f"tiny/{name}.yaml")
-    command = [sys.executable, "-m", "raylearner", "train"]
-    done = subprocess.run(
-        [*command, *(f"{ROOT}/configs/{c}" for c in configs), f"run.dir={folder}", *overrides],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=350,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "with VllmEngine runs as process" in done.stdout
+    files = [f"{ROOT}/configs/{c}" for c in configs]
+    output = run_cli("train", *files, f"run.dir={folder}", *overrides, timeout_s=350)
+    assert "with VllmEngine runs as process" in output
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert max(row["weights/proof_gap"] for row in metrics) < 1e-3

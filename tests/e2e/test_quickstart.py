@@ -1,30 +1,17 @@
 """The quickstart as the README starts it, on a local Ray of its own, with real vLLM engines."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loop import ENVIRONMENT, ROOT, rows
+from loop import ROOT, rows, run_cli
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 
 def train(folder: Path, *arguments: str, timeout_s: float = 600) -> str:
     config = f"{ROOT}/configs/quickstart.yaml"
-    command = [sys.executable, "-m", "raylearner", "train", config, f"run.dir={folder}"]
-    done = subprocess.run(
-        [*command, *arguments],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return run_cli("train", config, f"run.dir={folder}", *arguments, timeout_s=timeout_s)
 
 
 def mean(values: list[float]) -> float:
@@ -94,24 +81,21 @@ def test_every_key_that_is_emitted_is_documented(quickstart: tuple[Path, str]) -
 @pytest.mark.timeout(300)
 def test_a_checkpoint_is_evaluated_alone(quickstart: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = quickstart
-    command = [sys.executable, "-m", "raylearner", "eval", f"{ROOT}/configs/quickstart.yaml"]
     place = folder / "checkpoints" / "step_000060"
-    done = subprocess.run(
-        [*command, f"checkpoint={place}", f"run.dir={tmp_path / 'eval'}", "actors.num_actors=1"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-        check=False,
+    output = run_cli(
+        "eval",
+        f"{ROOT}/configs/quickstart.yaml",
+        f"checkpoint={place}",
+        f"run.dir={tmp_path / 'eval'}",
+        "actors.num_actors=1",
+        timeout_s=250,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
     (alone,) = rows(tmp_path / "eval" / "eval.jsonl")
     last = rows(folder / "eval.jsonl")[-1]
     assert (alone["step"], alone["policy_version"]) == (last["step"], last["policy_version"])
     assert alone["num_prompts"] == last["num_prompts"]
     assert alone["reward/mean"] == pytest.approx(last["reward/mean"], abs=0.02)
-    assert "calculator" in done.stdout
+    assert "calculator" in output
 
 
 @pytest.mark.slow

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from learners import step, weights_of
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError, ConfigError
-from raylearner.learner.batch import pack
 from raylearner.learner.learner import Learner
-from raylearner.types import StepOutput, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 PROBE = [[5, 6, 7, 8], [20, 21, 22]]
@@ -24,20 +24,6 @@ def make_learner(folder: Path, *, lora: dict[str, Any] | None = None, **changes:
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
     section = LearnerSection(lora={"rank": 4, "alpha": 8} if lora is None else lora, **options)
     return Learner(section, model_path=str(folder), num_steps=10)
-
-
-def step(learner: Learner, groups: list[TrajectoryGroup]) -> StepOutput:
-    (batch,) = pack(
-        groups,
-        policy_version=learner.policy_version,
-        num_ranks=1,
-        max_tokens_per_micro_batch=48,
-    )
-    return learner.step(batch)
-
-
-def weights_of(learner: Learner, dtype: str = "float64") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.named_weights(dtype)}
 
 
 def base(folder: Path) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import step, weights_of
 from torch import Tensor
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError, ConfigError, LearnerError
-from raylearner.learner.batch import pack
 from raylearner.learner.learner import Learner
-from raylearner.types import StepOutput, StopReason, TrajectoryGroup
+from raylearner.types import StopReason, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 
@@ -28,21 +28,6 @@ def make_learner(folder: Path, dump_folder: Path | None = None, **changes: Any) 
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
     section = LearnerSection(**options)
     return Learner(section, model_path=str(folder), num_steps=10, dump_folder=dump_folder)
-
-
-def step(learner: Learner, groups: list[TrajectoryGroup], **options: Any) -> StepOutput:
-    (batch,) = pack(
-        groups,
-        policy_version=learner.policy_version,
-        num_ranks=1,
-        max_tokens_per_micro_batch=48,
-        **options,
-    )
-    return learner.step(batch)
-
-
-def weights_of(learner: Learner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.named_weights("float64")}
 
 
 @pytest.mark.parametrize(

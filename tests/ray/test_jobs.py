@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, rows, wait_for
+from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, rows, run_cli, wait_for
 
 from raylearner import jobs
 
@@ -47,18 +45,8 @@ def client(cluster: str, ports: tuple[int, int, int]) -> Iterator[Any]:
 
 
 def cli(project: Path, *arguments: str, address: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "raylearner", *arguments],
-        cwd=project,
-        env={**ENVIRONMENT, "PYTHONPATH": "", "RAY_ADDRESS": address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout[-4000:]
-    return done.stdout
+    environment = {**ENVIRONMENT, "PYTHONPATH": "", "RAY_ADDRESS": address}
+    return run_cli(*arguments, timeout_s=240, code=code, folder=project, environment=environment)
 
 
 def job_of(output: str) -> str:

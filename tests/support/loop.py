@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,28 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
 }
 ENVIRONMENT.pop("RAY_ADDRESS", None)
+
+
+def run_cli(
+    *arguments: str,
+    timeout_s: float,
+    code: int = 0,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> str:
+    """What `python -m raylearner` printed, started in `folder`; it must end with `code`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "raylearner", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-4000:]
+    return done.stdout
 
 
 class Launcher:

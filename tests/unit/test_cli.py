@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from minimal import MINIMAL
 from typer.testing import CliRunner, Result
 
 import raylearner
@@ -16,19 +17,11 @@ from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, LearnerError, RunStopped
 
-CONFIG = """\
-model: {kind: tiny}
-data: {train: {kind: calculator}}
-environment: {kind: single_turn}
-actors: {engine: {kind: vllm, max_model_tokens: 512}}
-learner: {compute_dtype: float32}
-"""
-
 
 @pytest.fixture
 def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text(CONFIG)
+    Path("config.yaml").write_text(MINIMAL)
     return "config.yaml"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from minimal import MINIMAL
 
 from raylearner import jobs, submission
 from raylearner.config.loader import load
@@ -16,14 +17,6 @@ from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
 from raylearner.observability import run_directory
-
-CONFIG = """\
-model: {kind: tiny}
-data: {train: {kind: calculator}}
-environment: {kind: single_turn}
-actors: {engine: {kind: vllm, max_model_tokens: 512}}
-learner: {compute_dtype: float32}
-"""
 
 
 class Client:
@@ -47,7 +40,7 @@ class Client:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text(CONFIG)
+    Path("config.yaml").write_text(MINIMAL)
     return lambda *overrides: load(["config.yaml"], list(overrides))
 
 

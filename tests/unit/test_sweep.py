@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from minimal import MINIMAL
 
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
@@ -18,19 +19,12 @@ from raylearner.sweep.early_stopping import Asha
 from raylearner.sweep.state import Status, SweepState
 
 ROOT = Path(__file__).parents[2]
-BASE = """\
-model: {kind: tiny}
-data: {train: {kind: calculator}}
-environment: {kind: single_turn}
-actors: {engine: {kind: vllm, max_model_tokens: 512}}
-learner: {compute_dtype: float32}
-"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("base.yaml").write_text(BASE)
+    Path("base.yaml").write_text(MINIMAL)
     return tmp_path
 
 
