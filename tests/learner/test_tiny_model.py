@@ -88,11 +88,7 @@ def test_a_warm_start_imitates_only_what_the_mask_shows(tmp_path: Path) -> None:
     loss = warm_start(tmp_path, rows, section, seed=0)
     assert loss < 0.5
     model = load_model(str(tmp_path), dtype=torch.float32)
-    ids = torch.tensor(hidden + shown)
-    positions = torch.arange(len(ids))
-    with torch.no_grad():
-        logprobs = model(
-            ids, positions, torch.tensor([0, len(ids)]).int(), len(ids), positions[1:]
-        ).logprobs
+    ids = np.array(hidden + shown)
+    logprobs = model.score(PackedTokens.of([ids], [np.arange(len(ids)) > 0])).logprobs
     assert logprobs[3:].mean() > -0.2
     assert logprobs[1:3].mean() < -1.0
