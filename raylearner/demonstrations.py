@@ -37,11 +37,10 @@ from raylearner.types import (
     Prompt,
     Sampling,
     StopReason,
+    Trajectory,
     WeightReceipt,
     WeightUpdate,
 )
-
-TokenRowWithMask = tuple[list[int], list[bool]]
 
 MAX_CONCURRENT = 32
 """Demonstrations played at once."""
@@ -68,8 +67,10 @@ def prepare_tiny_model(
     loss = None
     if model.warm_start is not None:
         renderer = Renderer.from_pretrained(str(partial), renderer_section)
-        rows = asyncio.run(demonstrate(prompts, renderer, environment, model.warm_start, seed=seed))
-        loss = warm_start(partial, rows, model.warm_start, seed=seed)
+        played = asyncio.run(
+            demonstrate(prompts, renderer, environment, model.warm_start, seed=seed)
+        )
+        loss = warm_start(partial, played, model.warm_start, seed=seed)
     partial.rename(folder)
     return loss
 
@@ -81,12 +82,12 @@ async def demonstrate(
     config: WarmStart,
     *,
     seed: int,
-) -> list[TokenRowWithMask]:
-    """Pairs of token ids and a mask that is True on what the demonstrator wrote."""
+) -> list[Trajectory]:
+    """The episodes played; the loss mask is True on what the demonstrator wrote."""
     factory = EnvironmentFactory(environment)
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def perform(prompt: Prompt, turns: list[str]) -> list[TokenRowWithMask]:
+    async def perform(prompt: Prompt, turns: list[str]) -> list[Trajectory]:
         async with places:
             return await _play(prompt, turns, renderer, factory)
 
@@ -94,7 +95,7 @@ async def demonstrate(
         await factory.start()
         scripts = _scripts(prompts, config, random.Random(seed))
         played = await asyncio.gather(*(perform(prompt, turns) for prompt, turns in scripts))
-        return [row for rows in played for row in rows]
+        return [segment for segments in played for segment in segments]
     finally:
         await factory.close()
 
@@ -132,7 +133,7 @@ def _filled(template: str, prompt: Prompt, **more: str) -> str:
 
 async def _play(
     prompt: Prompt, turns: list[str], renderer: Renderer, factory: EnvironmentFactory
-) -> list[TokenRowWithMask]:
+) -> list[Trajectory]:
     kit = EpisodeKit(
         engine=_Demonstrator(turns, renderer),
         renderer=renderer,
@@ -148,7 +149,7 @@ async def _play(
             f"model.warm_start: the demonstration of prompt {prompt.prompt_id} failed: "
             f"{played[0].error}"
         )
-    return [(segment.token_ids.tolist(), segment.loss_mask.tolist()) for segment in played]
+    return played
 
 
 class _Demonstrator(Engine):

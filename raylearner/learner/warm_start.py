@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from raylearner.config.schema import WarmStart
+from raylearner.learner.images import ImageReader
 from raylearner.learner.loading import load_model
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.optimizer import learning_rate_at
+from raylearner.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -23,17 +25,18 @@ NUM_LAST_STEPS = 20
 
 def warm_start(
     folder: Path,
-    rows: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    demonstrations: Sequence[Trajectory],
     config: WarmStart,
     *,
     seed: int,
 ) -> float:
     """Train the model in `folder` in place, in float32; returns the mean loss of the last steps.
 
-    `rows` are token ids with a mask that is True on what is to be imitated; they are dealt in a
-    seeded order, again and again if there are too few.
+    What the loss masks cover is imitated. Demonstrations are dealt in a seeded order, again and
+    again if there are too few. The images they show train the vision tower too.
     """
     model = load_model(str(folder), dtype=torch.float32)
+    reader = ImageReader.from_pretrained(str(folder))
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         parameters,
@@ -47,12 +50,14 @@ def warm_start(
     losses: list[float] = []
     for step in range(config.num_steps):
         while len(order) < config.batch_size:
-            order.extend(int(index) for index in rng.permutation(len(rows)))
-        chosen = [rows[index] for index in order[: config.batch_size]]
+            order.extend(int(index) for index in rng.permutation(len(demonstrations)))
+        chosen = [demonstrations[index] for index in order[: config.batch_size]]
         del order[: config.batch_size]
         tokens = PackedTokens.of(
-            [np.asarray(token_ids) for token_ids, _ in chosen],
-            [np.asarray(mask, np.bool_) for _, mask in chosen],
+            [trajectory.token_ids for trajectory in chosen],
+            [trajectory.loss_mask for trajectory in chosen],
+            reader=reader,
+            images=[trajectory.images for trajectory in chosen],
         )
         logprobs = model(tokens).logprobs
         loss = -logprobs.sum() / len(tokens.scored)

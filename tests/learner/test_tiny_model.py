@@ -1,19 +1,27 @@
 """The tiny model: whole tags, lossless text, a chat template, and files that load again."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylearner.config.schema import TinyModel, WarmStart
 from raylearner.errors import ConfigError
+from raylearner.learner.images import ImageReader
 from raylearner.learner.loading import load_model
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.tiny_model import TAGS, make_tiny_model
 from raylearner.learner.warm_start import warm_start
 from raylearner.learner.weight_source import vocabulary
+from raylearner.tokenization.vision import Vision
+from raylearner.types import Trajectory
 
 
 def test_text_survives_and_tags_are_single_tokens(tiny_folder: Path) -> None:
@@ -78,17 +86,62 @@ def test_narrow_heads_are_refused(tmp_path: Path) -> None:
         make_tiny_model(config, tmp_path, seed=0)
 
 
-def test_a_warm_start_imitates_only_what_the_mask_shows(tmp_path: Path) -> None:
+def test_a_warm_start_imitates_only_what_the_mask_shows(
+    tmp_path: Path, make_trajectory: Callable[..., Trajectory]
+) -> None:
     config = TinyModel(kind="tiny", hidden_size=32, num_layers=1, num_heads=1, intermediate_size=64)
     make_tiny_model(config, tmp_path, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     shown, hidden = (tokenizer(text)["input_ids"] for text in ("abcabcabc", "xyz"))
-    rows = [(hidden + shown, [False] * len(hidden) + [True] * len(shown))]
+    demonstration = replace(
+        make_trajectory(np.random.default_rng(0)),
+        token_ids=np.array(hidden + shown, np.int32),
+        loss_mask=np.array([False] * len(hidden) + [True] * len(shown)),
+    )
     section = WarmStart(num_steps=40, batch_size=4, learning_rate=1e-2)
-    loss = warm_start(tmp_path, rows, section, seed=0)
+    loss = warm_start(tmp_path, [demonstration], section, seed=0)
     assert loss < 0.5
     model = load_model(str(tmp_path), dtype=torch.float32)
     ids = np.array(hidden + shown)
     logprobs = model.score(PackedTokens.of([ids], [np.arange(len(ids)) > 0])).logprobs
     assert logprobs[3:].mean() > -0.2
     assert logprobs[1:3].mean() < -1.0
+
+
+def test_a_warm_start_teaches_the_vision_tower_to_tell_pages_apart(
+    tmp_path: Path, make_trajectory: Callable[..., Trajectory]
+) -> None:
+    config = TinyModel.model_validate(
+        {"kind": "tiny", "hidden_size": 64, "num_layers": 1, "num_heads": 2, "vision": {}}
+    )
+    make_tiny_model(config, tmp_path, seed=0)
+    vision, reader = (
+        Vision.from_pretrained(str(tmp_path)),
+        ImageReader.from_pretrained(str(tmp_path)),
+    )
+    assert vision is not None
+    demonstrations: list[Trajectory] = []
+    for answer, colour in ((60, "red"), (61, "blue")):
+        buffer = BytesIO()
+        Image.new("RGB", (28, 28), colour).save(buffer, "PNG")
+        ids = [30, *vision.block(buffer.getvalue()), answer]
+        made = replace(
+            make_trajectory(np.random.default_rng(0)),
+            token_ids=np.array(ids, np.int32),
+            loss_mask=np.arange(len(ids)) == len(ids) - 1,
+            images=(buffer.getvalue(),),
+            image_token_id=vision.image_token_id,
+        )
+        demonstrations.append(made)
+    before = load_file(tmp_path / "model.safetensors")
+    section = WarmStart(num_steps=60, batch_size=8, learning_rate=3e-3)
+    loss = warm_start(tmp_path, demonstrations, section, seed=0)
+    assert loss < 0.1  # 0.69 for who does not look
+    after = load_file(tmp_path / "model.safetensors")
+    tower = [name for name in after if "visual" in name]
+    assert tower
+    assert any(not torch.equal(after[name], before[name]) for name in tower)
+    model = load_model(str(tmp_path), dtype=torch.float32)
+    red, blue = demonstrations
+    swapped = PackedTokens.of([red.token_ids], [red.loss_mask], reader=reader, images=[blue.images])
+    assert model.score(swapped).logprobs[-1] < -2.0

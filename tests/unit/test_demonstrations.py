@@ -27,13 +27,13 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 async def written(renderer: Renderer, **changes: object) -> list[tuple[str, str]]:
     """Of each demonstration the whole text, and what the demonstrator wrote of it."""
     config = WarmStart.model_validate({"num_demonstrations": 30, **changes})
-    rows = await demonstrate(PROMPTS, renderer, ToolUse(kind="tool_use"), config, seed=0)
+    played = await demonstrate(PROMPTS, renderer, ToolUse(kind="tool_use"), config, seed=0)
     return [
         (
-            renderer.decode(ids),
-            renderer.decode([i for i, is_written in zip(ids, mask, strict=True) if is_written]),
+            renderer.decode(trajectory.token_ids.tolist()),
+            renderer.decode(trajectory.token_ids[trajectory.loss_mask].tolist()),
         )
-        for ids, mask in rows
+        for trajectory in played
     ]
 
 

@@ -16,13 +16,18 @@ NUM_SYLLABLES = 3
 HELD_OUT_EVERY = 8
 
 
+def invented_name(rng: random.Random) -> str:
+    """A word of three syllables that means nothing."""
+    syllables = (rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(NUM_SYLLABLES))
+    return "".join(syllables).capitalize()
+
+
 def write_records(folder: Path, *, num_records: int = 2000, seed: int = 0) -> None:
     """Writes `records.jsonl` for the search service, `questions.jsonl` and `questions_held_out.jsonl`."""
     rng = random.Random(seed)
     names: dict[str, int] = {}
     while len(names) < num_records:
-        syllables = (rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(NUM_SYLLABLES))
-        names["".join(syllables).capitalize()] = rng.randint(100, 9999)
+        names[invented_name(rng)] = rng.randint(100, 9999)
     passages, questions, held_out = [], [], []
     for index, (name, number) in enumerate(names.items()):
         text = f"{name}\nThe number of {name} is {number}."
