@@ -70,6 +70,7 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
             stop_reason, error = StopReason.ERROR, f"{EnvironmentFault.kind}: {cause!r}"
         if not transcript.token_ids:
             transcript.open_empty()
+        outcome = replace(outcome, shown=_seen(outcome.shown, transcript))
         trajectory = transcript.close(
             stop_reason=stop_reason,
             error=error,
@@ -89,6 +90,11 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
             response=transcript.response_text,
         )
         return trajectory
+
+
+def _seen(shown: tuple[str, ...], transcript: Transcript) -> tuple[str, ...]:
+    """Without the pages that came last and no longer fitted."""
+    return shown[: len(shown) - transcript.num_left_out]
 
 
 async def _play(
@@ -165,6 +171,7 @@ async def scored(
         policy_version=max(segment.max_policy_version for segment in segments),
         step=claim.step,
         metrics=outcome.metrics,
+        shown=outcome.shown,
         answer=answer,
     )
     try:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from raylearner.config.finding import Finding
 from raylearner.config.kind import load_reference
 from raylearner.config.rewards import Judge, RewardModel, ToolUseShaping, UserFunction
-from raylearner.config.schema import RunConfig
+from raylearner.config.schema import CustomEnvironment, RunConfig, ToolUse
 from raylearner.errors import ConfigError
 
 
@@ -68,3 +68,16 @@ def _needs(config: RunConfig) -> Iterator[Finding]:
                 f"rewards.functions.{index}.kind",
                 "'tool_use' needs tool calls, and environment.kind is 'single_turn'",
             )
+        if function.kind == "retrieval_hit" and not _shows_pages(config):
+            yield Finding(
+                f"rewards.functions.{index}.kind",
+                "'retrieval_hit' looks at pages that tools showed, and none shows any; give"
+                " environment.tools a page_search or a page_fetch",
+            )
+
+
+def _shows_pages(config: RunConfig) -> bool:
+    environment = config.environment
+    if isinstance(environment, ToolUse):
+        return any(tool.kind in ("page_search", "page_fetch") for tool in environment.tools)
+    return isinstance(environment, CustomEnvironment)

@@ -125,6 +125,17 @@ class ToolUseShaping(_Reward):
     """Greatest sum."""
 
 
+class RetrievalHit(_Reward):
+    """The share of the row's right pages that tools showed, 1 for a single one that was looked at.
+
+    None for a row that names none. Pages that no longer fitted the episode were not looked at.
+    """
+
+    kind: Literal["retrieval_hit"]
+    column: str = "page_id"
+    """Column with the id of the right page, or a list of ids."""
+
+
 class ResponseLength(_Reward):
     """1 at `target_tokens` sampled tokens, falling linearly to 0 at none or twice as many."""
 
@@ -277,6 +288,7 @@ RewardFunction = Annotated[
     | Annotated[ReasoningGymReward, Tag("reasoning_gym")]
     | Annotated[AnswerFormat, Tag("answer_format")]
     | Annotated[ToolUseShaping, Tag("tool_use")]
+    | Annotated[RetrievalHit, Tag("retrieval_hit")]
     | Annotated[ResponseLength, Tag("response_length")]
     | Annotated[RewardModel, Tag("model")]
     | Annotated[Judge, Tag("judge")]

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from raylearner.config import rewards as sections
-from raylearner.rewards import formats, matches
+from raylearner.rewards import formats, matches, retrieval
 from raylearner.rewards.checked import CheckedReward
 from raylearner.rewards.functions import EpisodeView, Reward, RewardLog
 from raylearner.rewards.judge import JudgeReward, PairwiseReward
@@ -65,6 +65,8 @@ def make_reward(
             return PlainReward(partial(formats.answer_format, section=section))
         case sections.ToolUseShaping():
             return PlainReward(partial(formats.tool_use, section=section))
+        case sections.RetrievalHit():
+            return PlainReward(partial(retrieval.retrieval_hit, section=section))
         case sections.ResponseLength():
             return PlainReward(partial(formats.response_length, section=section))
         case sections.RewardModel():

@@ -26,6 +26,8 @@ class EpisodeView:
     """Learner steps committed when the episode was claimed; None in evaluations."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the environment counted, such as `failed_tool_calls`."""
+    shown: tuple[str, ...] = ()
+    """Ids of the pages that tools showed, in order."""
     answer: str | None = None
     """What an agent program returned as its answer; None where the last turn is it."""
 

@@ -73,4 +73,5 @@ def _view(prompt: Prompt, segments: Sequence[Trajectory], step: int | None) -> E
         policy_version=max(segment.max_policy_version for segment in segments),
         step=step,
         metrics=last.metrics,
+        shown=last.shown,
     )

@@ -42,6 +42,8 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list[int])
     prompt_length: int = 0
     images: list[bytes] = field(default_factory=list[bytes])
+    num_left_out: int = 0
+    """Images of replies that no longer fitted."""
     _loss_mask: list[bool] = field(default_factory=list[bool])
     _logprobs: list[float] = field(default_factory=list[float])
     _versions: list[int] = field(default_factory=list[int])
@@ -137,6 +139,7 @@ class Transcript:
         reply = "\n".join(m.content for m in messages)
         if not fits:
             ends = self._fitting_ends(reply_ids, image_room)
+            self.num_left_out += len(images) - len(ends)
             reply_ids, images = reply_ids[: max(ends, default=0)], images[: len(ends)]
             reply = "".join(f"{text}{IMAGE_MARK}" for text in reply.split(IMAGE_MARK)[: len(ends)])
         self.images.extend(images)

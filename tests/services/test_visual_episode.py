@@ -142,3 +142,4 @@ async def test_an_episode_ends_cleanly_with_the_pages_that_fitted(model: Path, u
     assert trajectory.broken_rule() is None
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert len(trajectory.images) == 1
+    assert len(trajectory.shown) == 1

@@ -74,6 +74,11 @@ def test_functions_that_cannot_be_imported_are_named_before_anything_starts(base
             "rewards.functions.0.min: must be <= max = 0, got 1",
         ),
         (["rewards.functions=[{kind: tool_use}]"], "environment.kind is 'single_turn'"),
+        (["rewards.functions=[{kind: retrieval_hit}]"], "give environment.tools a page_search"),
+        (
+            ["rewards.functions=[{kind: retrieval_hit}]", "environment.kind=tool_use"],
+            "rewards.functions.0.kind: 'retrieval_hit' looks at pages",
+        ),
         (["rewards.functions=[{kind: reasoning_gym}]"], "sources of that kind, and there is none"),
         (
             ["rewards.functions=[{kind: model, path: x, device: cuda}]"],

@@ -131,6 +131,28 @@ async def test_tool_use_counts_answered_and_failed_calls_within_its_bounds() -> 
     assert await score_one(section, make_view(invalid, invalid)) == -0.6
 
 
+@pytest.mark.parametrize(
+    ("row", "shown", "expected"),
+    [
+        ({"page_id": "3"}, ("7", "3"), 1.0),
+        ({"page_id": 3}, ("3", "3"), 1.0),
+        ({"page_id": "3"}, ("33",), 0.0),
+        ({"page_id": "3"}, (), 0.0),
+        ({"page_id": ["3", "4"]}, ("4",), 0.5),
+        ({"page_id": None}, ("3",), None),
+        ({}, ("3",), None),
+    ],
+)
+async def test_retrieval_hit_is_the_share_of_the_right_pages_that_were_looked_at(
+    row: dict[str, object], shown: tuple[str, ...], expected: float | None
+) -> None:
+    prompt = Prompt(prompt_id="p", messages=(), columns=row)
+    view = make_view("<answer>46</answer>", prompt=prompt, shown=shown)
+    assert await score_one("retrieval_hit", view) == expected
+    section = {"kind": "retrieval_hit", "column": "pages"}
+    assert await score_one(section, view) is None
+
+
 async def test_response_length_falls_on_both_sides() -> None:
     section = {"kind": "response_length", "target_tokens": 4}
     view = make_view("x", completion_ids=(1, 2, 3, 4, 5))
