@@ -2,7 +2,8 @@
 # A Ray cluster on SLURM nodes and one run on it:  sbatch launch/slurm.sh CONFIG [key=value..]
 # Change: partition, account, nodes, GPUs and time below. The environment (.venv), models and data must
 # be on storage that all nodes see. A stop (scancel, or the end of the time) is told to the run
-# 180 s before the kill, so that it leaves a checkpoint; `--resume RUN_DIR` goes on from it.
+# 180 s before the kill, so that it leaves a checkpoint; `--resume RUN_DIR` goes on from it (add
+# `--or-start-over` where it may have been killed before its first).
 #SBATCH --job-name=raylearner
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -22,6 +22,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.deadline import stop_time_s
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.observability import logs, run_directory
+from raylearner.observability.run_directory import OR_START_OVER
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
 
@@ -44,6 +45,14 @@ Arguments = Annotated[
     ),
 ]
 
+OrStartOver = Annotated[
+    bool,
+    typer.Option(
+        OR_START_OVER,
+        help="With --resume: without a whole checkpoint there, keep the directory as RUN_DIR.1 and start over.",
+    ),
+]
+
 
 @app.command()
 def train(
@@ -52,19 +61,21 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="Go on from the last checkpoint of this run directory, with its own config.yaml.",
+            help="Go on from the last whole checkpoint of this run directory, with its own config.yaml.",
             show_default=False,
         ),
     ] = None,
+    or_start_over: OrStartOver = False,
 ) -> None:
     """Run a configuration to its end."""
     with _exit_codes():
         logs.set_up()
+        _refuse_alone(or_start_over, resume)
         resume = run_directory.durable(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume), resume)
         from raylearner import controller
 
-        controller.run(config, resume=resume)
+        controller.run(config, resume=resume, or_start_over=or_start_over)
 
 
 @app.command(name="eval")
@@ -105,6 +116,7 @@ def submit(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with this run.", show_default=False),
     ] = None,
+    or_start_over: OrStartOver = False,
     sweep_file: Annotated[
         str | None,
         typer.Option("--sweep", metavar="FILE", help="Run this sweep.", show_default=False),
@@ -130,11 +142,15 @@ def submit(
                 f"--sweep {sweep_file}: the file says all of a sweep; leave out --resume, other files"
                 " and overrides, or write them into its `base` and `overrides`"
             )
+        _refuse_alone(or_start_over, resume)
         from raylearner import submission
         from raylearner.sweep import plan
 
         request = submission.Request(
-            arguments=tuple(arguments or ()), resume=resume, sweep_file=sweep_file
+            arguments=tuple(arguments or ()),
+            resume=resume,
+            or_start_over=or_start_over,
+            sweep_file=sweep_file,
         )
 
         def load_run() -> RunConfig | None:
@@ -221,6 +237,11 @@ def _load(arguments: Sequence[str], resume: Path | None) -> RunConfig:
     config = load(files, overrides)
     stop_time_s(config.run, {})
     return config
+
+
+def _refuse_alone(or_start_over: bool, resume: Path | None) -> None:
+    if or_start_over and resume is None:
+        raise ConfigError(f"{OR_START_OVER} goes with --resume RUN_DIR; a new run starts anyway")
 
 
 def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:

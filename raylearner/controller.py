@@ -9,13 +9,15 @@ import logging
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from raylearner import deadline, placement
+from raylearner import deadline, placement, resumption
 from raylearner.actors.reward_actor import RewardActors
+from raylearner.colocation import Colocation
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import LearnerDied, RunStopped, StalledError, WeightTransferError
@@ -46,8 +48,12 @@ TAKE_POLL_S = 5.0
 """How long one take call waits before the watchdog looks."""
 
 
-def run(config: RunConfig, *, resume: Path | None = None) -> None:
-    """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return."""
+def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = False) -> None:
+    """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return.
+
+    `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
+    it aside, and `ConfigError` is raised otherwise.
+    """
     training, held_out = _load_data(config)
     deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
@@ -58,14 +64,17 @@ def run(config: RunConfig, *, resume: Path | None = None) -> None:
         Renderer.from_pretrained(config.model.path, config.renderer)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
-    placement.connect(config.cluster)
-    try:
+    with ExitStack() as held:
+        latest = None
+        if resume is not None:
+            latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
+        placement.connect(config.cluster)
+        held.callback(ray.shutdown)
         config = placement.resolve(config)
         placement.check_supply(config)
-        with run_directory.claimed(folder, is_new=resume is None):
-            asyncio.run(_train(config, folder, training, held_out, is_resumed=resume is not None))
-    finally:
-        ray.shutdown()
+        if resume is None:
+            held.enter_context(run_directory.claimed(folder, is_new=True))
+        asyncio.run(_train(config, folder, training, held_out, latest=latest))
 
 
 def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -90,8 +99,9 @@ async def _train(
     training: list[Prompt],
     held_out: list[Prompt],
     *,
-    is_resumed: bool,
+    latest: Checkpoint | None,
 ) -> None:
+    """On from the checkpoint `latest`, or from the beginning."""
     recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
@@ -101,7 +111,7 @@ async def _train(
         loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
     try:
         async with asyncio.TaskGroup() as tasks:
-            await controller.start(tasks, is_resumed=is_resumed)
+            await controller.start(tasks, latest=latest)
             await controller.train()
             await controller.close()
     except* Exception as group:
@@ -139,6 +149,7 @@ class Controller:
         self._learner: LearnerGroup | None = None
         self._publisher: Publisher | None = None
         self._fleet: RolloutFleet | None = None
+        self._colocation = Colocation(config) if config.weights.transport == "ipc" else None
         self.step = 0
 
     def request_stop(self) -> None:
@@ -152,10 +163,12 @@ class Controller:
 
     # -- starting and ending -------------------------------------------------------------------
 
-    async def start(self, tasks: asyncio.TaskGroup, *, is_resumed: bool) -> None:
+    async def start(self, tasks: asyncio.TaskGroup, *, latest: Checkpoint | None) -> None:
         config = self._config
         with self._recorder.stage("preparing the model"):
             model_path = await self._prepare_model()
+        if self._colocation is not None:
+            await self._colocation.reserve()
         self._rewards = RewardActors(config.run.name, config.rewards)
         self._replay = ReplayActor.options(
             name=f"{config.run.name}/replay", num_cpus=0, max_concurrency=10_000
@@ -184,6 +197,9 @@ class Controller:
             ),
             engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
             ranks_per_engine=getattr(config.actors.engine, "tensor_parallel_size", 1),
+            ray_options=None if self._colocation is None else self._colocation.rank_options(),
+            rank_of=None if self._colocation is None else self._colocation.rank_of,
+            should_free_memory=config.engines_sleep,
         )
         self._fleet = RolloutFleet(
             config=config.actors,
@@ -192,6 +208,7 @@ class Controller:
             replay=self._replay,
             on_loss=self._forget_actor,
             on_join=self._admit_actor,
+            colocation=self._colocation,
         )
         with self._recorder.stage(
             f"starting {config.learner.num_ranks} learner ranks and"
@@ -207,9 +224,9 @@ class Controller:
                 give_back=self._take_back_actor,
                 record=self._recorder.evaluation,
             )
-        if is_resumed:
+        if latest is not None:
             with self._recorder.stage("restoring the last checkpoint"):
-                await self._restore(self._learner, await self._latest_checkpoint())
+                await self._restore(self._learner, latest)
         with self._recorder.stage("publishing the first weights"):
             await self._publish()
         self._fleet.play(tasks)
@@ -231,6 +248,8 @@ class Controller:
             ray.kill(self._replay)
         if self._rewards is not None:
             await self._rewards.close()
+        if self._colocation is not None:
+            self._colocation.release()
         self._recorder.spans(self._tracer.drain())
 
     async def _prepare_model(self) -> str:
@@ -276,11 +295,12 @@ class Controller:
             batches = pack(
                 take.groups,
                 policy_version=trained_version,
-                num_ranks=config.learner.num_ranks,
+                num_ranks=config.learner.num_data_ranks,
                 max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
                 num_mini_batches=config.learner.num_mini_batches,
                 should_mask_truncated=config.learner.should_mask_truncated,
             )
+        await self._let_engines_sleep()
         with self._tracer.span("step", step=self.step + 1):
             output = await learner.step(batches)
         await self._replay.commit.remote(
@@ -406,11 +426,19 @@ class Controller:
             self._publisher.add(actor_id, self._fleet.receiver(actor_id))
 
     def _start_publishing(self, policy_version: int) -> None:
-        """The push lands while the next batch is already being taken and packed."""
+        """The push lands while the next batch is already being taken and packed; it wakes engines."""
         assert self._publisher is not None, "start comes first"
-        published = self._publisher.policy_version
-        if policy_version != published and policy_version % self._config.weights.every_steps == 0:
+        is_new = policy_version != self._publisher.policy_version
+        is_due = policy_version % self._config.weights.every_steps == 0
+        if (is_new and is_due) or self._config.engines_sleep:
             self._publisher.start(policy_version)
+
+    async def _let_engines_sleep(self) -> None:
+        """Between the last episode of a step and its push, where the learner needs their memory."""
+        assert self._fleet is not None, "start comes first"
+        if self._config.engines_sleep:
+            with self._tracer.span("engines fall asleep"):
+                await self._fleet.sleep()
 
     async def _publish(self) -> None:
         assert self._publisher is not None, "start comes first"
@@ -456,11 +484,11 @@ class Controller:
         self._recorder.evaluation(record)
 
     async def _evaluate_beside_training(self) -> None:
-        """With a single actor there is nobody to train on meanwhile, so the run waits."""
+        """With a single actor, or engines that sleep in a step, nobody is free, so the run waits."""
         if self._side_evaluation is None:
             return
         assert self._fleet is not None, "start comes first"
-        if len(self._fleet.actors) < MIN_ACTORS_TO_LEND:
+        if len(self._fleet.actors) < MIN_ACTORS_TO_LEND or self._config.engines_sleep:
             await self._evaluate()
             return
         assert self._learner is not None, "start comes first"
@@ -490,29 +518,20 @@ class Controller:
                 )
             checkpoint.prune(self._folder / "checkpoints", keep_last=self._config.run.keep_last)
 
-    async def _latest_checkpoint(self) -> Checkpoint | None:
-        """In a thread: every byte is hashed before a checkpoint counts as whole."""
-        return await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")
-
-    async def _restore(self, learner: LearnerGroup, latest: Checkpoint | None) -> None:
-        if latest is None:
-            logger.warning("%s holds no whole checkpoint: the run starts over", self._folder)
-            self._recorder.rewind(-1)
-            self.step = 0
-        else:
-            await learner.restore(latest.folder)
-            await self._replay.load.remote(str(latest.folder / "replay"))
-            self.step = latest.step
-            self._recorder.rewind(self.step)
-            logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
+    async def _restore(self, learner: LearnerGroup, latest: Checkpoint) -> None:
+        await learner.restore(latest.folder)
+        await self._replay.load.remote(str(latest.folder / "replay"))
+        self.step = latest.step
+        self._recorder.rewind(self.step)
+        logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
 
     async def _roll_back(self, learner: LearnerGroup, error: LearnerDied) -> None:
         """Learner, ledger and buffer go back to one cut; engines are set to its version."""
         self._num_learner_restarts += 1
-        latest = await self._latest_checkpoint()
+        latest = await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
             why = (
-                "no checkpoint exists yet"
+                "there is no whole checkpoint"
                 if latest is None
                 else "run.max_learner_restarts is used up"
             )

@@ -23,6 +23,7 @@ class Request:
 
     arguments: tuple[str, ...]
     resume: Path | None
+    or_start_over: bool = False
     sweep_file: str | None
 
 
@@ -84,7 +85,8 @@ def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) ->
     assert config is not None, "a run has a configuration"
     if request.resume is not None:
         folder = request.resume.absolute() if is_local else request.resume
-        return ["train", "--resume", str(folder), *request.arguments]
+        or_start_over = [run_directory.OR_START_OVER] * request.or_start_over
+        return ["train", "--resume", str(folder), *or_start_over, *request.arguments]
     if not is_local:
         return ["train", *request.arguments]
     folder = run_directory.named(config.run).absolute()

@@ -48,8 +48,8 @@ async def writing(checkpoints: Path, *, step: int) -> AsyncIterator[Path]:
 def latest(checkpoints: Path) -> Checkpoint | None:
     """The newest whole checkpoint; logs what it had to skip, and returns None where none is whole."""
     skipped: list[str] = []
-    for folder in sorted(checkpoints.glob("step_*"), key=_order, reverse=True):
-        fault = f"{folder.name}: half-written" if folder.suffix == PARTIAL else find_fault(folder)
+    for folder in _newest_first(checkpoints):
+        fault = find_fault(folder)
         if fault is None:
             return Checkpoint(folder=folder, step=_order(folder)[0], skipped=tuple(skipped))
         log.warning("checkpoint skipped: %s", fault)
@@ -57,8 +57,16 @@ def latest(checkpoints: Path) -> Checkpoint | None:
     return None
 
 
+def faults(checkpoints: Path) -> list[str]:
+    """Of every checkpoint that is not whole, why; the newest first."""
+    found = (find_fault(folder) for folder in _newest_first(checkpoints))
+    return [fault for fault in found if fault is not None]
+
+
 def find_fault(folder: Path) -> str | None:
     """Why a checkpoint is not whole, in words; None when every byte is what was written."""
+    if folder.suffix == PARTIAL:
+        return f"{folder.name}: half-written"
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
     except FileNotFoundError:
@@ -78,7 +86,7 @@ def find_fault(folder: Path) -> str | None:
 
 def prune(checkpoints: Path, *, keep_last: int) -> list[Path]:
     """Remove all but the newest `keep_last`, and what older crashes left; returns what went."""
-    folders = sorted(checkpoints.glob("step_*"), key=_order, reverse=True)
+    folders = _newest_first(checkpoints)
     whole = [folder for folder in folders if folder.suffix != PARTIAL]
     newest = _order(whole[0])[0] if whole else -1
     leftovers = [f for f in folders if f.suffix == PARTIAL and _order(f)[0] <= newest]
@@ -86,6 +94,10 @@ def prune(checkpoints: Path, *, keep_last: int) -> list[Path]:
     for folder in removed:
         shutil.rmtree(folder)
     return removed
+
+
+def _newest_first(checkpoints: Path) -> list[Path]:
+    return sorted(checkpoints.glob("step_*"), key=_order, reverse=True)
 
 
 def _order(folder: Path) -> tuple[int, bool]:

@@ -61,7 +61,9 @@ class Recorder:
     def of_run(cls, config: RunConfig, run_dir: Path, *, num_steps: int) -> Self:
         """Of a whole configuration, which is written to the directory, with the sinks it asks for."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(resolved_yaml(config))
+        draft = run_dir / "config.yaml.partial"
+        draft.write_text(resolved_yaml(config))
+        draft.replace(run_dir / "config.yaml")
         sinks = make_sinks(
             config.observability,
             run_dir,

@@ -1,6 +1,7 @@
 """Where a run's directory lies, and that one run at a time writes into it."""
 
 import fcntl
+import itertools
 import os
 import socket
 import time
@@ -14,6 +15,8 @@ from raylearner.errors import ConfigError
 JOB_FILES = "working_dir_files"
 """Part of the path that Ray unpacks a job's working directory to; it is deleted after the job."""
 LOCK_FILE = "run.lock"
+OR_START_OVER = "--or-start-over"
+"""The option of a resume that may find nothing to go on from."""
 
 
 def durable(path: Path) -> Path:
@@ -48,6 +51,14 @@ def refuse_unwritable(folder: Path) -> None:
         raise ConfigError(
             f"run.dir: {str(folder)!r} lies in {str(parent)!r}, which is not writable"
         )
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a run directory, with every byte in it, to the first of `NAME.1`, `NAME.2`, .. that is free."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    folder.rename(aside)
+    return aside
 
 
 @contextmanager

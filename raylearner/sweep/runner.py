@@ -216,12 +216,12 @@ class Sweep:
         self._board.tell(found)
 
     def _arguments(self, trial: Trial) -> list[str]:
-        """From the start, or on from what an earlier attempt left behind."""
+        """From the start, or on from what an earlier attempt left behind, if it got to a checkpoint."""
         run_dir = self._state.run_dir(trial.number)
         if (run_dir / "config.yaml").is_file():
-            return ["train", "--resume", str(run_dir)]
+            return ["train", "--resume", str(run_dir), run_directory.OR_START_OVER]
         if run_dir.exists():
-            run_dir.rename(run_dir.with_name(f"{run_dir.name}.broken-{int(time.time())}"))
+            run_directory.set_aside(run_dir)
         return arguments(self._plan, trial, run_dir)
 
     # -- interruptions -----------------------------------------------------------------------

@@ -39,7 +39,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def raising(error: BaseException) -> Callable[..., None]:
-    def run(config: RunConfig, *, resume: Path | None) -> None:
+    def run(config: RunConfig, **_: object) -> None:
         raise error
 
     return run
@@ -75,6 +75,8 @@ def test_bad_input_exits_2_with_the_report_and_no_traceback(command: str, config
     [
         (("check", "config.yaml", "run.deadline=soon"), "run.deadline: 'soon' is no time"),
         (("train", "config.yaml", "run.dir=config.yaml/x"), "config.yaml', which is no directory"),
+        (("train", "config.yaml", "--or-start-over"), "--or-start-over goes with --resume"),
+        (("submit", "config.yaml", "--or-start-over"), "--or-start-over goes with --resume"),
         (("submit", "--sweep", "none.yaml"), "none.yaml  no such file"),
         (("submit", "--sweep", "s.yaml", "run.seed=1"), "the file says all of a sweep"),
         (("submit", "config.yaml", "--pip", "none.txt"), "--pip none.txt: no such file"),
@@ -111,7 +113,7 @@ def test_train_gives_the_controller_a_config_with_its_run_directory(
     config_file: str, controller: types.ModuleType
 ) -> None:
     seen: list[tuple[RunConfig, Path | None]] = []
-    controller.run = lambda config, *, resume: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
+    controller.run = lambda config, *, resume, **_: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
     assert invoke("train", config_file, "run.name=x").exit_code == 0
     ((config, resume),) = seen
     assert resume is None
@@ -133,16 +135,20 @@ def test_train_refuses_a_run_directory_that_exists(
 def test_resume_reads_the_run_directory_and_takes_overrides(
     config_file: str, controller: types.ModuleType
 ) -> None:
-    seen: list[tuple[RunConfig, Path | None]] = []
-    controller.run = lambda config, *, resume: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
+    seen: list[tuple[RunConfig, Path | None, bool]] = []
+    controller.run = lambda config, *, resume, or_start_over: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
+        (config, resume, or_start_over)
+    )
     from raylearner.config.loader import load
 
     Path("old").mkdir()
     saved = load([config_file], ["run.dir=elsewhere", "run.seed=7"])
     Path("old/config.yaml").write_text(resolved_yaml(saved))
     assert invoke("train", "--resume", "old", "run.num_steps=9").exit_code == 0
-    ((config, resume),) = seen
+    assert invoke("train", "--resume", "old", "--or-start-over").exit_code == 0
+    (config, resume, or_start_over), (_, _, or_start_over_asked) = seen
     assert resume == Path("old")
+    assert (or_start_over, or_start_over_asked) == (False, True)
     assert (config.run.dir, config.run.seed, config.run.num_steps) == ("old", 7, 9)
 
 
