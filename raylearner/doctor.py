@@ -111,13 +111,18 @@ def _torchvision() -> Iterator[Finding]:
     try:
         version = metadata.version("torchvision")
     except metadata.PackageNotFoundError:
-        yield Finding("ok", "torchvision", "not installed: text models need none")
+        yield Finding(
+            "ok", "torchvision", "not installed: text models need none, vLLM's vision models do"
+        )
         return
     is_fine, said = _probe("import torchvision; torchvision.ops.nms")
     if is_fine:
         yield Finding("ok", "torchvision", f"{version} imports beside this torch")
     else:
-        advice = "`pip uninstall torchvision torchaudio`, or install the build for this torch"
+        advice = (
+            "run `bash launch/setup.sh`, which lets it import beside a CPU torch, or install the build"
+            " for this torch; for text models `pip uninstall torchvision torchaudio` will do"
+        )
         yield Finding("problem", "torchvision", f"{version} does not fit torch: {said}", advice)
 
 
