@@ -29,6 +29,8 @@ class LearnerSection(Section):
 
     num_ranks: PositiveInt = 1
     """Learner actors, one rank each."""
+    context_parallel_size: PositiveInt = 1
+    """Neighbouring ranks that share each micro-batch, a slice of its tokens each, for trajectories too long for one. Divides `num_ranks` and the attention heads; fewer key-value heads are repeated."""
     cpus_per_rank: NonNegativeFloat = 1.0
     """CPUs that Ray reserves for one rank."""
     gpus_per_rank: AutoFloat = "auto"
@@ -46,7 +48,7 @@ class LearnerSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped here."""
     max_tokens_per_micro_batch: PositiveInt = 8192
-    """Token budget of one packed micro-batch."""
+    """Token budget of one packed micro-batch, over all ranks that share it."""
     num_mini_batches: PositiveInt = 1
     """Optimizer updates per take and epoch."""
     num_epochs: PositiveInt = 1
@@ -97,3 +99,8 @@ class LearnerSection(Section):
     """Entropy bonus."""
     max_skipped_steps: PositiveInt = 5
     """So many steps in a row with a non-finite loss end the run."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Shares that a batch is dealt into."""
+        return self.num_ranks // self.context_parallel_size

@@ -49,7 +49,7 @@ def max_micro_batches(config: RunConfig) -> int:
     learner = config.learner
     per_micro_batch = learner.max_tokens_per_micro_batch // config.max_sequence_tokens
     episodes = math.ceil(config.episodes_per_step / learner.num_mini_batches)
-    per_rank = math.ceil(episodes / learner.num_ranks)
+    per_rank = math.ceil(episodes / learner.num_data_ranks)
     per_update = math.ceil(per_rank / max(1, per_micro_batch))
     return per_update * learner.num_mini_batches * learner.num_epochs
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylearner.errors import ConfigError
+from raylearner.learner.context import ContextGroup
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,13 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,  # [R + 1] int32
     max_length_q: int | None = None,
+    context_group: ContextGroup | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The signature that transformers calls; output `[1, T, H, D]`."""
+    """The signature that transformers calls; output `[1, T, H, D]`.
+
+    With a context group `T` is a rank's slice, and `cu_seq_lens_q` that of the whole.
+    """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"{type(module).__name__} does not pass packing on to its attention")
     if attention_mask is not None or dropout:
@@ -79,7 +84,12 @@ def packed_attention(
         raise ValueError(f"packed attention does not know {', '.join(unsupported)}")
     window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
     attend = BACKENDS[backend]
-    out = attend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, window)
+    parts = query[0], key[0], value[0]
+    if context_group is not None:
+        parts = context_group.to_heads(*parts)
+    out = attend(*parts, cu_seq_lens_q, max_length_q, scaling, window)
+    if context_group is not None:
+        out = context_group.to_tokens(out)
     return out.unsqueeze(0), None
 
 

@@ -29,6 +29,7 @@ from raylearner.learner import lora, mesh, metric, optimizer, preparation
 from raylearner.learner.estimator import EpisodeTable
 from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.learner_state import Progress, restore_state, save_state
+from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
 from raylearner.learner.model import DTYPES
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 class Learner:
     """Owns the sharded policy, its optimizer and the policy version.
 
-    A committed step makes the next version. A step is skipped, and the version kept, when none of
+    Ranks of a context group are given the same batches. A committed step makes the next version. A step is skipped, and the version kept, when none of
     its optimizer updates had a finite loss and gradient; every rank decides alike.
     """
 
@@ -89,7 +90,10 @@ class Learner:
         device_mesh = device_mesh or mesh.connect(device=device)
         torch.manual_seed(seed + dist.get_rank())
         self._dtype = torch.float64 if config.compute_dtype == "float64" else torch.float32
-        self._models = models = Models.load(config, model_path, device_mesh, seed=seed)
+        self._layout = BatchLayout.of(device, context_size=config.context_parallel_size)
+        self._models = models = Models.load(
+            config, model_path, device_mesh, seed=seed, context=self._layout.context
+        )
         self._model, self._optimizer = models.policy, models.optimizer
         self._critic, self._reference = models.critic, models.reference
         self._kl_controller = kl_controller(config.kl)
@@ -139,7 +143,12 @@ class Learner:
                 break
         is_skipped = self._commit(updates)
         metrics = step_metrics(
-            batch, take, updates, step_s=time.monotonic() - started, device=self._device
+            batch,
+            take,
+            updates,
+            layout=self._layout,
+            step_s=time.monotonic() - started,
+            device=self._device,
         )
         metrics["learner/skipped_steps"] = float(self._progress.num_skipped)
         if self._config.kl is not None:
@@ -232,6 +241,7 @@ class Learner:
                 reward_weights=self._reward_weights,
                 device=self._device,
             ),
+            layout=self._layout,
             kl_coefficient=self._kl_controller.coefficient,
             seed=self._step_seed,
             score=lambda micro: self._model.score(
@@ -313,6 +323,7 @@ class Learner:
             part,
             logprobs,
             take=take,
+            layout=self._layout,
             policy_version=self.policy_version,
             seed=self._step_seed * 1_009 + number,
         )
@@ -321,7 +332,7 @@ class Learner:
         if self._config.max_kl is None:
             return False
         kl = metric.combine({"kl": m["approx_kl_k3"]} for m in measured if "approx_kl_k3" in m)
-        return mesh.all_reduced(kl, device=self._device)["kl"].value() > self._config.max_kl
+        return self._layout.combined(kl, device=self._device)["kl"].value() > self._config.max_kl
 
     def _update(
         self,
@@ -374,8 +385,7 @@ class Learner:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for share in shares:
             total += share
-        dist.all_reduce(total)
-        return total.item()
+        return self._layout.sum(total).item()
 
     def _commit(self, updates: Sequence[Update]) -> bool:
         """Count the step, advance the version if any update was made; returns whether it was not."""

@@ -91,7 +91,12 @@ class LearnerActor:
             config, device=device, device_mesh=device_mesh, tracer=self._tracer, **arguments
         )
         self._writer = WeightWriter(self._learner, **weights)
-        self._meter = Meter(self._learner.causal_lm, device=device, num_ranks=world_size)
+        self._meter = Meter(
+            self._learner.causal_lm,
+            device=device,
+            num_ranks=world_size,
+            context_size=config.context_parallel_size,
+        )
         return self._learner.policy_version
 
     def pid(self) -> int:
@@ -230,8 +235,9 @@ class LearnerGroup:
             log.info("learner-%d runs as process %d", rank, pid)
 
     async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
-        """One batch a rank, in order."""
-        calls = [rank.step.remote(batch) for rank, batch in zip(self._living, batches, strict=True)]
+        """One batch a context group of neighbouring ranks, in order."""
+        by_rank = [batch for batch in batches for _ in range(self._config.context_parallel_size)]
+        calls = [rank.step.remote(batch) for rank, batch in zip(self._living, by_rank, strict=True)]
         outputs = await self._gather(calls)
         self._policy_version = outputs[0].policy_version
         return replace(

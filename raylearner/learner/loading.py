@@ -128,6 +128,7 @@ def load_sharded(
         is_head_exact=options.is_head_exact,
         should_compile=options.should_compile,
         banned_token_ids=_placeholders(config),
+        context=options.context,
     )
     if has_value_head:
         model.add_value_head(dtype)

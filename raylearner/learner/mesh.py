@@ -5,13 +5,16 @@ arrival, or `COLLECTIVE_TIMEOUT_S`.
 """
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raylearner.learner import metric
+from raylearner.learner.context import ContextGroup
 from raylearner.learner.metric import Metrics
 
 COLLECTIVE_TIMEOUT_S = 1800
@@ -68,10 +71,50 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def all_reduced(metrics: Metrics, *, device: torch.device | str) -> Metrics:
-    """Combined over ranks, which must hold the same keys."""
-    sums, maxima = metric.flatten(metrics)
-    sums, maxima = sums.to(device), maxima.to(device)
-    dist.all_reduce(sums)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    return metric.unflatten(metrics, sums.cpu(), maxima.cpu())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """Which ranks hold the same micro-batches, and which hold different ones.
+
+    Independent of how parameters are sharded: gradients are summed over all ranks either way.
+    """
+
+    data: dist.ProcessGroup
+    """Ranks whose micro-batches together are the batch, each once; this rank is one of them."""
+    context: ContextGroup | None
+    """Ranks that share this rank's micro-batches, where there are others."""
+
+    @classmethod
+    def of(cls, device: str, *, context_size: int = 1) -> "BatchLayout":
+        """Neighbours share a micro-batch, `context_size` of them. Every rank must call this."""
+        num_ranks = dist.get_world_size()
+        if num_ranks % context_size:
+            raise ValueError(
+                f"context_size: {num_ranks} ranks are not groups of {context_size} ranks each"
+            )
+        if context_size == 1:
+            assert dist.group.WORLD is not None
+            return cls(data=dist.group.WORLD, context=None)
+        mesh = init_device_mesh(
+            device, (num_ranks // context_size, context_size), mesh_dim_names=("data", "context")
+        )
+        return cls(
+            data=mesh.get_group("data"),
+            context=ContextGroup(
+                group=mesh.get_group("context"),
+                rank=mesh.get_local_rank("context"),
+                size=context_size,
+            ),
+        )
+
+    def sum(self, values: Tensor) -> Tensor:
+        """In place over all micro-batches, each counted once; every rank finds the same bits."""
+        dist.all_reduce(values)
+        return values if self.context is None else values.div_(self.context.size)
+
+    def combined(self, metrics: Metrics, *, device: torch.device | str) -> Metrics:
+        """Over all micro-batches; ranks must hold the same keys."""
+        sums, maxima = metric.flatten(metrics)
+        sums, maxima = sums.to(device), maxima.to(device)
+        self.sum(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return metric.unflatten(metrics, sums.cpu(), maxima.cpu())

@@ -4,10 +4,11 @@ Legend: `T` packed tokens, `R` rows, `N` scored tokens, `E` episodes of the whol
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from raylearner.learner.images import ImageReader, PackedImages
@@ -66,6 +67,23 @@ class PackedTokens:
             images=None
             if reader is None
             else reader.pack([image for of_one in images for image in of_one], device=device),
+        )
+
+    def padded(self, multiple: int) -> "PackedTokens":
+        """With one more sequence at the end that makes `T` a multiple, and nothing of it scored."""
+        num_tokens = len(self.input_ids)
+        missing = -num_tokens % multiple
+        if not missing:
+            return self
+        new = torch.arange(missing, device=self.input_ids.device)
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, missing)),
+            position_ids=torch.cat(
+                [self.position_ids, new.expand(*self.position_ids.shape[:-1], -1)], -1
+            ),
+            cu_seqlens=F.pad(self.cu_seqlens, (0, 1), value=num_tokens + missing),
+            max_length=max(self.max_length, missing),
         )
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from raylearner.learner import lora
 from raylearner.learner.attention import Backend
+from raylearner.learner.context import ContextGroup
 from raylearner.learner.gather import gathered
 from raylearner.learner.images import PackedImages
 from raylearner.learner.logprobs import chunked_logprobs, chunked_squared_probs
@@ -66,6 +67,8 @@ class ModelOptions:
     should_compile: bool = False
     is_tower_frozen: bool = False
     """Of a model that sees: whether its vision tower stays as it is."""
+    context: ContextGroup | None = None
+    """Ranks that call the model with the same tokens, and share the work on them."""
 
 
 class PackedModel(nn.Module):
@@ -82,10 +85,12 @@ class PackedModel(nn.Module):
         is_head_exact: bool = True,
         should_compile: bool = False,
         banned_token_ids: Sequence[int] = (),
+        context: ContextGroup | None = None,
     ) -> None:
         """`banned_token_ids` are what the engines must not sample."""
         super().__init__()
         self._banned_token_ids = list(banned_token_ids)
+        self._context = context
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
         self._is_head_exact, self._should_compile = is_head_exact, should_compile
@@ -110,17 +115,21 @@ class PackedModel(nn.Module):
     ) -> Scores:
         """The scored tokens under the distribution at `temperature`, as engines sample from it.
 
-        Without `has_bans` as if nothing were banned.
+        Without `has_bans` as if nothing were banned. Ranks of a context group all find the whole.
         """
-        states = hidden_states(self.causal_lm, tokens)
-        scored = tokens.scored
+        context, scored = self._context, tokens.scored
+        states = hidden_states(self.causal_lm, tokens, context)  # [t, H] of a context group's rank
+        places, targets = scored - 1, tokens.input_ids[scored]
+        if context is not None:
+            is_own = places // len(states) == context.rank
+            places, targets = places[is_own] - context.rank * len(states), targets[is_own]
         head = self.causal_lm.get_output_embeddings()
         assert head is not None
         bias = self._bias(head, has_bans=has_bans)
         logprobs, entropy = chunked_logprobs(
-            states[scored - 1],
+            states[places],
             head.weight,
-            tokens.input_ids[scored],
+            targets,
             bias=bias,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
@@ -128,22 +137,31 @@ class PackedModel(nn.Module):
             should_compile=self._should_compile,
         )
         zeros = logprobs.new_zeros(len(tokens.input_ids))
-        squared_probs = None
+
+        def whole(values: Tensor) -> Tensor:  # [T] from those at `places`
+            if context is not None:
+                own = zeros.new_zeros(len(states)).index_copy(0, places, values)
+                values = context.gather(own)[scored - 1]
+            return zeros.index_copy(0, scored, values)
+
+        squared_probs = state_values = None
         if needs_squared_probs:
             squares = chunked_squared_probs(
-                states[scored - 1],
+                states[places],
                 head.weight,
                 bias=bias,
                 temperature=temperature,
                 chunk_tokens=self.chunk_tokens,
             )
-            squared_probs = zeros.index_copy(0, scored, squares)
+            squared_probs = whole(squares)
+        if self.value_head is not None:
+            state_values = self.value_head(states).sum(1).to(zeros.dtype)  # no view: FSDP warns
+            if context is not None:
+                state_values = context.gather(state_values)[: len(zeros)]
         return Scores(
-            logprobs=zeros.index_copy(0, scored, logprobs),
-            entropy=zeros.index_copy(0, scored, entropy),
-            state_values=None
-            if self.value_head is None
-            else self.value_head(states).sum(1).to(zeros.dtype),  # no view, which FSDP warns of
+            logprobs=whole(logprobs),
+            entropy=whole(entropy),
+            state_values=state_values,
             squared_probs=squared_probs,
         )
 
@@ -222,22 +240,33 @@ class PackedModel(nn.Module):
         return [(name, tuple(p.shape)) for name, p in self.causal_lm.named_parameters()]
 
 
-def hidden_states(causal_lm: PreTrainedModel, tokens: PackedTokens) -> Tensor:  # [T, H]
-    """What the trunk makes of packed sequences, and of the images whose placeholders they hold."""
+def hidden_states(
+    causal_lm: PreTrainedModel, tokens: PackedTokens, context: ContextGroup | None = None
+) -> Tensor:  # [T, H]
+    """What the trunk makes of packed sequences, and of the images whose placeholders they hold.
+
+    With a context group of this rank's slice: `[t, H]`.
+    """
     images = tokens.images
     seen: dict[str, Any] = {}
+    input_ids, position_ids, shared = tokens.input_ids, tokens.position_ids, {}
+    if context is not None:
+        tokens = tokens.padded(context.size)
+        input_ids, position_ids = map(context.slice, (tokens.input_ids, tokens.position_ids))
+        shared["context_group"] = context
     features = None if images is None else _features(causal_lm, images)
     if images is not None and images.order:
         seen["mm_encoder_outputs"] = {"image": features}
     states = causal_lm.base_model(
-        input_ids=tokens.input_ids[None],
-        position_ids=tokens.position_ids[..., None, :],
+        input_ids=input_ids[None],
+        position_ids=position_ids[..., None, :],
         cu_seq_lens_q=tokens.cu_seqlens,
         cu_seq_lens_k=tokens.cu_seqlens,
         max_length_q=tokens.max_length,
         max_length_k=tokens.max_length,
         use_cache=False,
         **seen,
+        **shared,
     ).last_hidden_state[0]
     if features is not None and not seen:
         # A dummy takes part with weight 0: ranks gather and reduce the tower's shards alike.

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import optimizer
+from raylearner.learner.context import ContextGroup
 from raylearner.learner.critic import Critic
 from raylearner.learner.images import ImageReader
 from raylearner.learner.learner_state import (
@@ -40,9 +41,18 @@ class Models:
 
     @classmethod
     def load(
-        cls, config: LearnerSection, model_path: str, mesh: DeviceMesh, *, seed: int
+        cls,
+        config: LearnerSection,
+        model_path: str,
+        mesh: DeviceMesh,
+        *,
+        seed: int,
+        context: ContextGroup | None = None,
     ) -> "Models":
-        """Sharded over the mesh. Raises `ConfigError` naming the key of a path that does not load."""
+        """Sharded over the mesh; ranks of a context group score the same tokens together.
+
+        Raises `ConfigError` naming the key of a path that does not load.
+        """
         folder = model_directory(model_path)
         load = partial(
             load_sharded,
@@ -56,6 +66,7 @@ class Models:
                 activation_checkpointing=config.activation_checkpointing,
                 should_compile=config.should_compile,
                 is_tower_frozen=config.vision_tower == "frozen",
+                context=context,
             ),
         )
         trunk = None if config.critic is None else config.critic.trunk

@@ -21,6 +21,7 @@ from raylearner.learner.corrections import (
 from raylearner.learner.critic import value_share
 from raylearner.learner.kl import kl_loss
 from raylearner.learner.losses import POLICY_LOSSES, LossInputs, LossOutput, entropy_bonus
+from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Mean, Metrics, summary
 from raylearner.learner.model import Scores
 from raylearner.learner.preparation import Part, Prepared, Take
@@ -110,6 +111,7 @@ def choose_tokens(
     logprobs: list[Tensor],  # [T] each, the current policy's
     *,
     take: Take,
+    layout: BatchLayout,
     policy_version: PolicyVersion,
     seed: int,
 ) -> list[Tensor]:
@@ -136,6 +138,7 @@ def choose_tokens(
             for i in inputs
         ],
         of_rows=[{} for _ in inputs],
+        group=layout.data,
     )
     tokens = whole.of_tokens
     together = LossInputs(

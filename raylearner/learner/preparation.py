@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raylearner.config.advantage import (
@@ -18,12 +17,13 @@ from raylearner.config.advantage import (
 )
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
-from raylearner.learner import advantages, diagnostics, mesh, metric
+from raylearner.learner import advantages, diagnostics, metric
 from raylearner.learner.correction import correct, is_normalized, weight_means
 from raylearner.learner.corrections import log_ratios
 from raylearner.learner.critic import end_values, prefix_values
 from raylearner.learner.estimator import EpisodeTable, episode_advantages, token_advantages
 from raylearner.learner.kl import kl_in_reward
+from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch
 from raylearner.learner.model import Scores
@@ -94,6 +94,7 @@ def prepare(
     parts: Sequence[Sequence[tuple[MicroBatch, Sequence[TokenRow]]]],
     *,
     table: EpisodeTable,
+    layout: BatchLayout,
     kl_coefficient: float,
     seed: int,
     score: ScorePolicy,
@@ -122,17 +123,19 @@ def prepare(
         for p, s, reference, state in zip(flat, scores, references, states, strict=True)
     ]
     measured: list[Metrics] = []
-    flat = _with_advantages(config, flat, scores, states, table, kl_coefficient, measured, dtype)
+    flat = _with_advantages(
+        config, flat, scores, states, table, layout, kl_coefficient, measured, dtype
+    )
     measured.extend(
         diagnostics.gradient_power(p.advantages, s.logprobs, s.squared_probs, p.mask, p.micro.rows)
         for p, s in zip(flat, scores, strict=True)
         if s is not None and s.squared_probs is not None
     )
     table = replace(table, copies=_copies(config, table, seed))
-    means = _weight_means(config, flat)
+    means = _weight_means(config, flat, layout)
     if not config.should_count_rejected and config.corrections:
         flat = [_without_rejected(config, p, means) for p in flat]
-    return _counted(flat, [len(part) for part in parts], table, means, measured)
+    return _counted(flat, [len(part) for part in parts], table, layout, means, measured)
 
 
 def _with_advantages(
@@ -141,6 +144,7 @@ def _with_advantages(
     scores: Sequence[Scores | None],
     states: Sequence[Tensor | None],
     table: EpisodeTable,
+    layout: BatchLayout,
     kl_coefficient: float,
     measured: list[Metrics],
     dtype: torch.dtype,
@@ -154,7 +158,9 @@ def _with_advantages(
             columns.append(column)
             measured.append(metrics)
         ends = [_row_columns(config, p, state) for p, state in zip(flat, states, strict=True)]
-        whole = WholeBatch.gather([p.micro for p in flat], of_tokens=columns, of_rows=ends)
+        whole = WholeBatch.gather(
+            [p.micro for p in flat], of_tokens=columns, of_rows=ends, group=layout.data
+        )
         by_token = whole.of_tokens["penalty"]
         if is_by_token:
             found = token_advantages(section, table, whole, by_token)
@@ -231,7 +237,9 @@ def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | 
     return torch.bincount(drawn, minlength=len(weights)).to(table.rewards.device)
 
 
-def _weight_means(config: LearnerSection, flat: Sequence[Prepared]) -> tuple[float | None, ...]:
+def _weight_means(
+    config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
+) -> tuple[float | None, ...]:
     """Over the whole batch."""
     if not flat or not any(map(is_normalized, config.corrections)):
         return (None,) * len(config.corrections)
@@ -239,7 +247,7 @@ def _weight_means(config: LearnerSection, flat: Sequence[Prepared]) -> tuple[flo
         weight_means(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages)
         for p in flat
     )
-    values = metric.values(mesh.all_reduced(found, device=flat[0].mask.device))
+    values = metric.values(layout.combined(found, device=flat[0].mask.device))
     return tuple(values.get(str(index)) for index in range(len(config.corrections)))
 
 
@@ -260,6 +268,7 @@ def _counted(
     flat: Sequence[Prepared],
     sizes: Sequence[int],
     table: EpisodeTable,
+    layout: BatchLayout,
     means: tuple[float | None, ...],
     measured: Sequence[Metrics],
 ) -> Take:
@@ -275,7 +284,7 @@ def _counted(
             targets = tokens * 0 if p.is_target is None else p.micro.rows.count(p.is_target)
             of_rows = torch.stack([tokens, (tokens > 0).long(), targets]).double()
             of_part.index_add_(1, p.micro.episodes, of_rows)
-    dist.all_reduce(counts)
+    layout.sum(counts)
     copies = torch.ones_like(table.rewards) if table.copies is None else table.copies.double()
     tokens, rows, targets = counts.unbind(1)  # [parts, E] each
     return Take(

@@ -65,10 +65,14 @@ class ModelCost:
 class Meter:
     """One rank's use of its device, step by step."""
 
-    def __init__(self, causal_lm: nn.Module, *, device: str, num_ranks: int) -> None:
+    def __init__(
+        self, causal_lm: nn.Module, *, device: str, num_ranks: int, context_size: int = 1
+    ) -> None:
+        """`context_size` ranks each share the work on a batch."""
         self._cost = ModelCost.of(causal_lm)
         self._device = device
         self._num_ranks = num_ranks
+        self._context_size = context_size
         self._peak = peak_flops(device)
 
     def measure(self, batch: LearnerBatch, *, step_s: float) -> dict[str, float]:
@@ -87,7 +91,7 @@ class Meter:
                 [t.num_tokens for t in trajectories],
                 num_scored=sum(int(t.loss_mask.sum()) for t in trajectories),
             )
-            found["learner/mfu"] = flops / max(step_s, 1e-9) / self._peak
+            found["learner/mfu"] = flops / self._context_size / max(step_s, 1e-9) / self._peak
         if self._device == "cuda":
             found["learner/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()

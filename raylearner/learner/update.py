@@ -14,7 +14,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raylearner.learner import diagnostics, mesh, metric
+from raylearner.learner import diagnostics, metric
+from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
 from raylearner.learner.preparation import Part, Prepared, Take
 from raylearner.observability import transcripts
@@ -50,23 +51,25 @@ def step_metrics(
     take: Take,
     updates: Sequence[Update],
     *,
+    layout: BatchLayout,
     step_s: float,
     device: torch.device | str,
 ) -> dict[str, float]:
     """Combined over micro-batches and ranks; what nothing was counted for is left out."""
     combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
     combined |= diagnostics.groups(take.table.rewards, take.table.groups)
-    rank_tokens = [
-        sum(row.trajectory.num_tokens for row in rows)
-        for mini in batch.mini_batches
-        for rows in mini.micro_batches
-    ]
-    mine = torch.tensor(float(sum(rank_tokens)), dtype=torch.float64, device=device)
-    num_dummies = torch.tensor(float(rank_tokens.count(0)), dtype=torch.float64, device=device)
+    held, size = 0, 1 if layout.context is None else layout.context.size
+    num_padded = 0
+    for rows in (rows for mini in batch.mini_batches for rows in mini.micro_batches):
+        num_tokens = sum(row.trajectory.num_tokens for row in rows)
+        held += num_tokens
+        num_padded += math.ceil(max(num_tokens, 1) / size) * size - num_tokens
+    mine = torch.tensor(held / size, dtype=torch.float64, device=device)
+    padding = torch.tensor(num_padded / size, dtype=torch.float64, device=device)
     combined["rank_tokens/max"] = metric.Max.of(mine)
     combined["rank_tokens/mean"] = metric.Mean.of(mine)
-    combined["padding_fraction"] = metric.Mean(num_dummies, num_dummies + mine)
-    values = metric.values(mesh.all_reduced(combined, device=device))
+    combined["padding_fraction"] = metric.Mean(padding, padding + mine)
+    values = metric.values(layout.combined(combined, device=device))
     tried = [update for update in updates if not update.is_too_far]
     made = [update for update in tried if update.is_made] or tried
     for key in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):

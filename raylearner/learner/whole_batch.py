@@ -39,8 +39,12 @@ class WholeBatch:
         *,
         of_tokens: Sequence[dict[str, Tensor]],
         of_rows: Sequence[dict[str, Tensor]],
+        group: dist.ProcessGroup,
     ) -> "WholeBatch":
-        """`of_tokens` (`[t]` each) and `of_rows` hold the same names for each micro-batch."""
+        """`of_tokens` (`[t]` each) and `of_rows` hold the same names for each micro-batch.
+
+        The ranks of `group` hold each micro-batch of the batch once.
+        """
         spans = [_span(micro) for micro in micros]
         row_names, token_names = sorted(of_rows[0]), sorted(of_tokens[0])
         rows = torch.cat(
@@ -69,8 +73,8 @@ class WholeBatch:
                 for micro, span, more in zip(micros, spans, of_tokens, strict=True)
             ]
         )
-        all_rows, _ = _all_gather(rows)
-        all_tokens, my_start = _all_gather(tokens)
+        all_rows, _ = _all_gather(rows, group)
+        all_tokens, my_start = _all_gather(tokens, group)
         lengths = all_rows[:, 2].long()
         # By episode, then segment; stable, and rows without a token sort wherever they like.
         order = torch.argsort(all_rows[:, 1], stable=True)
@@ -114,15 +118,15 @@ def _span(micro: MicroBatch) -> Tensor:  # [t] bool
     return (positions >= micro.rows.spread(first)) & (positions <= micro.rows.spread(last))
 
 
-def _all_gather(mine: Tensor) -> tuple[Tensor, int]:
+def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     """Rows of all ranks, one rank after the other, and where this rank's begin."""
     size = torch.tensor([len(mine)], device=mine.device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
     counts = [int(s) for s in sizes]
     padded = mine.new_zeros((max(counts), *mine.shape[1:]))
     padded[: len(mine)] = mine
     gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     whole = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
-    return whole, sum(counts[: dist.get_rank()])
+    return whole, sum(counts[: group.rank()])

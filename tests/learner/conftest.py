@@ -1,9 +1,6 @@
 """Random trajectories and a tiny model for the learner's tests."""
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,8 +123,9 @@ class TwoRanks:
 @pytest.fixture(scope="session")
 def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     """Two steps of several mini-batches, then one with a single row, which leaves a rank without."""
+    from learners import run_ranks
+
     from raylearner.learner.batch import pack
-    from raylearner.learner.mesh import free_port
 
     folder = tmp_path_factory.mktemp("two_ranks")
     config = {
@@ -156,25 +154,6 @@ def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tw
     ]
     job = {"config": config, "model": str(tiny_folder), "batches": batches}
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
-    port = free_port()
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                Path(__file__).with_name("rank.py"),
-                folder,
-                str(rank),
-                "2",
-                str(port),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)[-4000:]
+    run_ranks(Path(__file__).with_name("rank.py"), folder, num_ranks=2)
     result = pickle.loads((folder / "result.pkl").read_bytes())
     return TwoRanks(config=config, steps=steps, saved=folder / "saved", **result)
