@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
+from raylearner.colocation import Colocation
 from raylearner.config import resources
 from raylearner.config.checks import notes
 from raylearner.config.lora import lora_rank
@@ -169,7 +170,10 @@ class RolloutFleet:
         on_join: Callable[
             [str, Callable[[WeightUpdate], Awaitable[WeightReceipt]]], Awaitable[None]
         ],
+        colocation: Colocation | None = None,
     ) -> None:
+        """With `colocation` engines go where it says, otherwise wherever there is room."""
+        self._colocation = colocation
         self._config = config
         self._sections = sections
         self._model_path = model_path
@@ -232,6 +236,17 @@ class RolloutFleet:
         alive = [r for r in reports if not isinstance(r, BaseException)]
         return [a for a, _ in alive], [span for _, spans in alive for span in spans]
 
+    async def sleep(self) -> None:
+        """Puts every engine to sleep until its next weights; what cannot is condemned."""
+        actors = dict(self.actors)
+        outcomes = await asyncio.gather(
+            *(answer(actor.sleep.remote()) for actor in actors.values()), return_exceptions=True
+        )
+        for actor_id, outcome in zip(actors, outcomes, strict=True):
+            # Of an actor that died, its watcher knows already.
+            if isinstance(outcome, RayTaskError):
+                self.condemn(actor_id, outcome)
+
     async def abort(self) -> None:
         """Ends every running episode; their claims must be void already."""
         await asyncio.gather(
@@ -256,13 +271,18 @@ class RolloutFleet:
     async def _launch(self) -> str:
         actor_id = f"rollout-{self._num_started}"
         self._num_started += 1
-        actor = RolloutActor.options(
-            name=f"{self._sections.run_name}/{actor_id}",
-            num_cpus=self._config.cpus_per_actor,
-            num_gpus=number(self._config.gpus_per_actor),
-            max_concurrency=2 * self._config.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
-            scheduling_strategy="SPREAD",
-        ).remote(actor_id, self._sections, self._model_path, self._replay)
+        options: dict[str, Any] = {
+            "name": f"{self._sections.run_name}/{actor_id}",
+            "num_cpus": self._config.cpus_per_actor,
+            "num_gpus": number(self._config.gpus_per_actor),
+            "max_concurrency": 2 * self._config.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
+            "scheduling_strategy": "SPREAD",
+        }
+        if self._colocation is not None:
+            options |= self._colocation.engine_options(actor_id)
+        actor = RolloutActor.options(**options).remote(
+            actor_id, self._sections, self._model_path, self._replay
+        )
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 pid, engine = await actor.start.remote()
@@ -295,6 +315,8 @@ class RolloutFleet:
     async def _replace(self, actor_id: str, cause: BaseException) -> None:
         self.num_restarts += 1
         ray.kill(self.actors.pop(actor_id))
+        if self._colocation is not None:
+            self._colocation.forget(actor_id)
         await self._on_loss(actor_id)
         if self.num_restarts > self._config.max_restarts:
             raise RaylearnerError(

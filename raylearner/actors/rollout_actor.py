@@ -133,6 +133,17 @@ class RolloutActor:
             await self._replay.advance_engine.remote(self._actor_id, receipt.policy_version)
         return receipt
 
+    async def sleep(self) -> None:
+        """Until the next `receive`. Raises `EngineError`; the engine is of no use then."""
+        assert self._engine is not None, "start comes first"
+        assert self._worker is not None, "start comes first"
+        try:
+            with self._tracer.span("fall asleep"):
+                await self._engine.sleep()
+        except BaseException:
+            self._worker.halt()
+            raise
+
     async def evaluate(
         self, prompts: Sequence[Prompt], section: schema.SamplingSection
     ) -> list[Trajectory]:

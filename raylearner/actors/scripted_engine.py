@@ -106,6 +106,9 @@ class ScriptedEngine:
             proof_s=0.0,
         )
 
+    async def sleep(self) -> None:
+        raise EngineError("a scripted engine has no memory to free")
+
     async def pause(self) -> None:
         self._is_open.clear()
 

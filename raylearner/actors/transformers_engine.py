@@ -152,6 +152,9 @@ class TransformersEngine:
                     request.is_cached = False
         return receipt
 
+    async def sleep(self) -> None:
+        raise EngineError("an engine of kind transformers cannot free its memory; use kind vllm")
+
     async def pause(self) -> None:
         """Freeze running requests where they are; new ones wait."""
         self._is_open.clear()

@@ -69,6 +69,13 @@ def cache_arguments(model_path: str, *, memory_fraction: float) -> dict[str, int
     return {"kv_cache_memory_bytes": size} if size >= MIN_CACHE_BYTES else {}
 
 
+def sleep_arguments() -> dict[str, bool]:
+    """Of `AsyncEngineArgs`, for an engine that frees its GPU while it sleeps; on CPUs it only pauses."""
+    from vllm.platforms import current_platform
+
+    return {"enable_sleep_mode": True} if current_platform.is_sleep_mode_available() else {}
+
+
 class ErrorLog:
     """A folder with vLLM's logging configuration, and the errors that its processes logged."""
 

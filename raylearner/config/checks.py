@@ -141,7 +141,8 @@ def _lengths(config: RunConfig) -> Iterator[Finding]:
 
 def _layout(config: RunConfig) -> Iterator[Finding]:
     learner, actors = config.learner, config.actors
-    if learner.num_ranks > 1 and learner.gpus_per_rank not in ("auto", 0, 1):
+    is_shared = config.weights.transport == "ipc"
+    if learner.num_ranks > 1 and learner.gpus_per_rank not in ("auto", 0, 1) and not is_shared:
         yield Finding(
             "learner.gpus_per_rank",
             f"must be 0 or 1 with {learner.num_ranks} ranks, got {learner.gpus_per_rank}: "
@@ -154,6 +155,19 @@ def _layout(config: RunConfig) -> Iterator[Finding]:
             "actors.gpus_per_actor",
             f"must be >= actors.engine.tensor_parallel_size = {engine.tensor_parallel_size}, "
             f"got {gpus:g}",
+        )
+    if isinstance(engine, VllmEngine) and is_shared and engine.tensor_parallel_size > 1:
+        yield Finding(
+            "weights.transport",
+            "'ipc' needs engines that live on one GPU, got actors.engine.tensor_parallel_size = "
+            f"{engine.tensor_parallel_size}; use 'nccl' or 'shared_files'",
+        )
+    if config.engines_sleep and config.replay.max_staleness:
+        yield Finding(
+            "actors.engine.should_sleep",
+            "needs replay.max_staleness 0, got "
+            f"{config.replay.max_staleness}: engines that sleep while the learner steps make "
+            "nothing ahead of it; turn it off for asynchronous runs",
         )
 
 

@@ -16,6 +16,9 @@ SHARE_STEP = 0.05
 TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_HALF = 1e-3, 0.05, 0.25
 """Of the proof: float32 on CPUs, float32 on GPUs (whose kernels may use TF32), half precision."""
 
+AWAKE_SHARE = 0.75
+"""Of a GPU, for all engines on it that sleep while the learner steps; it keeps its state meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -37,7 +40,10 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
     engine = config.actors.engine
     if isinstance(engine, VllmEngine) and 0 < per_actor < 1:
         if "memory_fraction" not in engine.model_fields_set:
-            fraction = round(engine.memory_fraction * per_actor, 4)
+            share = per_actor
+            if engine.should_sleep:
+                share = AWAKE_SHARE / math.ceil(config.actors.num_actors / config.learner.num_ranks)
+            fraction = round(engine.memory_fraction * share, 4)
             engine = engine.model_copy(update={"memory_fraction": fraction})
             decisions.append(f"each engine takes {fraction:g} of its GPU's memory")
     elif (
@@ -92,6 +98,15 @@ def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:
     ranks, actors = config.learner.num_ranks, config.actors.num_actors
     per_rank, per_actor = config.learner.gpus_per_rank, config.actors.gpus_per_actor
     engine = config.actors.engine
+    if config.weights.transport == "ipc" and per_rank == per_actor == "auto":
+        share = _floor(1 / (1 + math.ceil(actors / ranks)))
+        if num_gpus < ranks or share <= 0:
+            raise ConfigError(
+                f"weights.transport: 'ipc' puts each of {ranks} learner ranks on a GPU with its share "
+                f"of {actors} engines, at most {math.floor(1 / SHARE_STEP) - 1} of them, and there "
+                f"are {num_gpus:g} GPUs; lower learner.num_ranks or actors.num_actors"
+            )
+        return share, share
     whole = float(engine.tensor_parallel_size) if isinstance(engine, VllmEngine) else 1.0
     uses_gpu = not _runs_on_cpu(config)
     if per_actor == "auto" and (num_gpus < 1 or not uses_gpu):
@@ -164,9 +179,17 @@ def _refuse_impossible(config: RunConfig) -> None:
         raise ConfigError(
             f"weights.transport: {transport!r} needs learner and engines on GPUs; use shared_files"
         )
+    ranks, actors = config.learner.num_ranks, config.actors.num_actors
+    most = per_rank + math.ceil(actors / ranks) * per_actor
+    if transport == "ipc" and most > 1 + 1e-9:
+        raise ConfigError(
+            f"weights.transport: 'ipc' puts a learner rank and {math.ceil(actors / ranks)} engines on "
+            f"one GPU, and learner.gpus_per_rank {per_rank:g} with actors.gpus_per_actor "
+            f"{per_actor:g} make {most:g} of it; lower them to 1 in all"
+        )
     if transport == "nccl" and (per_rank < 1 or per_actor < 1):
         raise ConfigError(
             "weights.transport: 'nccl' needs a GPU of its own for every rank and engine, got "
             f"learner.gpus_per_rank {per_rank:g} and actors.gpus_per_actor {per_actor:g}; use ipc "
-            "where all share one GPU, shared_files otherwise"
+            "where each rank shares its GPU with engines, shared_files otherwise"
         )

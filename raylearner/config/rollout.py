@@ -77,6 +77,8 @@ class VllmEngine(Section):
     """GPUs of one engine."""
     is_eager: bool = True
     """Without CUDA graphs and compilation: starts faster, runs slower."""
+    should_sleep: bool = False
+    """Free the engine's GPU memory while the learner steps, and wake with the next weights (vLLM's sleep mode, level 2): for synchronous runs that share GPUs (`replay.max_staleness: 0`, `weights.transport: ipc`). On CPUs engines only pause."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict)
     """Other AsyncEngineArgs."""
 

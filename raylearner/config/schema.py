@@ -141,6 +141,12 @@ class RunConfig(Section):
         )
 
     @property
+    def engines_sleep(self) -> bool:
+        """Whether engines give their memory back while the learner steps."""
+        engine = self.actors.engine
+        return isinstance(engine, VllmEngine) and engine.should_sleep
+
+    @property
     def gpus_needed(self) -> float:
         """GPUs of all actors; `auto` counts as none until it is resolved."""
         return (

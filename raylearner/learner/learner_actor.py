@@ -11,7 +11,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,14 @@ class LearnerGroup:
         ranks_per_engine: int = 1,
         recording: Recording | None = None,
         ray_options: Sequence[Mapping[str, Any]] | None = None,
+        rank_of: Callable[[str], int] | None = None,
+        should_free_memory: bool = False,
     ) -> None:
         """`ranks_per_engine` is its tensor-parallel size; `ray_options` are further actor options,
-        one mapping a rank (placement, environment)."""
+        one mapping a rank (placement, environment). `rank_of` names the rank whose GPU an engine
+        shares; with `should_free_memory` a push leaves nothing cached there."""
+        self._rank_of = rank_of or (lambda actor_id: 0)
+        self._should_free_memory = should_free_memory
         self._config = config
         self._weights = weights
         self._arguments = {
@@ -226,6 +232,7 @@ class LearnerGroup:
             "folder": self._folder,
             "dtype": self._engine_dtype,
             "seed": self._seed,
+            "should_free_memory": self._should_free_memory,
         }
         versions = await self._all(
             "start", self._config, weights, len(self._ranks), address, port, **self._arguments
@@ -263,11 +270,14 @@ class LearnerGroup:
         is_broadcast = self._weights.transport == "nccl"
         group = await self._meet(members) if is_broadcast else None
         # Asked for at once: no step may come between what is announced and what is sent.
-        writing = [rank.write.remote(tuple(members), group) for rank in self._living]
+        writing = [
+            rank.write.remote(tuple(m for m in members if self._rank_of(m) == index), group)
+            for index, rank in enumerate(self._living)
+        ]
         if is_broadcast:
             sending = [rank.send.remote(group) for rank in self._ranks]
             self._sending = asyncio.ensure_future(self._gather(sending))
-        update: WeightUpdate = (await self._gather(writing))[0]
+        update = _merged(await self._gather(writing))
         assert update.policy_version >= policy_version, (update.policy_version, policy_version)
         return update
 
@@ -361,6 +371,17 @@ class LearnerGroup:
         ]
         self._kill()
         raise _cause(errors)
+
+
+def _merged(updates: Sequence[WeightUpdate | None]) -> WeightUpdate:
+    """Rank 0's update, with the handles that other ranks give the engines on their own GPUs."""
+    first = updates[0]
+    assert first is not None, "rank 0 writes every update"
+    others = [update.payload["handles"] for update in updates[1:] if update is not None]
+    if not others:
+        return first
+    handles = dict(ChainMap(first.payload["handles"], *others))
+    return replace(first, payload={**first.payload, "handles": handles})
 
 
 async def _resolve(call: Any) -> Any:

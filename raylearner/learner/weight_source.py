@@ -47,9 +47,20 @@ class WeightWriter:
     """One rank's side of all pushes, whatever the transport; promises the order of collectives."""
 
     def __init__(
-        self, source: WeightSource, config: WeightsSection, *, folder: str, dtype: str, seed: int
+        self,
+        source: WeightSource,
+        config: WeightsSection,
+        *,
+        folder: str,
+        dtype: str,
+        seed: int,
+        should_free_memory: bool = False,
     ) -> None:
-        """`dtype` is the engines' precision, `folder` holds shared files, `seed` makes probes."""
+        """`dtype` is the engines' precision, `folder` holds shared files, `seed` makes probes.
+
+        With `should_free_memory` nothing stays cached on the GPU, where an engine wants it back.
+        """
+        self._should_free_memory = should_free_memory
         self._source = source
         self._config = config
         self._transport = "shared_files" if config.transport == "auto" else config.transport
@@ -62,7 +73,7 @@ class WeightWriter:
     def write(
         self, *, members: Sequence[str] = (), group: WeightGroup | None = None
     ) -> WeightUpdate | None:
-        """Every rank gathers and probes; rank 0 returns the update.
+        """Every rank gathers and probes; rank 0 returns the update, with `ipc` every one that has members.
 
         With `nccl` nothing travels yet: `send` must follow, while the members receive.
         """
@@ -70,8 +81,10 @@ class WeightWriter:
         started = time.monotonic()
         payload = self._payload(version, members, group)
         probe = self._probe(version)
+        if self._should_free_memory and torch.cuda.is_available():
+            torch.cuda.empty_cache()
         log.info("policy version %d written in %.3f s", version, time.monotonic() - started)
-        if dist.get_rank() != 0:
+        if dist.get_rank() != 0 and "handles" not in payload:
             return None
         return WeightUpdate(
             policy_version=version,
@@ -115,15 +128,15 @@ class WeightWriter:
         is_adapter = self._transport == "adapter"
         source = self._source
         weights = (source.adapter_weights if is_adapter else source.named_weights)(self._dtype)
-        if dist.get_rank() != 0:
-            for _ in weights:
-                pass
-            return {}
-        if self._transport == "ipc":
+        if self._transport == "ipc" and (members or dist.get_rank() == 0):
             from raylearner.weights.ipc import IpcShare
 
             self._share = self._share or IpcShare()
             return self._share.share(weights, dtype, members=members)
+        if dist.get_rank() != 0:
+            for _ in weights:
+                pass
+            return {}
         if is_adapter:
             return write_adapter(weights, source.adapter_config(), self._folder, version, dtype)
         return write_weights(weights, self._folder, version, dtype)

@@ -94,6 +94,32 @@ async def test_a_paused_engine_stays_paused_after_a_push(lab) -> None:
 
 
 @tied
+async def test_an_engine_sleeps_until_its_next_weights_and_goes_on_from_where_it_was(lab) -> None:
+    prompt = lab.tokens("user: what is 3 + 3? " * 8)
+    first = lab.version
+    running = await start_running(lab, prompt, count=4)
+    await lab.engine.sleep()
+    late = asyncio.create_task(lab.engine.generate(prompt, RUNNING))
+    done, _ = await asyncio.wait([*running, late], timeout=0.5)
+    assert not done
+    await lab.push()
+    completions = await asyncio.gather(*running, late)
+    assert {v for c in completions for v in c.policy_versions.tolist()} == {first, first + 1}
+    assert (completions[-1].policy_versions == first + 1).all()
+    assert max(lab.gap(prompt, c, RUNNING) for c in completions) < 1e-4
+
+
+@tied
+async def test_a_proof_passes_requests_that_fill_every_place(lab) -> None:
+    prompt = lab.tokens("user: what is 4 + 4? " * 8)
+    running = await start_running(lab, prompt, count=96)  # three times as many as places
+    await lab.push()
+    assert not any(task.done() for task in running)
+    await lab.engine.abort()
+    await asyncio.gather(*running)
+
+
+@tied
 async def test_weights_refused_by_name_condemn_the_engine(lab) -> None:
     """The last test of this engine."""
     missing = "model.layers.1.self_attn.k_proj.weight"

@@ -1,0 +1,148 @@
+"""What goes into vLLM and what comes out of it, in our types and in vLLM's."""
+
+import io
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raylearner.errors import EngineError
+from raylearner.types import BAN_BIAS, Completion, CompletionStop, Sampling
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def prompt(token_ids: Sequence[int], images: Sequence[bytes] = ()) -> dict[str, Any]:
+    """The form of a prompt that vLLM's renderer has dealt with: nothing is tokenized.
+
+    With images, encoded, vLLM expands their placeholders itself.
+    """
+    ids = [int(token) for token in token_ids]
+    if not images:
+        return {"type": "token", "prompt_token_ids": ids}
+    return {
+        "prompt_token_ids": ids,
+        "multi_modal_data": {"image": [_decoded(image) for image in images]},
+    }
+
+
+def sampling_parameters(sampling: Sampling) -> "SamplingParams":
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    regex = sampling.regex
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        logit_bias=dict.fromkeys(sampling.banned_token_ids, BAN_BIAS) or None,
+        logprobs=0,
+        flat_logprobs=True,
+        # Stop strings are looked for in the text, special tokens included.
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+        **sampling.extra_arguments,
+    )
+
+
+def probe_parameters() -> "SamplingParams":
+    """Log-probabilities of the prompt's tokens, computed anew past the prefix cache."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=True,
+    )
+
+
+def probe_logprobs(output: "RequestOutput", num_tokens: int) -> list[float]:
+    """Of each token of a probe but the first."""
+    return _own_logprobs(output.prompt_logprobs, num_tokens, first=1)
+
+
+def completion(
+    output: "RequestOutput", sampling: Sampling, end_token_ids: Collection[int]
+) -> Completion:
+    """What was sampled, up to and including the first token that ends a turn.
+
+    Raises `EngineError` where a token has no weight version or no finite log-probability.
+    """
+    sampled = output.outputs[0]
+    size = len(sampled.token_ids)
+    token_ids = np.asarray(sampled.token_ids, dtype=np.int32)
+    logprobs = np.asarray(_own_logprobs(sampled.logprobs, size), dtype=np.float32)
+    policy_versions = np.full(size, -1, dtype=np.int32)
+    for span in sampled.weight_versions or ():
+        policy_versions[span.start : span.end] = int(span.version)
+    if (policy_versions < 0).any():
+        raise EngineError("vLLM reported tokens without a weight version")
+    ends = {*end_token_ids, *sampling.stop_token_ids}
+    end = next((i + 1 for i, token in enumerate(sampled.token_ids) if token in ends), size)
+    found = Completion(
+        token_ids=token_ids[:end],
+        logprobs=logprobs[:end],
+        policy_versions=policy_versions[:end],
+        stop_reason=_stop_reason(sampled.finish_reason, sampled.stop_reason),
+    )
+    if not np.isfinite(found.logprobs).all():
+        raise EngineError("vLLM reported a log-probability that is not finite")
+    return found
+
+
+def end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
+    """The tokens at which vLLM itself stops."""
+    ends: set[int] = set()
+    tokenizer = llm.tokenizer
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    configured = llm.model_config.try_get_generation_config().get("eos_token_id")
+    if configured is not None:
+        ends.update([configured] if isinstance(configured, int) else configured)
+    return frozenset(ends)
+
+
+def _own_logprobs(flat: Any, size: int, *, first: int = 0) -> list[float]:
+    """Of each position from `first` on, the entry of the token that stands there."""
+    if size == first:
+        return []
+    starts = flat.start_indices[first:size]
+    if len(starts) != size - first:
+        raise EngineError(
+            f"vLLM reported {len(starts)} log-probabilities for {size - first} tokens"
+        )
+    return [flat.logprobs[start] for start in starts]
+
+
+def _stop_reason(finish_reason: str | None, detail: int | str | None) -> CompletionStop:
+    match finish_reason:
+        case "stop":
+            return CompletionStop.STOP_STRING if isinstance(detail, str) else CompletionStop.END
+        case "length":
+            return CompletionStop.LENGTH
+        case "abort":
+            return CompletionStop.ABORTED
+        case _:
+            raise EngineError(f"vLLM ended a request with {finish_reason!r} ({detail!r})")
+
+
+def _decoded(image: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(image)).convert("RGB")

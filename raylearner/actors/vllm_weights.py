@@ -1,0 +1,110 @@
+"""How weights enter a running vLLM: through its weight-transfer engines, or as an adapter."""
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from raylearner.errors import EngineError, WeightTransferError
+from raylearner.types import PolicyVersion, WeightUpdate
+from raylearner.weights.group import WeightGroup
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+ADAPTER_ID = 1
+"""The one place for an adapter; its name says which policy version it holds."""
+
+
+class WeightEntrance:
+    """Owns one engine's side of a transport; the caller pauses the engine around `replace`."""
+
+    def __init__(self, transport: str, *, actor_id: str) -> None:
+        """`actor_id` is how pushes made for their members name this engine."""
+        self._transport = transport
+        self._actor_id = actor_id
+        self._group_key: str | None = None
+        self.adapter: LoRARequest | None = None
+        """What every request must name, once one has come."""
+
+    @property
+    def backend(self) -> str:
+        """Of vLLM's weight transfer; adapters come another way."""
+        return "shared_files" if self._transport == "adapter" else self._transport
+
+    async def initialize(self, llm: "AsyncLLM", policy_version: PolicyVersion) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        # A broadcast's communicator is made at its first push, among all members.
+        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self.backend)
+        if arguments is not None:
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
+        await llm.update_weight_version(str(policy_version))
+
+    async def meet(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        """What may take long and needs no pause. Raises `WeightTransferError` for another transport."""
+        if update.transport != self._transport:
+            raise WeightTransferError(
+                f"weights came by {update.transport!r}, this engine takes {self._transport!r}"
+            )
+        if update.transport == "nccl":
+            await self._join(llm, update.payload["group"])
+
+    async def replace(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        """The weights, and the version that tokens are marked with from here on."""
+        if update.transport == "adapter":
+            await self._replace_adapter(llm, update)
+        else:
+            await self._replace_weights(llm, update)
+
+    async def _replace_weights(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=self._arguments(update)))
+        await llm.finish_weight_update(str(update.policy_version))
+
+    async def _replace_adapter(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        """In the place of the one before, so that running requests go on under the new one."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(
+            lora_name=f"policy-{update.policy_version}",
+            lora_int_id=ADAPTER_ID,
+            lora_path=update.payload["path"],
+            load_inplace=True,
+        )
+        if not await llm.add_lora(request):
+            raise WeightTransferError(f"vLLM refused the adapter {request.lora_name}")
+        await llm.update_weight_version(str(update.policy_version))
+        # Requests must not load it again each time they are scheduled.
+        self.adapter = LoRARequest(request.lora_name, ADAPTER_ID, request.lora_path)
+
+    async def _join(self, llm: "AsyncLLM", group: WeightGroup) -> None:
+        """Meet the learner and the other members, unless this is the group of the last push."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if group.key == self._group_key:
+            return
+        if self._group_key is not None:
+            await llm.shutdown_weight_transfer_engine()
+        self._group_key = None
+        arguments = group.receiver_arguments(self._actor_id)
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
+        self._group_key = group.key
+
+    def _arguments(self, update: WeightUpdate) -> dict[str, Any]:
+        payload = dict(update.payload)
+        if update.transport == "nccl":
+            del payload["group"]
+        elif update.transport == "ipc":
+            payload["ipc_handles_pickled"] = payload.pop("handles")[self._actor_id]
+        return payload
+
+
+def lora_arguments(rank: int) -> dict[str, Any]:
+    """Of `AsyncEngineArgs`, for one adapter of that rank: the least of the ranks vLLM has kernels for."""
+    from vllm.config.lora import MaxLoRARanks
+
+    rooms = [room for room in get_args(MaxLoRARanks) if room >= rank]
+    if not rooms:
+        raise EngineError(f"vLLM takes adapters of at most rank {max(get_args(MaxLoRARanks))}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(rooms)}
