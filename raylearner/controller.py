@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,12 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
 
 def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     data = config.data
-    training = load_prompts(data.train, system_prompt=data.system_prompt)
-    if data.evaluation is None:
-        return training, []
-    return training, load_prompts(data.evaluation, system_prompt=data.system_prompt)
+    load = partial(
+        load_prompts,
+        system_prompt=data.system_prompt,
+        max_images=config.renderer.images.max_images,
+    )
+    return load(data.train), [] if data.evaluation is None else load(data.evaluation)
 
 
 @ray.remote(num_cpus=1)

@@ -39,7 +39,11 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     """
     if config.data.evaluation is None:
         raise ConfigError("data.evaluation: required, since its prompts are what is played")
-    prompts = load_prompts(config.data.evaluation, system_prompt=config.data.system_prompt)
+    prompts = load_prompts(
+        config.data.evaluation,
+        system_prompt=config.data.system_prompt,
+        max_images=config.renderer.images.max_images,
+    )
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
     asyncio.run(wait_for_services(config.environment))

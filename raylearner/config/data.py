@@ -82,6 +82,13 @@ class _Table(_Source):
     """Document that tools search, likewise."""
     prompt_id_column: str = "prompt_id"
     """Id of the row, likewise. Default: its place in the data."""
+    image_column: str | None = None
+    """Column with the images of the prompt: encoded bytes, paths from the file's folder, data URLs, or a
+    list of these; empty or null for none. They are read and checked when the run starts, and kept in
+    memory. Default: rows have no images."""
+    image_mark: Annotated[str, Field(min_length=1)] = "<image>"
+    """Stands in a prompt's text where an image is shown. Without any, images come before the first
+    user message."""
     max_prompts: PositiveInt | None = None
     """Only the first so many rows are read."""
 

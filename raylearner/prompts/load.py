@@ -11,19 +11,22 @@ from raylearner.types import Message, Prompt
 
 
 def load_prompts(
-    sources: Sequence[DataSource], *, system_prompt: str | None = None
+    sources: Sequence[DataSource],
+    *,
+    system_prompt: str | None = None,
+    max_images: int | None = None,
 ) -> list[Prompt]:
     """The prompts of all sources, by turns in proportion to their weights while they last.
 
     So any first part of the list is mixed as the whole is. `system_prompt` is put before prompts
-    that have no system message. Raises `ConfigError` with every source that cannot be read: the
+    that have no system message. A row with more than `max_images` images is refused. Raises `ConfigError` with every source that cannot be read: the
     file, the row and what is wrong.
     """
     loaded: list[list[Prompt]] = []
     problems: list[str] = []
     for source in sources:
         try:
-            loaded.append(_load(source))
+            loaded.append(_load(source, max_images))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -34,14 +37,14 @@ def load_prompts(
     return [_with_system(prompt, system_prompt) for prompt in prompts]
 
 
-def _load(source: DataSource) -> list[Prompt]:
+def _load(source: DataSource, max_images: int | None) -> list[Prompt]:
     match source:
         case CalculatorData():
             prompts = calculator_prompts(source)
         case ReasoningGymData():
             prompts = reasoning_prompts(source)
         case _:
-            prompts = table_prompts(source)
+            prompts = table_prompts(source, max_images=max_images)
     if not prompts:
         raise ConfigError(f"data: source {source.kind!r} holds no prompts; nothing to train on")
     return prompts

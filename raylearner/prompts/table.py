@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from raylearner.config.data import HubData, JsonlData, ParquetData
 from raylearner.errors import ConfigError
+from raylearner.prompts.images import check_images, read_images, with_images
 from raylearner.types import Message, Prompt, Role
 
 Table = JsonlData | ParquetData | HubData
@@ -16,10 +17,15 @@ _ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("answer_column", "doc_id_column", "prompt_id_column")
 
 
-def table_prompts(source: Table) -> list[Prompt]:
-    """One prompt a row. Raises `ConfigError` with the first bad row, or why nothing can be read."""
+def table_prompts(source: Table, *, max_images: int | None = None) -> list[Prompt]:
+    """One prompt a row. Raises `ConfigError` with the first bad row, or why nothing can be read.
+
+    A row with more than `max_images` images is a bad one.
+    """
     rows = islice(_rows(source), source.max_prompts)
-    return [_prompt(source, row, where) for row, where in rows]
+    placed = [(_prompt(source, row, where), where) for row, where in rows]
+    check_images(placed, max_images=max_images)
+    return [prompt for prompt, _ in placed]
 
 
 def _rows(source: Table) -> Iterator[tuple[dict[str, Any], str]]:
@@ -96,8 +102,21 @@ def _hub(source: HubData) -> Iterator[tuple[dict[str, Any], str]]:
             f"data: split {source.split!r} of {named} cannot be loaded: {said}; without a network,"
             " give a directory that holds it, or fill the hub's cache (HF_HOME) beforehand"
         ) from error
+    rows = _with_encoded_images(rows, source.image_column)
     for number, row in enumerate(rows, 1):
         yield dict(row), f"{source.path} [{source.split}] row {number}"
+
+
+def _with_encoded_images(rows: Any, column: str | None) -> Any:
+    """Images of the column as they are encoded, which `datasets` would decode."""
+    import datasets
+
+    feature = rows.features.get(column)
+    if isinstance(feature, datasets.Image):
+        return rows.cast_column(column, datasets.Image(decode=False))
+    if isinstance(getattr(feature, "feature", None), datasets.Image):
+        return rows.cast_column(column, type(feature)(datasets.Image(decode=False)))
+    return rows
 
 
 def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
@@ -113,11 +132,15 @@ def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
             known.add(column)
         elif column not in row:
             raise ConfigError(f"{where}: no column {column!r} ({key}); the row has: {_listed(row)}")
+    messages = _messages(raw, where, None if source.image_column is None else source.image_mark)
+    if source.image_column is not None:
+        known.add(source.image_column)
+        messages = _shown(source, source.image_column, row, messages, where)
     answers = _answers(row.get(source.answer_column))
     doc_id, prompt_id = row.get(source.doc_id_column), row.get(source.prompt_id_column)
     return Prompt(
         prompt_id=where if prompt_id is None else str(prompt_id),
-        messages=_messages(raw, where),
+        messages=messages,
         answer=answers[0] if answers else None,
         other_answers=answers[1:],
         doc_id=None if doc_id is None else str(doc_id),
@@ -125,6 +148,19 @@ def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
         columns={str(name): value for name, value in row.items() if name not in known},
         is_conversational=not isinstance(raw, str),
     )
+
+
+def _shown(
+    source: Table, column: str, row: dict[str, Any], messages: tuple[Message, ...], where: str
+) -> tuple[Message, ...]:
+    if column not in row:
+        raise ConfigError(
+            f"{where}: no column {column!r} (image_column); the row has: {_listed(row)}"
+        )
+    is_file = isinstance(source, JsonlData | ParquetData)
+    folder = Path(source.path).expanduser().parent if is_file else Path()
+    images = read_images(row[column], folder=folder, where=where)
+    return with_images(messages, images, mark=source.image_mark, where=where)
 
 
 def _listed(row: dict[str, Any]) -> str:
@@ -138,7 +174,7 @@ def _answers(raw: object) -> tuple[str, ...]:
     return tuple(str(value) for value in values)
 
 
-def _messages(raw: object, where: str) -> tuple[Message, ...]:
+def _messages(raw: object, where: str, image_mark: str | None) -> tuple[Message, ...]:
     if isinstance(raw, str):
         if not raw.strip():
             raise ConfigError(f"{where}: the prompt is empty")
@@ -147,14 +183,34 @@ def _messages(raw: object, where: str) -> tuple[Message, ...]:
         raise ConfigError(
             f"{where}: a prompt is text or a list of messages, got {type(raw).__name__}"
         )
-    return tuple(_message(message, where) for message in cast(list[Any], raw))
+    return tuple(_message(message, where, image_mark) for message in cast(list[Any], raw))
 
 
-def _message(message: Any, where: str) -> Message:
-    is_message = isinstance(message, dict) and isinstance(message.get("content"), str)  # pyright: ignore[reportUnknownMemberType]
-    if not is_message or message.get("role") not in _ROLES:
+def _message(message: Any, where: str, image_mark: str | None) -> Message:
+    fields = cast(dict[str, Any], message if isinstance(message, dict) else {})
+    content = fields.get("content")
+    if isinstance(content, list):
+        content = _joined(cast(list[Any], content), where, image_mark)
+    if not isinstance(content, str) or fields.get("role") not in _ROLES:
         raise ConfigError(
             f"{where}: a message needs a role ({', '.join(_ROLES)}) and text content,"
             f" got {message!r}"
         )
-    return Message(role=message["role"], content=message["content"])
+    return Message(role=fields["role"], content=content)
+
+
+def _joined(parts: list[Any], where: str, image_mark: str | None) -> str:
+    """Content in parts as one text, with the mark for each image."""
+    texts: list[str] = []
+    for part in parts:
+        fields = cast(dict[str, Any], part if isinstance(part, dict) else {})
+        if fields.get("type") == "text" and isinstance(fields.get("text"), str):
+            texts.append(fields["text"])
+        elif fields.get("type") == "image" and image_mark is not None:
+            texts.append(image_mark)
+        else:
+            raise ConfigError(
+                f"{where}: a message's content is text, or parts of type text and, with image_column,"
+                f" image; got {part!r}"
+            )
+    return "".join(texts)

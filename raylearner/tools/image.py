@@ -1,4 +1,4 @@
-"""Images from services: decoded once to see that they are whole and of a sensible size."""
+"""Images from outside: decoded once to see that they are whole, still and of a sensible size."""
 
 import asyncio
 import base64
@@ -36,6 +36,8 @@ def check_image(encoded: bytes, section: ImageSection) -> None:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             width, height = image.size
             _check_size(width, height, section)
+            if getattr(image, "n_frames", 1) != 1:
+                raise BadImage(f"image of {width}x{height} is animated")
             image.load()
     except BadImage:
         raise

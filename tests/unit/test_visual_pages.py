@@ -9,9 +9,12 @@ from PIL import Image
 
 from raylearner.config.data import JsonlData
 from raylearner.prompts import load_prompts
+from raylearner.services.corpora import visual_pages
 from raylearner.services.corpora.visual_pages import COLOURS, Kind, write_visual_pages
 from raylearner.services.pages import read_pages
 from raylearner.services.text_index import TextIndex
+
+CORPORA = Path(visual_pages.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +92,12 @@ def test_a_row_becomes_a_prompt_of_its_document(folder: Path) -> None:
     assert first.doc_id == row["doc_id"]
     assert first.answer == row["answer"]
     assert first.columns["page_id"] == row["page_id"]
+
+
+@pytest.mark.parametrize("kind", ["colour", "visual"])
+def test_the_shipped_questions_are_those_of_the_command_in_the_configs(
+    tmp_path: Path, kind: str
+) -> None:
+    write_visual_pages(tmp_path, kinds=[Kind.COLOURS] if kind == "colour" else tuple(Kind))
+    for part in ("questions.jsonl", "questions_held_out.jsonl"):
+        assert (CORPORA / f"{kind}_{part}").read_text() == (tmp_path / part).read_text()

@@ -151,7 +151,7 @@ def write_visual_pages(
     folder: Path,
     *,
     kinds: Sequence[Kind] = tuple(Kind),
-    num_documents: int = 40,
+    num_documents: int = 24,
     pages_per_document: int = 10,
     side: int | None = None,
     is_blank: bool = False,
@@ -203,7 +203,7 @@ def write_visual_pages(
 def main(
     folder: Annotated[Path, typer.Argument(help="Where pages, images and questions go.")],
     kind: Annotated[list[Kind] | None, typer.Option(help="Repeat for several; all.")] = None,
-    num_documents: Annotated[int, typer.Option(min=HELD_OUT_EVERY, max=10_000)] = 40,
+    num_documents: Annotated[int, typer.Option(min=HELD_OUT_EVERY, max=10_000)] = 24,
     pages_per_document: Annotated[int, typer.Option(min=1, max=1000)] = 10,
     side: Annotated[
         int | None, typer.Option(min=28, max=4096, help="Of a page, in pixels.")

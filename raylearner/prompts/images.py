@@ -1,0 +1,102 @@
+"""Images of rows: read from whatever a table holds, checked, and put into the prompt's messages."""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from raylearner.config.tools import ImageSection
+from raylearner.errors import ConfigError
+from raylearner.tools.image import BadImage, check_image
+from raylearner.types import IMAGE_MARK, Message, Prompt
+
+LIMITS = ImageSection()
+"""Of images in data, as of those that services send."""
+_FORMS = "encoded bytes, a path, a data URL, or a list of these"
+
+
+def read_images(value: object, *, folder: Path, where: str) -> tuple[bytes, ...]:
+    """The images of one cell, encoded; `folder` is where paths start. Raises `ConfigError`."""
+    if value is None or value == "":
+        return ()
+    values = cast(list[object], value) if isinstance(value, list | tuple) else [value]
+    return tuple(_read(one, folder, where) for one in values)
+
+
+def _read(value: object, folder: Path, where: str) -> bytes:
+    """`{"bytes", "path"}` is how `datasets` and its Parquet files write an image."""
+    if isinstance(value, dict):
+        held = cast(dict[str, Any], value)
+        value = held.get("bytes") if held.get("bytes") is not None else held.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: an image is {_FORMS}; got {type(value).__name__}")
+    if value.startswith("data:"):
+        return _from_data_url(value, where)
+    path = folder / value
+    try:
+        if path.stat().st_size > LIMITS.max_bytes:
+            raise ConfigError(f"{where}: image {value!r} is longer than {LIMITS.max_bytes} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: image {value!r} cannot be read: {error.strerror}") from error
+
+
+def _from_data_url(url: str, where: str) -> bytes:
+    head, _, content = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not in base64")
+        return base64.b64decode(content, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ConfigError(f"{where}: data URL {head[:40]!r}: {error}") from error
+
+
+def with_images(
+    messages: Sequence[Message], images: tuple[bytes, ...], *, mark: str, where: str
+) -> tuple[Message, ...]:
+    """The messages with each image where its mark stands, or all before the first of the user's.
+
+    Raises `ConfigError` when there are other marks than images, with both numbers.
+    """
+    placed = [m.content.replace(IMAGE_MARK, "").replace(mark, IMAGE_MARK) for m in messages]
+    counts = [content.count(IMAGE_MARK) for content in placed]
+    if images and not any(counts):
+        first = next((i for i, m in enumerate(messages) if m.role == "user"), 0)
+        placed[first] = IMAGE_MARK * len(images) + placed[first]
+        counts[first] = len(images)
+    if sum(counts) != len(images):
+        raise ConfigError(
+            f"{where}: the prompt has {sum(counts)} marks {mark!r} for {len(images)} images"
+        )
+    remaining = iter(images)
+    return tuple(
+        replace(m, content=content, images=tuple(next(remaining) for _ in range(count)))
+        for m, content, count in zip(messages, placed, counts, strict=True)
+    )
+
+
+def check_images(prompts: Sequence[tuple[Prompt, str]], *, max_images: int | None) -> None:
+    """Decodes every image once. Raises `ConfigError` with the place of the first bad row."""
+    shown = [(p, where) for p, where in prompts if any(m.images for m in p.messages)]
+    with ThreadPoolExecutor() as pool:
+        for problem in pool.map(lambda pair: _problem(pair[0], pair[1], max_images), shown):
+            if problem is not None:
+                pool.shutdown(cancel_futures=True)
+                raise ConfigError(problem)
+
+
+def _problem(prompt: Prompt, where: str, max_images: int | None) -> str | None:
+    images = [image for message in prompt.messages for image in message.images]
+    if max_images is not None and len(images) > max_images:
+        return f"{where}: {len(images)} images, renderer.images.max_images is {max_images}"
+    for number, image in enumerate(images, 1):
+        try:
+            check_image(image, LIMITS)
+        except BadImage as error:
+            return f"{where}: image {number} of {len(images)}: {error}"
+    return None

@@ -1,0 +1,244 @@
+"""Image columns: what may stand in them, where images go in a prompt, and what is refused by row."""
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from raylearner.config.data import HubData, JsonlData, ParquetData
+from raylearner.config.loader import load
+from raylearner.config.problems import ConfigProblems
+from raylearner.errors import ConfigError
+from raylearner.prompts import load_prompts
+from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
+from raylearner.tokenization.images import fit_image
+from raylearner.types import IMAGE_MARK, Prompt
+
+ROOT = Path(__file__).parents[2]
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def plain(width: int = 16, height: int = 12, colour: str = "red") -> bytes:
+    return encoded(Image.new("RGB", (width, height), colour))
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def jsonl(folder: Path, *rows: dict[str, object], **keys: Any) -> JsonlData:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return JsonlData(kind="jsonl", path=str(path), image_column="image", **keys)
+
+
+def shown(prompt: Prompt) -> list[tuple[str, tuple[bytes, ...]]]:
+    return [(m.content, m.images) for m in prompt.messages]
+
+
+def test_paths_and_data_urls_one_or_several_become_images_of_the_first_user_message(
+    tmp_path: Path,
+) -> None:
+    red, blue = plain(), plain(colour="blue")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "red.png").write_bytes(red)
+    source = jsonl(
+        tmp_path,
+        {"prompt": "a", "image": "images/red.png", "more": 1},
+        {"prompt": "b", "image": [data_url(blue), {"path": "images/red.png"}]},
+        {
+            "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}],
+            "image": data_url(red),
+        },
+        {"prompt": "d", "image": None},
+    )
+    prompts = load_prompts([source])
+    assert [shown(prompt) for prompt in prompts] == [
+        [(f"{IMAGE_MARK}a", (red,))],
+        [(f"{IMAGE_MARK * 2}b", (blue, red))],
+        [("s", ()), (f"{IMAGE_MARK}c", (red,))],
+        [("d", ())],
+    ]
+    assert prompts[0].columns == {"more": 1}
+
+
+def test_marks_and_parts_say_where_images_stand(tmp_path: Path) -> None:
+    red, blue = plain(), plain(colour="blue")
+    both = [data_url(red), data_url(blue)]
+    parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    source = jsonl(
+        tmp_path,
+        {"prompt": "left <image> right <image>?", "image": both},
+        {"prompt": [{"role": "user", "content": parts}], "image": both},
+        {
+            "prompt": [
+                {"role": "user", "content": "<image>"},
+                {"role": "user", "content": "x<image>"},
+            ],
+            "image": both,
+        },
+    )
+    assert [shown(prompt) for prompt in load_prompts([source])] == [
+        [(f"left {IMAGE_MARK} right {IMAGE_MARK}?", (red, blue))],
+        [(f"{IMAGE_MARK}or{IMAGE_MARK}", (red, blue))],
+        [(IMAGE_MARK, (red,)), (f"x{IMAGE_MARK}", (blue,))],
+    ]
+
+
+def test_parquet_and_datasets_give_the_encoded_bytes_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    image = encoded(Image.new("RGB", (16, 12), "red"), "JPEG", quality=30)
+    table = pyarrow.table({"prompt": ["a", "b"], "image": [image, None]})
+    parquet.write_table(table, tmp_path / "plain.parquet")
+    made = datasets.Dataset.from_dict(
+        {
+            "prompt": ["a"],
+            "image": [{"bytes": image, "path": None}],
+            "more": [[{"bytes": image}] * 2],
+        },
+        features=datasets.Features(
+            prompt=datasets.Value("string"),
+            image=datasets.Image(),
+            more=datasets.List(datasets.Image()),
+        ),
+    )
+    (tmp_path / "hub").mkdir()
+    made.to_parquet(tmp_path / "hub" / "train.parquet")
+    keys = {"image_column": "image"}
+    sources = [
+        ParquetData(kind="parquet", path=str(tmp_path / "plain.parquet"), source="a", **keys),
+        ParquetData(
+            kind="parquet", path=str(tmp_path / "hub" / "train.parquet"), source="b", **keys
+        ),
+        HubData(kind="hub", path=str(tmp_path / "hub"), source="c", **keys),
+        HubData(kind="hub", path=str(tmp_path / "hub"), source="d", image_column="more"),
+    ]
+    images = [[m.images for m in load_prompts([source])[0].messages] for source in sources]
+    assert images == [[(image,)], [(image,)], [(image,)], [(image, image)]]
+
+
+def test_the_generators_pages_are_read_by_their_own_column(tmp_path: Path) -> None:
+    write_visual_pages(tmp_path, kinds=[Kind.COLOURS], num_documents=8, pages_per_document=1)
+    path = str(tmp_path / "questions.jsonl")
+    prompts = load_prompts([JsonlData(kind="jsonl", path=path, image_column="image")])
+    assert len(prompts) == 7
+    for prompt in prompts:
+        (image,) = prompt.messages[0].images
+        assert Image.open(io.BytesIO(image)).size == (56, 56)
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (plain()[:45], "does not decode as PNG, JPEG, WEBP"),
+        (b"no image", "does not decode as PNG, JPEG, WEBP"),
+        (encoded(Image.new("RGB", (16, 12)), "GIF"), "does not decode as PNG, JPEG, WEBP"),
+        (b"", "does not decode"),
+        (plain(1, 1), "image of 1x1 is smaller than 8 pixels"),
+        (plain(30_000, 8), "image of 30000x8 is longer than 200 to 1"),
+        (
+            encoded(
+                Image.new("RGB", (16, 12), "red"),
+                save_all=True,
+                append_images=[Image.new("RGB", (16, 12), "blue")],
+            ),
+            "image of 16x12 is animated",
+        ),
+    ],
+    ids=["cut", "text", "gif", "empty", "tiny", "wide", "animated"],
+)
+def test_an_image_that_cannot_be_shown_is_named_by_its_row(
+    tmp_path: Path, image: bytes, words: str
+) -> None:
+    good, bad = data_url(plain()), data_url(image)
+    source = jsonl(tmp_path, {"prompt": "a", "image": good}, {"prompt": "b", "image": [good, bad]})
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:2: image 2 of 2: .*{words}"):
+        load_prompts([source])
+
+
+def upright() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(Image.new("RGB", (16, 40), "red"), "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "colour"),
+    [
+        (
+            lambda: encoded(Image.new("CMYK", (16, 12), (0, 255, 255, 0)), "JPEG"),
+            (16, 12),
+            (254, 0, 0),
+        ),
+        (
+            lambda: encoded(Image.fromarray(np.full((12, 16), 65535, np.uint16))),
+            (16, 12),
+            (255, 255, 255),
+        ),
+        (upright, (40, 16), (254, 0, 0)),
+    ],
+    ids=["cmyk", "16-bit", "exif"],
+)
+def test_unusual_images_are_taken_and_made_plain(
+    tmp_path: Path, make: Callable[[], bytes], size: tuple[int, int], colour: tuple[int, int, int]
+) -> None:
+    (prompt,) = load_prompts([jsonl(tmp_path, {"prompt": "a", "image": data_url(make())})])
+    fitted = Image.open(io.BytesIO(fit_image(prompt.messages[0].images[0], lambda h, w: (h, w))))
+    assert fitted.mode == "RGB"
+    assert fitted.size == size
+    assert np.abs(np.asarray(fitted).astype(int) - colour).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a"}, r"no column 'image' \(image_column\); the row has: prompt"),
+        ({"prompt": "a", "image": "nowhere.png"}, "'nowhere.png' cannot be read: No such file"),
+        ({"prompt": "a", "image": 7}, "an image is encoded bytes, a path.*; got int"),
+        ({"prompt": "a", "image": "data:image/png,x"}, "it is not in base64"),
+        ({"prompt": "a", "image": "data:image/png;base64,%"}, "data URL"),
+        ({"prompt": "<image>", "image": []}, "1 marks '<image>' for 0 images"),
+        ({"prompt": "<image>", "image": [data_url(plain())] * 2}, "1 marks '<image>' for 2 images"),
+        ({"prompt": "a", "image": [data_url(plain())] * 5}, "5 images, .*max_images is 4"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video"}]}], "image": None},
+            "content is text, or parts of type text and, with image_column, image",
+        ),
+    ],
+)
+def test_a_row_that_does_not_fit_its_images_is_refused(
+    tmp_path: Path, row: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: .*{words}"):
+        load_prompts([jsonl(tmp_path, row)], max_images=4)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=0", "add `model.vision: {}`"),
+        ("environment={kind: openai_proxy, command: [x]}", "hands programs text alone"),
+    ],
+)
+def test_who_cannot_see_gets_no_images(tmp_path: Path, override: str, words: str) -> None:
+    source = jsonl(tmp_path, {"prompt": "a", "image": data_url(plain())})
+    data = f"{{kind: jsonl, path: {source.path}, image_column: image}}"
+    with pytest.raises(ConfigProblems, match=r"data\.train\.image_column") as error:
+        load([str(ROOT / "configs" / "quickstart.yaml")], [f"data.train={data}", override])
+    assert words in str(error.value)
