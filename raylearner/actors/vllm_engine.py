@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raylearner.actors import vllm_process, vllm_requests
+from raylearner.actors.vllm_vision import refuse_missing_torchvision
 from raylearner.actors.vllm_weights import WeightEntrance, lora_arguments
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
@@ -93,6 +94,7 @@ class VllmEngine:
                 kv_cache_gib=self._config.kv_cache_gib,
                 shares_memory=self._weights.backend == "ipc",
             )
+            await asyncio.to_thread(refuse_missing_torchvision, self._model_path)
             await asyncio.to_thread(self._create, self._log.configuration())
             assert self._llm is not None
             self._end_token_ids = vllm_requests.end_token_ids(self._llm)

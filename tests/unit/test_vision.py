@@ -1,6 +1,8 @@
 """Images as tokens: what the model's own processor and `get_rope_index` say, turn by turn."""
 
 import io
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from raylearner.actors.vllm_vision import refuse_missing_torchvision
 from raylearner.config.schema import RendererSection, TinyModel
-from raylearner.errors import ConfigError, RenderError
+from raylearner.errors import ConfigError, EngineError, RenderError
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.tokenization.vision import Vision, load_image_processor
@@ -366,3 +369,14 @@ async def test_odd_images_become_upright_and_rgb(qwen2_5_folder: Path) -> None:
         shown = Image.open(io.BytesIO(image))
         assert (shown.mode, shown.size, shown.format) == ("RGB", (56, 84), "PNG")
         assert np.asarray(shown).min() >= 254
+
+
+def test_a_missing_torchvision_is_named_with_what_to_do_and_text_models_need_none(
+    qwen2_5_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(EngineError, match=r"torchvision.*does not import.*bash launch/setup\.sh"):
+        refuse_missing_torchvision(str(qwen2_5_folder))
+    refuse_missing_torchvision(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    refuse_missing_torchvision(str(qwen2_5_folder))

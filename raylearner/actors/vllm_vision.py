@@ -1,0 +1,20 @@
+"""What vLLM needs beside itself for models that see."""
+
+import importlib
+
+from raylearner.errors import EngineError
+from raylearner.tokenization.vision import Vision
+
+
+def refuse_missing_torchvision(model_path: str) -> None:
+    """Raises `EngineError` where the model sees and torchvision, which vLLM's processors use, does not
+    import: vLLM's own error would speak of something else."""
+    if Vision.from_pretrained(model_path) is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # of another build it raises whatever it likes
+        raise EngineError(
+            f"it shows images with torchvision, which does not import ({error}); `bash launch/setup.sh`"
+            " installs one that does, on GPU machines `pip install torchvision` the build for this torch"
+        ) from error
