@@ -1,5 +1,6 @@
 """Cross-field checks: each refuses its combination, names the key and the nearest way out."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,19 @@ def test_the_defaults_clash_with_nothing() -> None:
             "set it to 1, or replay.max_staleness to 1",
         ),
         ({"weights": {"every_steps": 4}}, "weights.every_steps", "<= replay.max_staleness + 1 = 3"),
+        (
+            {"actors": {"engine": {"kind": "vllm", "should_sleep": True}}},
+            "actors.engine.should_sleep",
+            "needs replay.max_staleness 0, got 2",
+        ),
+        (
+            {
+                "weights": {"transport": "ipc"},
+                "actors": {"engine": {"kind": "vllm", "tensor_parallel_size": 2}},
+            },
+            "weights.transport",
+            "tensor_parallel_size = 2; use 'nccl'",
+        ),
         (
             {"replay": {"group_size": 1, "partial_groups": "drop"}},
             "replay.group_size",
@@ -91,6 +105,24 @@ def test_the_defaults_clash_with_nothing() -> None:
             {"learner": {"num_ranks": 2, "gpus_per_rank": 0.5}},
             "learner.gpus_per_rank",
             "must be 0 or 1",
+        ),
+        (
+            {"learner": {"num_ranks": 6, "context_parallel_size": 4}},
+            "learner.context_parallel_size",
+            "must divide learner.num_ranks = 6, got 4",
+        ),
+        (
+            {"learner": {"num_ranks": 3, "context_parallel_size": 3}},
+            "learner.context_parallel_size",
+            "the model's 4 attention heads, and divide its 4 key-value heads",
+        ),
+        (
+            {
+                "model": {"kind": "tiny", "vision": {}},
+                "learner": {"num_ranks": 2, "context_parallel_size": 2},
+            },
+            "learner.context_parallel_size",
+            "sees images",
         ),
         (
             {
@@ -156,6 +188,25 @@ def test_a_missing_directory_below_an_existing_one_is_no_hub_id(
     assert [finding.key for finding in check(config)] == ["model.path"]
     (tmp_path / "models" / "absent").mkdir()
     assert check(config) == []
+
+
+def test_ranks_share_micro_batches_as_the_heads_of_a_checkpoint_allow(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    model = {"kind": "pretrained", "path": str(tmp_path)}
+    for size in (2, 4):
+        learner = {"num_ranks": size, "context_parallel_size": size}
+        assert check(make_config(model=model, learner=learner)) == []
+    learner = {"num_ranks": 3, "context_parallel_size": 3}
+    (finding,) = check(make_config(model=model, learner=learner))
+    assert finding.key == "learner.context_parallel_size"
+    assert finding.text.endswith(
+        "12 attention heads, and divide its 2 key-value heads or be a multiple of them, got 3; set it "
+        "to one of 1, 2, 4, 6, 12"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(heads | {"vision_config": {}}))
+    (finding,) = check(make_config(model=model, learner=learner))
+    assert "sees images" in finding.text
 
 
 def test_notes_tell_what_is_allowed_and_unwise() -> None:

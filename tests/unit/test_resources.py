@@ -70,6 +70,32 @@ def test_explicit_numbers_win() -> None:
     assert shares(4, weights__transport="shared_files") == (1, 1, "shared_files")
 
 
+def test_ipc_puts_every_rank_on_a_gpu_with_its_share_of_the_engines() -> None:
+    changes = {
+        "weights__transport": "ipc",
+        "learner__num_ranks": 2,
+        "actors__num_actors": 6,
+        "cluster__num_cpus": 8,
+    }
+    assert shares(2, **changes) == (0.25, 0.25, "ipc")
+    assert shares(8, **changes) == (0.25, 0.25, "ipc")
+    with pytest.raises(ConfigError, match=r"2 learner ranks .* there are 1 GPUs"):
+        shares(1, **changes)
+    with pytest.raises(ConfigError, match=r"gpus_per_rank 0.5 with .* 0.25 make 1.25"):
+        shares(2, **changes, learner__gpus_per_rank=0.5, actors__gpus_per_actor=0.25)
+
+
+def test_engines_that_sleep_share_what_the_learner_leaves_of_memory() -> None:
+    changes = {
+        "weights__transport": "ipc",
+        "replay__max_staleness": 0,
+        "actors__engine__should_sleep": True,
+    }
+    engine = resolve(config(**changes), num_gpus=1).config.actors.engine
+    assert engine.kind == "vllm"
+    assert engine.memory_fraction == pytest.approx(0.85 * 0.75 / 2, abs=1e-4)
+
+
 @pytest.mark.parametrize("num_gpus", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_actors", [1, 2, 3, 5, 8, 13])
 def test_what_is_decided_always_fits(num_gpus: int, num_actors: int) -> None:
