@@ -36,14 +36,16 @@ def test_the_defaults_clash_with_nothing() -> None:
         ),
         ({"weights": {"every_steps": 4}}, "weights.every_steps", "<= replay.max_staleness + 1 = 3"),
         (
-            {"actors": {"engine": {"kind": "vllm", "should_sleep": True}}},
+            {"actors": {"engine": {"kind": "vllm", "max_model_tokens": 512, "should_sleep": True}}},
             "actors.engine.should_sleep",
             "needs replay.max_staleness 0, got 2",
         ),
         (
             {
                 "weights": {"transport": "ipc"},
-                "actors": {"engine": {"kind": "vllm", "tensor_parallel_size": 2}},
+                "actors": {
+                    "engine": {"kind": "vllm", "max_model_tokens": 512, "tensor_parallel_size": 2}
+                },
             },
             "weights.transport",
             "tensor_parallel_size = 2; use 'nccl'",
