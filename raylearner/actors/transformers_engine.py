@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.actors.sampler import Draw, sample
+from raylearner.actors.transformers_images import Sight
+from raylearner.actors.transformers_slots import Slots
 from raylearner.config.schema import TransformersEngine as TransformersEngineSection
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import (
@@ -45,6 +45,9 @@ class _Request(Draw):
     """One `generate` call; `token_ids` grows from the prompt on."""
 
     num_prompt_tokens: int
+    images: tuple[bytes, ...] = ()
+    offset: int = 0
+    """Of positions to places, behind images, which take fewer positions than tokens."""
     done: asyncio.Future[Completion]
     logprobs: list[float] = field(default_factory=list[float])
     policy_versions: list[int] = field(default_factory=list[int])
@@ -102,6 +105,7 @@ class TransformersEngine:
         self._failure: str | None = None
         self._model: Any = None
         self._cache: Any = None
+        self._sight: Sight | None = None
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -121,14 +125,16 @@ class TransformersEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
     ) -> Completion:
-        self._refuse(token_ids, sampling, images)
+        prompt = self._accepted(token_ids, sampling, images)
         seed = sampling.seed
         entropy = (self._seed, next(self._request_numbers)) if seed is None else seed
         request = _Request(
             sampling=sampling,
             generator=np.random.default_rng(entropy),
-            token_ids=[int(token) for token in token_ids],
-            num_prompt_tokens=len(token_ids),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            images=tuple(images),
+            offset=self._sight.offset(prompt, images) if self._sight and images else 0,
             done=asyncio.get_running_loop().create_future(),
         )
         self._waiting.append(request)
@@ -181,22 +187,27 @@ class TransformersEngine:
                 await loop
         self._model = self._cache = None
 
-    def _refuse(
+    def _accepted(
         self, token_ids: Sequence[int], sampling: Sampling, images: Sequence[bytes]
-    ) -> None:
+    ) -> list[int]:
+        """The prompt with every image's own tokens. Raises `EngineError` for what cannot be sampled."""
         self._assert_alive()
         if self._loop is None:
             raise EngineError("this engine has not started")
+        prompt = [int(token) for token in token_ids]
         if images:
-            raise EngineError("the transformers engine reads no images; use kind 'vllm'")
+            if self._sight is None:
+                raise EngineError(f"{self._model_path!r} reads text alone, and came with images")
+            prompt = self._sight.expand(prompt, images)
         limit = self._config.max_model_tokens
-        if not 1 <= len(token_ids) < limit:
+        if not 1 <= len(prompt) < limit:
             raise EngineError(
-                f"prompt has {len(token_ids)} tokens, the engine takes 1 to {limit - 1} "
+                f"prompt has {len(prompt)} tokens, the engine takes 1 to {limit - 1} "
                 "(max_model_tokens)"
             )
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
+        return prompt
 
     def _assert_alive(self) -> None:
         if self._failure is not None:
@@ -254,10 +265,11 @@ class TransformersEngine:
         lengths = torch.tensor([len(r.token_ids) for r in requests], device=device)
         last = torch.tensor([r.token_ids[-1] for r in requests], device=device)
         places = torch.arange(int(lengths.max()), device=device)
+        offsets = torch.tensor([r.offset for r in requests], device=device)
         self._cache.extend(lengths - 1)
         logits = self._model(
             input_ids=last[:, None],
-            position_ids=(lengths - 1)[:, None],
+            position_ids=(lengths - 1 + offsets)[:, None],
             attention_mask=(places < lengths[:, None])[:, None, None],
             past_key_values=self._cache,
             use_cache=True,
@@ -267,11 +279,15 @@ class TransformersEngine:
 
     def _fill(self, first: int) -> None:
         """Keys and values of all tokens but the last, from slot `first` on; equal rows run once."""
-        prefixes = [tuple(request.token_ids[:-1]) for request in self._running[first:]]
+        prefixes = [(tuple(r.token_ids[:-1]), r.images) for r in self._running[first:]]
         unique = {prefix: index for index, prefix in enumerate(dict.fromkeys(prefixes))}
-        longest = max(len(prefix) for prefix in unique)
+        longest = max(len(token_ids) for token_ids, _ in unique)
         if longest:
-            rows = [[*prefix, *[0] * (longest - len(prefix))] for prefix in unique]
+            rows = [[*token_ids, *[0] * (longest - len(token_ids))] for token_ids, _ in unique]
+            positions = torch.arange(longest, device=self._device).expand(len(rows), -1)
+            seen: dict[str, Any] = {}
+            if self._sight is not None and any(images for _, images in unique):
+                positions, seen = self._sight.inputs(self._model, list(unique), longest)
             input_ids = torch.tensor(rows, device=self._device)
             causal = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril()
             indices = torch.tensor([unique[prefix] for prefix in prefixes], device=self._device)
@@ -279,9 +295,10 @@ class TransformersEngine:
             self._model.base_model(  # padding is to the right: what it yields is never looked at
                 input_ids=input_ids,
                 attention_mask=causal.expand(len(rows), 1, -1, -1),
-                position_ids=torch.arange(longest, device=self._device).expand(len(rows), -1),
+                position_ids=positions,
                 past_key_values=self._cache,
                 use_cache=True,
+                **seen,
             )
         for request in self._running[first:]:
             request.is_cached = True
@@ -314,16 +331,20 @@ class TransformersEngine:
     def _load_model(self) -> None:
         disable_progress_bar()
         self._device = torch.device(self._config.device)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        self._sight = Sight.from_pretrained(self._model_path)
+        family: Any = AutoModelForCausalLM if self._sight is None else AutoModelForImageTextToText
+        model: Any = family.from_pretrained(
             self._model_path, dtype=DTYPES[self._config.dtype], attn_implementation="sdpa"
         )
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+        kinds = set(
+            getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+        )
         if kinds != {"full_attention"}:
             raise EngineError(
                 f"layers of kind {', '.join(sorted(kinds))} need another cache; use kind 'vllm'"
             )
         self._model = model.to(self._device).eval()
-        self._cache = _Slots(self._config.max_sequences, self._config.max_model_tokens)
+        self._cache = Slots(self._config.max_sequences, self._config.max_model_tokens)
         self._text = _StopText(AutoTokenizer.from_pretrained(self._model_path))
         ends = model.generation_config.eos_token_id
         self._end_token_ids = {ends} if isinstance(ends, int) else set(ends or ())
@@ -380,63 +401,6 @@ class TransformersEngine:
             logprobs = self._model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
             found.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
         return found
-
-
-class _Slots(Cache):
-    """Owns keys and values of the running requests, one slot each, tokens from the left.
-
-    A step reads the first `B` slots and writes each row's next place; a fill writes whole rows.
-    """
-
-    def __init__(self, num_slots: int, max_tokens: int) -> None:
-        super().__init__(layers=[])
-        self._shape = (num_slots, max_tokens)
-        self._tensors: list[tuple[Tensor, Tensor]] = []
-        self._places = torch.empty(0)  # [B] where a step writes
-        self._width = 0
-        self._filled: tuple[int, Tensor] | None = None
-
-    def extend(self, places: Tensor) -> None:
-        """The next forward is a step that writes these places of the first slots."""
-        self._filled = None
-        self._places = places
-        self._rows = torch.arange(len(places), device=places.device)
-        self._width = int(places.max()) + 1
-
-    def fill(self, first: int, indices: Tensor) -> None:
-        """The next forward writes its rows, picked by `indices`, to the slots from `first` on."""
-        self._filled = (first, indices)
-
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        for pair in self._tensors:
-            for tensor in pair:
-                tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        if layer_idx == len(self._tensors):
-            self._tensors.append((self._new(key_states), self._new(value_states)))
-        stored = self._tensors[layer_idx]
-        if self._filled is not None:
-            first, indices = self._filled
-            for tensor, states in zip(stored, (key_states, value_states), strict=True):
-                tensor[first : first + len(indices), :, : states.shape[2]] = states[indices]
-            return key_states, value_states
-        for tensor, states in zip(stored, (key_states, value_states), strict=True):
-            tensor[self._rows, :, self._places] = states[:, :, 0]
-        keys, values = (tensor[: len(self._rows), :, : self._width] for tensor in stored)
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions and masks are given to every forward
-
-    def _new(self, states: Tensor) -> Tensor:
-        # Zeros: what is masked is still multiplied, and must be finite.
-        num_slots, max_tokens = self._shape
-        _, heads, _, width = states.shape
-        with torch.inference_mode(mode=False):
-            return states.new_zeros(num_slots, heads, max_tokens, width)
 
 
 class _StopText:

@@ -1,6 +1,7 @@
 """The transformers engine: log-probabilities, stops, versions, seeds and the end of requests."""
 
 import asyncio
+import io
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -9,14 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from raylearner.actors.sampler import Draw, sample
 from raylearner.actors.transformers_engine import TransformersEngine
 from raylearner.config import schema
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.learner.tiny_model import make_tiny_model
-from raylearner.types import Completion, CompletionStop, Probe, Sampling, WeightUpdate
+from raylearner.tokenization.vision import Vision, load_image_processor
+from raylearner.types import BAN_BIAS, Completion, CompletionStop, Probe, Sampling, WeightUpdate
 from raylearner.weights.shared_files import write_weights
 
 PROMPTS = [list(range(40, 40 + length)) for length in (1, 2, 5, 9, 9, 17, 30)]
@@ -95,6 +98,84 @@ async def test_logprobs_are_those_of_a_plain_forward(
         token_ids = prompt + completion.token_ids.tolist()
         expected = plain_logprobs(folder, token_ids, temperature)[len(prompt) - 1 :]
         assert np.abs(completion.logprobs - expected.numpy()).max() < 1e-5
+
+
+def make_image(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+async def test_images_are_seen_and_weights_may_change_under_them(tmp_path: Path) -> None:
+    """Requests of text, of one image and of two, together: as one at a time by transformers."""
+    config = {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "num_layers": 1, "vision": {}}
+    folder = make_tiny_model(schema.TinyModel.model_validate(config), tmp_path / "model", seed=0)
+    engine = make_engine(folder, max_model_tokens=96)
+    await engine.start()
+    vision, processor = Vision.from_pretrained(str(folder)), load_image_processor(str(folder))
+    assert vision is not None
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    wide, small = make_image(112, 56), make_image(28, 28)
+    start, place, end = (
+        vision.start_token_id,
+        vision.image_token_id,
+        vision.end_token_id,
+    )
+    calls: list[tuple[list[int], tuple[bytes, ...]]] = [
+        ([40, 41, 42], ()),
+        ([40, start, place, end, 43], (wide,)),
+        ([start, place, end, 44, start, place, end, 45, 46], (small, wide)),
+        ([start, place, end, 44, start, place, end, 45, 46], (wide, small)),
+    ]
+    sampling = Sampling(max_tokens=12, banned_token_ids=vision.banned_token_ids)
+
+    async def play() -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(ids, replace(sampling, seed=2), images=i) for ids, i in calls)
+        )
+
+    def check(completions: list[Completion]) -> None:
+        for (ids, images), completion in zip(calls, completions, strict=True):
+            prompt = vision.expand(ids, images)
+            token_ids = torch.tensor([prompt + completion.token_ids.tolist()])
+            inputs: dict[str, torch.Tensor] = {}
+            if images:
+                opened = [Image.open(io.BytesIO(image)) for image in images]
+                inputs = dict(processor(images=opened, return_tensors="pt"))
+                inputs["mm_token_type_ids"] = (token_ids == place).int()
+            with torch.no_grad():
+                logits = model(input_ids=token_ids, **inputs).logits[0, :-1]
+            logits[:, list(vision.banned_token_ids)] += BAN_BIAS
+            expected = logits.log_softmax(-1).gather(1, token_ids[0, 1:, None])[:, 0]
+            assert np.abs(completion.logprobs - expected[len(prompt) - 1 :].numpy()).max() < 1e-5
+
+    check(await play())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "visual" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    probe = tuple(range(50, 60))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([probe])).logits[0, :-1].log_softmax(-1)
+    update = WeightUpdate(
+        policy_version=1,
+        transport="shared_files",
+        payload=write_weights(model.named_parameters(), tmp_path / "pushed", 1, torch.float32),
+        probe=Probe(
+            token_ids=(probe,),
+            logprobs=(tuple(logprobs[range(9), probe[1:]].tolist()),),
+            tolerance=1e-4,
+        ),
+    )
+    running = asyncio.create_task(play())
+    await asyncio.sleep(0)
+    await engine.receive(update)
+    await running
+    check(await play())
+    with pytest.raises(EngineError, match="1 placeholders for 2 images"):
+        await engine.generate(calls[1][0], sampling, images=(wide, small))
+    await engine.close()
 
 
 async def test_a_seed_fixes_the_tokens_whatever_else_runs(engine: TransformersEngine) -> None:
@@ -254,7 +335,7 @@ async def test_what_cannot_be_sampled_is_refused_with_its_reason(
         ([], Sampling(), (), "prompt has 0 tokens"),
         ([1] * 128, Sampling(), (), "prompt has 128 tokens, the engine takes 1 to 127"),
         ([1], Sampling(max_tokens=0), (), "max_tokens must be >= 1"),
-        ([1], Sampling(), (b"png",), "reads no images"),
+        ([1], Sampling(), (b"png",), "reads text alone, and came with images"),
     ):
         with pytest.raises(EngineError, match=reason):
             await engine.generate(token_ids, sampling, images=images)
