@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from raylearner.config.context_checks import check_context
 from raylearner.config.data_checks import check_data
 from raylearner.config.environment_checks import check_environment
 from raylearner.config.finding import Finding
@@ -37,6 +38,7 @@ def check(config: RunConfig) -> list[Finding]:
         *_lengths(config),
         *_layout(config),
         *_model(config),
+        *check_context(config),
         *_lora(config),
         *check_environment(config),
         *check_data(config),

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
+from raylearner.config import context_checks
 from raylearner.config.lora import LoraSection
 from raylearner.errors import ConfigError
 from raylearner.learner import attention, lora, optimizer
@@ -40,6 +41,10 @@ RANDOM_WIDTH = 0.02
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of models whose logits are more than hidden states times the head."""
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings that change with the longest position that they see."""
 
 
 def model_directory(path: str, *, needs_weights: bool = True) -> Path:
@@ -109,6 +114,8 @@ def load_sharded(
         causal_lm.tie_weights()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
+    if options.context is not None:
+        _refuse_slices(config, folder, size=options.context.size)
     reader = None if random_seed is not None else TensorReader(folder)
     unknown = [] if reader is None else reader.missing(n for n, _ in causal_lm.named_parameters())
     if unknown:
@@ -133,7 +140,13 @@ def load_sharded(
     if has_value_head:
         model.add_value_head(dtype)
     model.prepare_blocks(options)
-    shard(model, mesh, compute_dtype=compute_dtype, wanted_attention=options.attention)
+    shard(
+        model,
+        mesh,
+        compute_dtype=compute_dtype,
+        wanted_attention=options.attention,
+        should_reshard=options.should_reshard,
+    )
     if not unknown:
         device = torch.device(mesh.device_type)
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -243,6 +256,26 @@ def _placeholders(config: PreTrainedConfig) -> tuple[int, ...]:
     return (config.image_token_id, config.video_token_id)
 
 
+def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None:
+    """Models that ranks of a context group could not share, or not without a silent difference."""
+    text: Any = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    num_heads: int = text.num_attention_heads
+    fault = context_checks.heads_fault(
+        size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+    )
+    if _sees(config):
+        fault = context_checks.SEES_IMAGES
+    elif others := set(getattr(text, "layer_types", None) or ()) - set(context_checks.LAYERS):
+        fault = f"must be 1 for a model with layers of {', '.join(sorted(others))}; set it to 1"
+    elif rope.get("rope_type") in LENGTH_DEPENDENT:
+        fault = f"must be 1 for rotary embeddings of type {rope['rope_type']}; set it to 1"
+    if fault is not None:
+        raise ConfigError(f"{context_checks.KEY}: {folder}: {fault}")
+
+
 def _refuse_logit_changes(causal_lm: PreTrainedModel, folder: Path) -> None:
     changes = [
         key for key in LOGIT_CHANGES if getattr(causal_lm.config, key, None) not in (None, 1)
@@ -260,6 +293,7 @@ def shard(
     *,
     compute_dtype: torch.dtype,
     wanted_attention: Literal["auto"] | Backend = "auto",
+    should_reshard: bool = True,
 ) -> ModelT:
     """FSDP2 over the mesh, one unit per block and one for the rest; gradients are summed, not averaged."""
     name = _attention_name(mesh.device_type, compute_dtype, wanted_attention)
@@ -270,7 +304,9 @@ def shard(
         reduce_dtype=master_dtype,
     )
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=should_reshard and module is not model
+        )
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
