@@ -1,15 +1,16 @@
-"""One rank that tries many objectives, one after the other, and leaves what they did.
+"""Ranks that try many objectives, one after the other, and leave what they did.
 
-    python objective_rank.py FOLDER RANK NUM_RANKS PORT
+    python objective_rank.py FOLDER NUM_RANKS PORT
 
 `jobs.pkl` holds, by name, a `config`, a `model` and `batches`, per step and rank.
 """
 
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
+
+from learners import fork_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import mesh
@@ -38,4 +39,4 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:5]))
+    fork_ranks(main)

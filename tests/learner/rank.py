@@ -1,14 +1,15 @@
-"""One rank of a learner as a process: runs the job in FOLDER and leaves its results there.
+"""Ranks of a learner as processes: they run the job in FOLDER and leave its results there.
 
-    python rank.py FOLDER RANK NUM_RANKS PORT
+    python rank.py FOLDER NUM_RANKS PORT
 
 `job.pkl` holds `config`, `model` and `batches`, per step and rank.
 """
 
 import os
 import pickle
-import sys
 from pathlib import Path
+
+from learners import fork_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import mesh
@@ -39,4 +40,4 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:5]))
+    fork_ranks(main)

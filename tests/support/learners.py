@@ -1,8 +1,11 @@
 """Steps of a learner of one rank, and learners of many."""
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,32 @@ def step(learner: Learner, groups: list[TrajectoryGroup], **options: Any) -> Ste
     return learner.step(batch)
 
 
-def run_ranks(script: Path, folder: Path, *, num_ranks: int, limit_s: float = 280) -> None:
-    """Run `script FOLDER RANK NUM_RANKS PORT` in as many processes, and fail if one of them does."""
-    port = free_port()
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, folder, str(rank), str(num_ranks), str(port)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    errors = [process.communicate(timeout=limit_s)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)[-4000:]
+def run_ranks(script: Path, folder: Path, *, num_ranks: int) -> None:
+    """Run `script FOLDER NUM_RANKS PORT`, which calls `fork_ranks`; fails with its errors."""
+    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
+    done = subprocess.run(
+        [sys.executable, script, folder, str(num_ranks), str(free_port())],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def fork_ranks(main: Callable[[Path, int, int, int], None]) -> None:
+    """Call `main(folder, rank, num_ranks, port)` in one process a rank; imports are shared."""
+    folder, num_ranks, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=main, args=(folder, r, num_ranks, port)) for r in range(num_ranks)]
+    for rank in ranks:
+        rank.start()
+    while running := [rank.sentinel for rank in ranks if rank.is_alive()]:
+        multiprocessing.connection.wait(running)
+        if any(rank.exitcode for rank in ranks):
+            for rank in ranks:
+                rank.terminate()
+            sys.exit("a rank failed")
 
 
 def weights_of(learner: Learner) -> dict[str, Tensor]:

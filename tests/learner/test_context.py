@@ -1,0 +1,139 @@
+"""Ranks that share micro-batches: two groups of two, one of four, and models that cannot be shared."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from learners import run_ranks, step, weights_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from raylearner.config.schema import LearnerSection
+from raylearner.errors import ConfigError
+from raylearner.learner.batch import pack
+from raylearner.learner.context import ContextGroup
+from raylearner.learner.learner import Learner
+from raylearner.learner.loading import load_sharded
+from raylearner.learner.mesh import connect
+from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.model import ModelOptions
+from raylearner.types import TrajectoryGroup
+
+MakeGroups = Callable[..., list[TrajectoryGroup]]
+
+CASES: dict[str, dict[str, Any]] = {
+    "pairs": {
+        "context_parallel_size": 2,
+        "loss": {"kind": "gspo"},
+        "advantage": {"kind": "gae"},
+        "critic": {},
+        "activation_checkpointing": "selective",
+    },
+    "four": {
+        "context_parallel_size": 4,
+        "kl": {"coefficient": 0.1, "reference": {"kind": "frozen"}},
+        "activation_checkpointing": "full",
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def grouped_folder(untied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four query heads that share two key-value heads."""
+    folder = tmp_path_factory.mktemp("grouped")
+    config = AutoConfig.from_pretrained(untied_folder)
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_any_grouping_of_four_ranks_equals_one_rank(
+    grouped_folder: Path, make_groups: MakeGroups, tmp_path: Path
+) -> None:
+    groups = make_groups(5)
+    options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_mini_batches": 2}
+    jobs = {}
+    for name, changes in CASES.items():
+        size = changes["context_parallel_size"]
+        batches = pack(
+            groups,
+            policy_version=0,
+            num_ranks=4 // size,
+            max_tokens_per_micro_batch=48,
+            num_mini_batches=2,
+        )
+        jobs[name] = {
+            "config": options | changes,
+            "model": str(grouped_folder),
+            "batches": [[batch for batch in batches for _ in range(size)]],
+        }
+    (tmp_path / "jobs.pkl").write_bytes(pickle.dumps(jobs))
+    run_ranks(Path(__file__).with_name("objective_rank.py"), tmp_path, num_ranks=4)
+    results = pickle.loads((tmp_path / "results.pkl").read_bytes())
+    for name, changes in CASES.items():
+        plain = {
+            key: changes[key] for key in ("loss", "advantage", "critic", "kl") if key in changes
+        }
+        learner = Learner(
+            LearnerSection(**options, **plain),
+            model_path=str(grouped_folder),
+            num_steps=10,
+            temperature=0.9,
+        )
+        alone = step(learner, groups, num_mini_batches=2)
+        ((shared,), their_weights) = results[name]
+        for key in ("loss", "grad_norm", "entropy/mean", "clip_fraction", "value_loss", "kl"):
+            key = f"learner/{key}"
+            assert (key in alone.metrics) == (key in shared.metrics)
+            if key in alone.metrics:
+                assert shared.metrics[key] == pytest.approx(alone.metrics[key], rel=1e-6), key
+        held = alone.metrics["learner/rank_tokens/mean"] / 4
+        assert shared.metrics["learner/rank_tokens/mean"] == pytest.approx(held)
+        for key, logprobs in shared.logprobs.items():
+            np.testing.assert_allclose(logprobs, alone.logprobs[key], rtol=1e-6)
+        for key, tensor in weights_of(learner).items():
+            np.testing.assert_allclose(tensor, their_weights[key], rtol=0, atol=1e-9)
+
+
+def test_padding_is_a_sequence_of_its_own() -> None:
+    tokens = PackedTokens.of([np.arange(5), np.arange(4)], [np.arange(5) > 1, np.arange(4) > 0])
+    padded = tokens.padded(4)
+    assert padded.input_ids.tolist() == [*range(5), *range(4), 0, 0, 0]
+    assert padded.position_ids.tolist() == [*range(5), *range(4), 0, 1, 2]
+    assert padded.cu_seqlens.tolist() == [0, 5, 9, 12]
+    assert torch.equal(padded.scored, tokens.scored)
+    assert tokens.padded(3) is tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({}, 3, "4 attention heads, and divide its 2 key-value heads .* got 3"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, 2, "layers of linear_attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 2, "of type dynamic"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused_before_it_is_loaded(
+    grouped_folder: Path, tmp_path: Path, changes: dict[str, Any], size: int, words: str
+) -> None:
+    config = AutoConfig.from_pretrained(grouped_folder)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    context = ContextGroup(group=cast(dist.ProcessGroup, SimpleNamespace()), rank=0, size=size)
+    with pytest.raises(ConfigError, match=f"learner.context_parallel_size: .*{words}"):
+        load_sharded(
+            str(tmp_path),
+            connect(),
+            dtype=torch.float32,
+            compute_dtype=torch.float32,
+            options=ModelOptions(context=context),
+        )
