@@ -12,6 +12,7 @@ from raylearner.config.context_checks import check_context
 from raylearner.config.data_checks import check_data
 from raylearner.config.environment_checks import check_environment
 from raylearner.config.finding import Finding
+from raylearner.config.image_checks import check_images
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
 from raylearner.config.sampling_checks import check_sampling
@@ -42,6 +43,7 @@ def check(config: RunConfig) -> list[Finding]:
         *_lora(config),
         *check_environment(config),
         *check_data(config),
+        *check_images(config),
         *check_rewards(config),
     ]
 

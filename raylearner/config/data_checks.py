@@ -4,17 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from raylearner.config.data import (
-    DataSource,
-    HubData,
-    JsonlData,
-    ParquetData,
-    ReasoningGymData,
-    UserSampler,
-)
+from raylearner.config.data import DataSource, JsonlData, ParquetData, ReasoningGymData, UserSampler
 from raylearner.config.finding import Finding
 from raylearner.config.kind import load_reference
-from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel
+from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
 
 
@@ -46,8 +39,6 @@ def _sources(config: RunConfig) -> Iterator[Finding]:
                     f" {source.source_name!r}; give each a `source` of its own",
                 )
             yield from _source(key, source)
-            if isinstance(source, JsonlData | ParquetData | HubData) and source.image_column:
-                yield from _images(f"{key}.image_column", config)
 
 
 def _source(key: str, source: DataSource) -> Iterator[Finding]:
@@ -61,16 +52,6 @@ def _source(key: str, source: DataSource) -> Iterator[Finding]:
                     f"{key}.parameters.{name}",
                     f"is set by {key}.{'num_prompts' if name == 'size' else 'seed'}; remove it here",
                 )
-
-
-def _images(key: str, config: RunConfig) -> Iterator[Finding]:
-    """What cannot be shown images."""
-    if isinstance(config.model, TinyModel) and config.model.vision is None:
-        yield Finding(key, "needs a model that sees; add `model.vision: {}`, or leave this out")
-    if isinstance(config.environment, OpenAiProxy):
-        yield Finding(
-            key, "environment.kind 'openai_proxy' hands programs text alone; leave it out"
-        )
 
 
 def _sampler(config: RunConfig) -> Iterator[Finding]:

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from raylearner.config.section import Fraction, PositiveFloat, PositiveInt, Section
 
+TINY_MIN_PIXELS, TINY_MAX_PIXELS = 784, 1_003_520
+"""What a tiny model's image processor takes: 1 to 1,280 placeholders an image."""
+
 
 class WarmStart(Section):
     """Supervised steps on imperfect scripted demonstrations, before the first policy version."""

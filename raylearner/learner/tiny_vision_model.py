@@ -7,7 +7,7 @@ from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForCondit
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils.logging import disable_progress_bar
 
-from raylearner.config.model import TinyModel, TinyVision
+from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TinyModel, TinyVision
 from raylearner.learner.tiny_model import END_OF_TURN, PAD, check_heads, make_tokenizer
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -16,8 +16,6 @@ PATCH_SIZE = 14
 MERGE_SIZE = 2
 WINDOW_SIZE = 112
 """Side of the squares that all vision blocks but the last attend within, in pixels."""
-MIN_PIXELS, MAX_PIXELS = 784, 1_003_520
-"""What the image processor takes: 1 to 1,280 placeholders an image."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -78,7 +76,7 @@ def make_tiny_vision_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        size={"shortest_edge": TINY_MIN_PIXELS, "longest_edge": TINY_MAX_PIXELS},
         patch_size=PATCH_SIZE,
         merge_size=MERGE_SIZE,
     )

@@ -121,6 +121,7 @@ def test_the_defaults_clash_with_nothing() -> None:
         (
             {
                 "model": {"kind": "tiny", "vision": {}},
+                "renderer": {"images": {"min_pixels": 784, "max_pixels": 50_176}},
                 "learner": {"num_ranks": 2, "context_parallel_size": 2},
             },
             "learner.context_parallel_size",

@@ -230,15 +230,33 @@ def test_a_row_that_does_not_fit_its_images_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("overrides", "key", "words"),
     [
-        ("run.seed=0", "add `model.vision: {}`"),
-        ("environment={kind: openai_proxy, command: [x]}", "hands programs text alone"),
+        ([], "data.train.image_column", "add `model.vision: {}`"),
+        (
+            ["environment={kind: openai_proxy, command: [x]}"],
+            "data.train.image_column",
+            "hands programs text alone",
+        ),
+        (
+            ["environment={kind: tool_use, tools: [{kind: page_fetch, url: u}]}"],
+            "environment.tools.0.contents",
+            "'image' needs a model that sees",
+        ),
+        (["model.vision={}"], "renderer.images.max_pixels", "must be <= 1003520 for a tiny model"),
+        (
+            ["model.vision={}", "renderer.images={min_pixels: 100, max_pixels: 800}"],
+            "renderer.images.min_pixels",
+            "must be >= 784",
+        ),
     ],
 )
-def test_who_cannot_see_gets_no_images(tmp_path: Path, override: str, words: str) -> None:
+def test_what_cannot_be_shown_is_found_before_anything_starts(
+    tmp_path: Path, overrides: list[str], key: str, words: str
+) -> None:
     source = jsonl(tmp_path, {"prompt": "a", "image": data_url(plain())})
     data = f"{{kind: jsonl, path: {source.path}, image_column: image}}"
-    with pytest.raises(ConfigProblems, match=r"data\.train\.image_column") as error:
-        load([str(ROOT / "configs" / "quickstart.yaml")], [f"data.train={data}", override])
-    assert words in str(error.value)
+    with pytest.raises(ConfigProblems) as error:
+        load([str(ROOT / "configs" / "quickstart.yaml")], [f"data.train={data}", *overrides])
+    found = [problem.text for problem in error.value.problems if problem.key == key]
+    assert any(words in text for text in found), found
