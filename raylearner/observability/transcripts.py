@@ -1,5 +1,6 @@
-"""Trajectories as JSON lines that a person or a script can read back without raylearner."""
+"""Trajectories as JSON lines that a person or a script can read back without raylearner, images beside."""
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 
 from raylearner.observability.jsonl import dumps
 from raylearner.types import Trajectory, TrajectoryKey, Turn
+
+IMAGES = "images"
+"""The folder, beside the steps' files, of images by the hash of their content."""
 
 Advantages = Mapping[TrajectoryKey, float]
 Logprobs = Mapping[TrajectoryKey, NDArray[np.float32]]
@@ -26,7 +30,8 @@ def transcript(
 
     `token_ids`, `loss_mask`, `train_mask`, `behavior_logprobs` and `policy_versions` have equal
     length, and so has `learner_logprobs` where the learner told them; off the loss mask,
-    log-probabilities are null and versions -1.
+    log-probabilities are null and versions -1. `images` are names of files in the folder `images`,
+    one for each run of `image_token_id`.
     """
     if learner_logprobs is not None:
         learner_logprobs = np.where(trajectory.loss_mask, learner_logprobs, np.float32(np.nan))
@@ -50,6 +55,8 @@ def transcript(
         "num_sampled_tokens": trajectory.num_sampled_tokens,
         "num_trained_tokens": trajectory.num_trained_tokens,
         "num_images": len(trajectory.images),
+        "images": [_image_name(image) for image in trajectory.images],
+        "image_token_id": trajectory.image_token_id,
         "doc_id": trajectory.doc_id,
         "shown": list(trajectory.shown),
         "prompt": trajectory.prompt_text,
@@ -89,6 +96,18 @@ def _logprobs(logprobs: NDArray[np.float32]) -> list[float | None]:
     return [float(f"{value:.9g}") if math.isfinite(value) else None for value in values]
 
 
+def _image_name(image: bytes) -> str:
+    return f"{hashlib.sha256(image).hexdigest()[:32]}.png"
+
+
+def _write_images(folder: Path, trajectory: Trajectory) -> None:
+    for image in trajectory.images:
+        path = folder / _image_name(image)
+        if not path.exists():
+            folder.mkdir(exist_ok=True)
+            path.write_bytes(image)
+
+
 def step_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.jsonl"
 
@@ -101,7 +120,10 @@ def write(
     advantages: Advantages | None = None,
     learner_logprobs: Logprobs | None = None,
 ) -> Path:
-    """Write one step's file, whole or not at all, with what the learner told of its trajectories."""
+    """Write one step's file, whole or not at all, with what the learner told of its trajectories.
+
+    Images are written once, however often they are shown.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = step_file(folder, step)
     draft = path.with_suffix(".partial")
@@ -113,5 +135,6 @@ def write(
                 learner_logprobs=(learner_logprobs or {}).get(trajectory.key),
             )
             file.write(dumps(record) + "\n")
+            _write_images(folder / IMAGES, trajectory)
     os.replace(draft, path)
     return path

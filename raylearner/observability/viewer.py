@@ -1,11 +1,12 @@
-"""A page that shows the trajectories of a step: turns, and tokens coloured by what is known of them.
+"""A page that shows the trajectories of a step: turns, images, and tokens coloured by what is known of them.
 
 The page holds its data and needs nothing else; `serve` offers it on localhost.
 """
 
+import base64
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import resources
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 
 from raylearner.config.document import Loader
 from raylearner.errors import ConfigError
-from raylearner.observability.transcripts import step_file
+from raylearner.observability.transcripts import IMAGES, step_file
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,13 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
     steps = [int(p.stem.removeprefix("step_")) for p in _files(run_dir)]
     tokenizer = _tokenizer(run_dir)
     lines = path.read_text(encoding="utf-8").splitlines()
+    records = [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     data = {
         "run": run_dir.name,
         "step": int(path.stem.removeprefix("step_")),
         "steps": steps,
-        "trajectories": [
-            _with_pieces(_record(line, f"{path}:{number}"), tokenizer)
-            for number, line in enumerate(lines, start=1)
-        ],
+        "images": _images(path.parent / IMAGES, records),
+        "trajectories": [_with_pieces(record, tokenizer) for record in records],
     }
     template = resources.files(__package__ or "").joinpath("viewer.html").read_text("utf-8")
     # "</" would end the script that holds the data, wherever a completion says so.
@@ -130,6 +130,16 @@ def _record(line: str, where: str) -> dict[str, Any]:
         return json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: is not JSON: {error}; name another step") from error
+
+
+def _images(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """By name as data URLs; those that are gone are left out."""
+    names = sorted({name for record in records for name in record.get("images", ())})
+    return {
+        name: f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
+        for name in names
+        if (folder / name).is_file()
+    }
 
 
 def _with_pieces(record: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:

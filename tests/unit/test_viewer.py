@@ -7,10 +7,12 @@ from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raylearner.errors import ConfigError
-from raylearner.observability import viewer
+from raylearner.observability import transcripts, viewer
+from raylearner.types import Trajectory
 
 
 def make_record(**changes: Any) -> dict[str, Any]:
@@ -72,6 +74,38 @@ def test_tokens_are_shown_as_text_where_the_run_has_a_tokenizer(run_dir: Path) -
     (run_dir / "model").mkdir()
     tokenizer.save(str(run_dir / "model" / "tokenizer.json"))
     assert data_of(viewer.page(run_dir))["trajectories"][0]["pieces"] == ["a", "b", "<end>"]
+
+
+def test_images_are_written_once_and_shown_where_their_placeholders_stand(tmp_path: Path) -> None:
+    pages = (b"one", b"two", b"one")
+    token_ids = np.array([5, 9, 9, 6, 9, 6, 9, 7], np.int32)
+    is_sampled = token_ids == 7
+    trajectory = Trajectory(
+        group_id=0,
+        sample_index=0,
+        attempt=0,
+        prompt_id="p",
+        token_ids=token_ids,
+        loss_mask=is_sampled,
+        train_mask=is_sampled,
+        behavior_logprobs=np.where(is_sampled, -1.0, np.nan).astype(np.float32),
+        policy_versions=np.where(is_sampled, 0, -1).astype(np.int32),
+        claim_policy_version=0,
+        images=pages,
+        image_token_id=9,
+    )
+    for step in (1, 2):
+        transcripts.write(tmp_path / "trajectories", step, [trajectory])
+    files = {path.name: path.read_bytes() for path in (tmp_path / "trajectories/images").iterdir()}
+    assert sorted(files.values()) == [b"one", b"two"]
+    data = data_of(viewer.page(tmp_path))
+    (shown,) = data["trajectories"]
+    assert [files[name] for name in shown["images"]] == list(pages)
+    assert shown["image_token_id"] == 9
+    one = next(name for name, content in files.items() if content == b"one")
+    assert data["images"][one] == "data:image/png;base64,b25l"
+    (tmp_path / "trajectories" / "images" / one).unlink()
+    assert len(data_of(viewer.page(tmp_path))["images"]) == 1
 
 
 def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
