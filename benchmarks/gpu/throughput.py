@@ -20,10 +20,14 @@ def main() -> None:
     args = parser(__doc__)
     args.add_argument("--compile", action="store_true")
     args.add_argument("--checkpointing", default="none")
+    args.add_argument("--keep", action="store_true", help="gathered weights, forward to backward")
+    args.add_argument("--micro-batches", type=int, default=1, help="for each optimizer step")
     arguments = args.parse_args()
     suffix = ("_compiled" if arguments.compile else "_eager") + (
         "" if arguments.checkpointing == "none" else f"_{arguments.checkpointing}"
     )
+    num_micros = arguments.micro_batches
+    suffix += f"_{num_micros}" if num_micros > 1 else ""
     result = Result(arguments.out, f"throughput{suffix}")
     device = "cpu" if arguments.cpu else "cuda"
     size, length, num_rows = ("tiny", 64, 4) if arguments.cpu else ("1.5B", 1024, 8)
@@ -39,6 +43,7 @@ def main() -> None:
             chunk_tokens=2048,
             should_compile=arguments.compile,
             activation_checkpointing=arguments.checkpointing,
+            should_reshard=not arguments.keep,
         ),
         random_seed=0,
     )
@@ -64,8 +69,9 @@ def main() -> None:
     advantages = torch.randn(num_rows * length, generator=generator).to(device)
 
     def step() -> None:
-        scores = model(tokens)
-        (-(scores.logprobs * advantages).sum() / len(advantages)).backward()
+        for _ in range(num_micros):
+            scores = model(tokens)
+            (-(scores.logprobs * advantages).sum() / len(advantages) / num_micros).backward()
         norm = optimizer.global_grad_norm(parameters)
         optimizer.scale_grads(parameters, norm=norm, max_norm=1.0)
         adamw.step()
@@ -86,13 +92,14 @@ def main() -> None:
             torch.cuda.synchronize()
         times.append(time.monotonic() - started)
     seconds = sorted(times)[len(times) // 2]
-    flops = cost.flops([length] * num_rows, num_scored=num_rows * (length - 1))
+    flops = num_micros * cost.flops([length] * num_rows, num_scored=num_rows * (length - 1))
     peak = peak_flops(device)
     result.add(
         step_s=seconds,
         step_s_min=min(times),
         step_s_max=max(times),
-        tokens_per_s=num_rows * length / seconds,
+        num_micro_batches=num_micros,
+        tokens_per_s=num_micros * num_rows * length / seconds,
         flops_per_step=flops,
         tflops=flops / seconds / 1e12,
         mfu=None if peak is None else flops / seconds / peak,

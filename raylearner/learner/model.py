@@ -65,6 +65,8 @@ class ModelOptions:
     is_head_exact: bool = True
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     should_compile: bool = False
+    should_reshard: bool = True
+    """Whether a block's weights are freed between its forward and its backward."""
     is_tower_frozen: bool = False
     """Of a model that sees: whether its vision tower stays as it is."""
     context: ContextGroup | None = None
