@@ -6,12 +6,13 @@ Starts the service that an agent needs, trains it with `configs/<agent>.yaml` an
 `configs/tiny/`, and fails unless the mean reward of the last ten steps is 0.3 above the first ten's.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,53 +29,76 @@ MIN_RISE = 0.3
 
 
 @contextmanager
-def search_service(folder: Path) -> Iterator[list[str]]:
-    """The overrides that point a run to a service over invented records."""
-    import asyncio
-
-    write_records(folder)
+def service(module: str, *arguments: str) -> Iterator[str]:
+    """A service of raylearner in a process of its own; its address once it answers."""
     port = free_port()
-    module = "raylearner.services.search"
-    command = [sys.executable, "-m", module, "--corpus", str(folder / "records.jsonl")]
+    command = [sys.executable, "-m", f"raylearner.services.{module}", *arguments]
     process = subprocess.Popen([*command, "--port", str(port)])
     url = f"http://127.0.0.1:{port}"
     try:
         asyncio.run(wait_for_service(url, wait_s=60))
-        yield [
-            f"environment.tools=[{{kind: search, url: '{url}', top_n: 1}}]",
-            f"data.train.path={folder / 'questions.jsonl'}",
-            f"data.evaluation.path={folder / 'questions_held_out.jsonl'}",
-        ]
+        yield url
     finally:
         process.terminate()
         process.wait()
 
 
+@contextmanager
+def search_service(folder: Path) -> Iterator[list[str]]:
+    """The overrides that point a run to a service over invented records."""
+    write_records(folder)
+    with service("search", "--corpus", str(folder / "records.jsonl")) as url:
+        yield [
+            f"environment.tools=[{{kind: search, url: '{url}', top_n: 1}}]",
+            *questions_of(folder),
+        ]
+
+
+def questions_of(folder: Path) -> list[str]:
+    """The overrides that point a run to the questions that a corpus came with."""
+    return [
+        f"data.train.path={folder / 'questions.jsonl'}",
+        f"data.evaluation.path={folder / 'questions_held_out.jsonl'}",
+    ]
+
+
 def play(agent: str, folder: Path, overrides: list[str]) -> dict[str, Any]:
     """Train one agent; its rewards by step, evaluations and time."""
-    configs = [ROOT / "configs" / f"{agent}.yaml", ROOT / "configs/tiny/cpu.yaml"]
-    configs.append(ROOT / "configs" / "tiny" / f"{agent}.yaml")
-    run = folder / agent
+    configs = (f"{agent}.yaml", "tiny/cpu.yaml", f"tiny/{agent}.yaml")
     with ExitStack() as stack:
         if agent == "search_qa":
             overrides = [*stack.enter_context(search_service(folder / "records")), *overrides]
-        started = time.monotonic()
-        command = [sys.executable, "-m", "raylearner", "train", *map(str, configs), *overrides]
-        subprocess.run([*command, f"run.dir={run}"], check=True, cwd=ROOT)
-        taken_s = time.monotonic() - started
+        return train(agent, configs, folder / agent, overrides)
 
-    def rows(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+def train(name: str, configs: Sequence[str], run: Path, overrides: list[str]) -> dict[str, Any]:
+    """One run of files in `configs/` in the directory `run`; what is reported of it."""
+    started = time.monotonic()
+    files = [str(ROOT / "configs" / config) for config in configs]
+    command = [sys.executable, "-m", "raylearner", "train", *files, *overrides]
+    subprocess.run([*command, f"run.dir={run}"], check=True, cwd=ROOT)
+    taken_s = time.monotonic() - started
+
+    def rows(file: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (run / file).read_text().splitlines()]
 
     rewards = [row["rollout/reward/mean"] for row in rows("metrics.jsonl")]
     return {
-        "agent": agent,
+        "agent": name,
         "rewards": rewards,
         "first": sum(rewards[:10]) / 10,
         "last": sum(rewards[-10:]) / 10,
         "evaluations": [(row["step"], row["reward/mean"]) for row in rows("eval.jsonl")],
+        "metrics": rows("metrics.jsonl"),
         "taken_s": taken_s,
     }
+
+
+def summary(result: dict[str, Any]) -> str:
+    return (
+        f"{result['agent']}: first ten {result['first']:.3f}, last ten {result['last']:.3f}, "
+        f"greedy on held-out prompts {result['evaluations']}, {result['taken_s']:.0f} s"
+    )
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -100,10 +124,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         results = [play(name, Path(folder), list(overrides or [])) for name in agent or AGENTS]
     for result in results:
-        typer.echo(
-            f"{result['agent']}: first ten {result['first']:.3f}, last ten {result['last']:.3f}, "
-            f"greedy on held-out prompts {result['evaluations']}, {result['taken_s']:.0f} s"
-        )
+        typer.echo(summary(result))
     if plot_to is not None:
         plot(results, plot_to)
     if any(result["last"] < result["first"] + MIN_RISE for result in results):

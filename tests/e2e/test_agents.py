@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from loop import ENVIRONMENT, ROOT, rows, run_cli, wait_for
 from raylearner.config.schema import RendererSection
 from raylearner.learner.mesh import free_port
 from raylearner.services.corpora.records import write_records
+from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.tokenization.renderer import Renderer
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -35,30 +37,41 @@ SMALL = (
 class Agent:
     """What a configuration needs beside its files, and what its trajectories must show."""
 
+    configs: tuple[str, ...] = ("{}.yaml", "tiny/cpu.yaml", "tiny/{}.yaml")
+    service: str | None = None
     overrides: tuple[str, ...] = ()
     tool: str | None = None
     rewards: tuple[str, ...] = ("exact_answer",)
+    sees: bool = False
 
 
 AGENTS = {
-    "search_qa": Agent(tool="search"),
+    "search_qa": Agent(tool="search", service="search"),
     "code_agent": Agent(
         tool="code_execution", overrides=("model.warm_start.num_demonstrations=24",)
     ),
     "openai_agent": Agent(tool="calculator"),
     "reasoning_gym": Agent(rewards=("reasoning_gym", "answer_format")),
     "rloo_math": Agent(rewards=("math_verify",)),
+    "visual_search_tiny": Agent(
+        configs=("{}.yaml",),
+        service="pages",
+        tool="page_search",
+        rewards=("exact_answer", "retrieval_hit"),
+        sees=True,
+        overrides=(  # what a few steps teach for certain: every search finds a page
+            "model.warm_start.turns=['<search>colour</search>', '<answer>{answer}</answer>']",
+            "model.warm_start.right_fraction=0.8",
+        ),
+    ),
 }
 
 
-@pytest.fixture(scope="module")
-def search(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """Overrides that point `search_qa` to a running service and its questions."""
-    folder = tmp_path_factory.mktemp("records")
-    write_records(folder, num_records=200)
+@contextmanager
+def serving(module: str, *arguments: str) -> Iterator[str]:
+    """The address of a service of raylearner that runs meanwhile."""
     port = free_port()
-    module = "raylearner.services.search"
-    command = [sys.executable, "-m", module, "--corpus", str(folder / "records.jsonl")]
+    command = [sys.executable, "-m", f"raylearner.services.{module}", *arguments]
     process = subprocess.Popen([*command, "--port", str(port)], env=ENVIRONMENT)
     url = f"http://127.0.0.1:{port}"
 
@@ -68,14 +81,30 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]
         except httpx.TransportError:
             return False
 
-    wait_for(is_ready, what="the search service")
-    yield (
-        f"environment.tools=[{{kind: search, url: '{url}', top_n: 1}}]",
-        f"data.train.path={folder / 'questions.jsonl'}",
-        f"data.evaluation.path={folder / 'questions_held_out.jsonl'}",
-    )
+    wait_for(is_ready, what=f"the service {module}")
+    yield url
     process.terminate()
     process.wait(timeout=30)
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """Overrides that point `search_qa` to a running service and its questions."""
+    write_records(tmp_path, num_records=200)
+    with serving("search", "--corpus", str(tmp_path / "records.jsonl")) as url:
+        yield (
+            f"environment.tools=[{{kind: search, url: '{url}', top_n: 1}}]",
+            f"data.train.path={tmp_path / 'questions.jsonl'}",
+            f"data.evaluation.path={tmp_path / 'questions_held_out.jsonl'}",
+        )
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """Overrides that point `visual_search_tiny` to the pages that its questions are about."""
+    write_visual_pages(tmp_path, kinds=[Kind.COLOURS])
+    with serving("pages", "--folder", str(tmp_path)) as url:
+        yield (f"environment.tools=[{{kind: page_search, url: '{url}', top_n: 1}}]",)
 
 
 @pytest.mark.parametrize("name", sorted(AGENTS))
@@ -84,20 +113,22 @@ def test_an_agent_plays_trains_and_keeps_what_it_wrote(
 ) -> None:
     agent = AGENTS[name]
     overrides = (*SMALL, *agent.overrides)
-    if name == "search_qa":
-        overrides += request.getfixturevalue("search")
+    if agent.service is not None:
+        overrides += request.getfixturevalue(agent.service)
     folder = tmp_path / "run"
-    configs = (f"{name}.yaml", "tiny/cpu.yaml", f"tiny/{name}.yaml")
-    files = [f"{ROOT}/configs/{c}" for c in configs]
+    files = [f"{ROOT}/configs/{c.format(name)}" for c in agent.configs]
     output = run_cli("train", *files, f"run.dir={folder}", *overrides, timeout_s=350)
     assert "with VllmEngine runs as process" in output
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert max(row["weights/proof_gap"] for row in metrics) < 1e-3
+    assert metrics[0]["learner/logprob_gap/max"] < 1e-4  # of version 0 alone
     assert [row["step"] for row in rows(folder / "eval.jsonl")] == [0, 3]
 
-    played = [t for path in sorted((folder / "trajectories").iterdir()) for t in rows(path)]
-    renderer = Renderer.from_pretrained(str(folder / "model"), RendererSection())
+    played = [t for path in sorted((folder / "trajectories").glob("step_*.jsonl")) for t in rows(path)]
+    images = {"images": {"min_pixels": 784, "max_pixels": 50_176}}
+    section = RendererSection.model_validate(images)
+    renderer = Renderer.from_pretrained(str(folder / "model"), section)
     tools: set[str] = set()
     for trajectory in played:
         assert trajectory["error"] is None, trajectory["error"]
@@ -110,5 +141,7 @@ def test_an_agent_plays_trains_and_keeps_what_it_wrote(
             sampled[turn["start"] : turn["end"]] = [True] * len(written)
             tools.add(turn["tool"] or "")
         assert sampled == mask
+        assert trajectory["num_images"] == (len(trajectory["shown"]) if agent.sees else 0)
+    assert any(trajectory["num_images"] for trajectory in played) == agent.sees
     if agent.tool is not None:
         assert agent.tool in tools, f"no trajectory called the tool; called were {tools}"
