@@ -125,7 +125,9 @@ def test_an_agent_plays_trains_and_keeps_what_it_wrote(
     assert metrics[0]["learner/logprob_gap/max"] < 1e-4  # of version 0 alone
     assert [row["step"] for row in rows(folder / "eval.jsonl")] == [0, 3]
 
-    played = [t for path in sorted((folder / "trajectories").glob("step_*.jsonl")) for t in rows(path)]
+    played = [
+        t for path in sorted((folder / "trajectories").glob("step_*.jsonl")) for t in rows(path)
+    ]
     images = {"images": {"min_pixels": 784, "max_pixels": 50_176}}
     section = RendererSection.model_validate(images)
     renderer = Renderer.from_pretrained(str(folder / "model"), section)
