@@ -49,6 +49,29 @@ STAGES = (
     Stage("quickstart", "benchmarks.gpu.quickstart", 3, 220),
     Stage("throughput_eager", "benchmarks.gpu.throughput", 1, 120),
     Stage("throughput_compiled", "benchmarks.gpu.throughput", 1, 200, ("--compile",), on_cpu=False),
+    Stage(
+        "throughput_compiled_4",
+        "benchmarks.gpu.throughput",
+        1,
+        200,
+        ("--compile", "--keep", "--micro-batches", "4"),
+        on_cpu=False,
+    ),
+    Stage(
+        "throughput_eager_4",
+        "benchmarks.gpu.throughput",
+        1,
+        120,
+        ("--keep", "--micro-batches", "4"),
+    ),
+    Stage(
+        "quickstart_lora",
+        "benchmarks.gpu.quickstart",
+        1,
+        200,
+        ("--name", "quickstart_lora", "--steps", "12", "learner.lora.rank=16"),
+        on_cpu=False,
+    ),
     Stage("head", "benchmarks.gpu.head", 1, 120),
     Stage(
         "throughput_eager_full",
@@ -60,6 +83,7 @@ STAGES = (
     Stage("pushes_2.3B_1to1", "benchmarks.gpu.pushes", 2, 220, ("--size", "2.3B")),
     Stage("pushes_8B_1to1", "benchmarks.gpu.pushes", 2, 240, ("--size", "8B"), on_cpu=False),
     Stage("agreement", "benchmarks.gpu.agreement", 4, 240),
+    Stage("agreement_context", "benchmarks.gpu.agreement", 2, 180, ("--context",)),
     Stage(
         "pushes_2.3B_2to2",
         "benchmarks.gpu.pushes",

@@ -1,7 +1,8 @@
 """Asynchronous against synchronous on the same GPUs: the stories of `benchmarks/stories.py`.
 
 `async` and `sync` give the learner a GPU of its own and the engines the others; `colocated` is
-synchronous too, but learner and engines share every GPU. One learner rank in all of them.
+synchronous too, but a learner rank and engines share every GPU, and the engines sleep while the
+learner steps.
 """
 
 import time
@@ -33,13 +34,11 @@ def main() -> None:
     if cpu:
         engines = 1
         sections["cluster"] = {"num_cpus": 4}
-    elif mode == "colocated" or num_gpus == 1:
-        # Whole shares: on one of the GPUs the learner takes the place of an engine.
-        share = round(int(100 / (per_gpu + 1) / 5) * 5 / 100, 2)
-        engines = num_gpus * int(1 / share) - 1
-        sections["learner"] = {"gpus_per_rank": share}
+    elif mode == "colocated":
+        engines = num_gpus * per_gpu
+        sections["learner"] = {"num_ranks": num_gpus}
+        sections["weights"] = {"transport": "ipc"}
     else:
-        share = round(int(100 / per_gpu / 5) * 5 / 100, 2)
         engines = (num_gpus - 1) * per_gpu
     groups = 1 if cpu else 16
     found = config(
@@ -53,10 +52,8 @@ def main() -> None:
         graphs=not arguments.eager,
         **sections,
     )
+    found["actors"]["engine"]["should_sleep"] = mode == "colocated"
     if not cpu:
-        found["actors"]["gpus_per_actor"] = share
-        part = 0.5 if mode == "colocated" else 0.8
-        found["actors"]["engine"]["memory_fraction"] = round(part * share, 3)
         found["actors"]["max_concurrent_episodes"] = 64
     started = time.monotonic()
     run = Run(arguments.out / f"modes_{mode}-run", found, cpu=cpu)

@@ -1,38 +1,23 @@
 """Images under vLLM: log-probabilities equal the learner's, before and after the tower changes."""
 
-import io
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from pictures import (
+    change_tower,
+    learner_logprobs,
+    make_engine,
+    make_folder,
+    make_renderer,
+    make_update,
+    play,
+)
 
-from raylearner.actors.vllm_engine import VllmEngine
-from raylearner.config.schema import RendererSection, TinyModel
-from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.learner.images import ImageReader
 from raylearner.learner.loading import load_model
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import PackedModel
-from raylearner.learner.tiny_model import make_tiny_model
-from raylearner.learner.weight_source import vocabulary
-from raylearner.tokenization.renderer import Renderer
-from raylearner.tokenization.transcript import Transcript
-from raylearner.types import (
-    IMAGE_MARK,
-    Claim,
-    Message,
-    Probe,
-    Prompt,
-    Sampling,
-    StopReason,
-    Trajectory,
-    WeightUpdate,
-)
-from raylearner.weights.proof import probe_tokens
-from raylearner.weights.shared_files import write_weights
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="vLLM's vision models need torchvision"
@@ -41,109 +26,15 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = 1e-4
 
 
-def make_image(seed: int, width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-PAGES = (make_image(0, 140, 100), make_image(1, 60, 90), make_image(2, 200, 120))
-PROMPT = Message(role="user", content=f"one {IMAGE_MARK} and {IMAGE_MARK}", images=PAGES[:2])
-REPLY = Message(role="tool", content=f"page 3\n{IMAGE_MARK} again {IMAGE_MARK}", images=PAGES[1:])
-
-
-def make_folder(folder: Path) -> Path:
-    model = {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 1024, "vision": {}}
-    return make_tiny_model(TinyModel.model_validate(model), folder, seed=0)
-
-
-async def play(engine: VllmEngine, renderer: Renderer, *, temperature: float) -> Trajectory:
-    """Two turns with images before each."""
-    prompt = Prompt(prompt_id="p", messages=(PROMPT,))
-    claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
-    transcript = Transcript(renderer=renderer, claim=claim)
-    transcript.open(await renderer.fit_images([PROMPT]))
-    sampling = Sampling(
-        max_tokens=24,
-        seed=3,
-        temperature=temperature,
-        stop_token_ids=renderer.end_token_ids,
-        banned_token_ids=renderer.banned_token_ids,
-    )
-    for reply in (await renderer.fit_images([REPLY]), ()):
-        completion = await engine.generate(
-            transcript.engine_token_ids, sampling, images=transcript.images
-        )
-        transcript.add_completion(completion)
-        assert transcript.add_reply(reply)
-    trajectory = transcript.close(
-        stop_reason=StopReason.END, error=None, metrics={}, started_at_s=0.0, finished_at_s=0.0
-    )
-    assert trajectory.broken_rule() is None
-    assert len(trajectory.images) == 4
-    return trajectory
-
-
-@torch.no_grad()
-def learner_logprobs(
-    model: PackedModel, reader: ImageReader, trajectory: Trajectory, *, temperature: float
-) -> np.ndarray:
-    tokens = PackedTokens.of(
-        [trajectory.token_ids], [trajectory.loss_mask], reader=reader, images=[trajectory.images]
-    )
-    scores = model(tokens, temperature)
-    return scores.logprobs[tokens.scored].numpy()
-
-
-@torch.no_grad()
-def make_update(
-    model: PackedModel, reader: ImageReader, folder: Path, version: int
-) -> WeightUpdate:
-    size, special = vocabulary(folder)
-    token_ids = probe_tokens(
-        seed=0, policy_version=version, vocab_size=size, special_token_ids=special, num_tokens=32
-    )
-    sequences = [np.array(ids, np.int64) for ids in token_ids]
-    tokens = PackedTokens.of(sequences, [np.arange(len(s)) > 0 for s in sequences], reader=reader)
-    logprobs = model(tokens, has_bans=False).logprobs.split([len(s) for s in sequences])
-    return WeightUpdate(
-        policy_version=version,
-        transport="shared_files",
-        payload=write_weights(
-            list(model.named_weights(torch.float32)), folder / "pushed", version, torch.float32
-        ),
-        probe=Probe(
-            token_ids=token_ids,
-            logprobs=tuple(tuple(row[1:].tolist()) for row in logprobs),
-            tolerance=TOLERANCE,
-        ),
-    )
-
-
 async def test_images_score_alike_before_and_after_a_push_that_changes_the_tower(
     tmp_path: Path,
 ) -> None:
     folder = make_folder(tmp_path / "model")
-    section = RendererSection.model_validate(
-        {
-            "max_prompt_tokens": 512,
-            "max_response_tokens": 512,
-            "images": {"min_pixels": 3_136, "max_pixels": 40_000},
-        }
-    )
-    renderer = Renderer.from_pretrained(str(folder), section)
+    renderer = make_renderer(folder)
     reader = ImageReader.from_pretrained(str(folder))
     assert reader is not None
     model = load_model(str(folder), dtype=torch.float32)
-    engine = VllmEngine(
-        VllmEngineSection.model_validate(
-            {"kind": "vllm", "dtype": "float32", "max_model_tokens": 1024, "max_sequences": 8}
-        ),
-        model_path=str(folder),
-        seed=0,
-        weight_transport="shared_files",
-    )
+    engine = make_engine(folder)
     await engine.start()
     try:
         before = await play(engine, renderer, temperature=0.7)
@@ -151,11 +42,8 @@ async def test_images_score_alike_before_and_after_a_push_that_changes_the_tower
         np.testing.assert_allclose(
             before.behavior_logprobs[before.loss_mask], first, rtol=0, atol=TOLERANCE
         )
-        with torch.no_grad():
-            for name, parameter in model.causal_lm.named_parameters():
-                if "visual" in name:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-        await engine.receive(make_update(model, reader, folder, 1))
+        change_tower(model)
+        await engine.receive(make_update(model, reader, folder, 1, tolerance=TOLERANCE))
         after = await play(engine, renderer, temperature=0.7)
         second = learner_logprobs(model, reader, after, temperature=0.7)
         np.testing.assert_allclose(

@@ -1,0 +1,100 @@
+"""An engine that shares a GPU: its memory is free while it sleeps, and IPC weights wake it."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+
+from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.types import Probe, Sampling, WeightUpdate
+from raylearner.weights.ipc import IpcShare
+from raylearner.weights.proof import probe_tokens
+
+log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+async def test_memory_is_free_in_sleep_and_running_requests_go_on(
+    tmp_path: Path, *, is_eager: bool
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", is_tied=True)
+    section = VllmEngineSection(
+        kind="vllm",
+        dtype="float32",
+        max_model_tokens=512,
+        max_sequences=32,
+        memory_fraction=0.3,
+        should_sleep=True,
+        is_eager=is_eager,
+    )
+    engine = VllmEngine(
+        section, model_path=str(checkpoint), seed=0, weight_transport="ipc", actor_id="engine"
+    )
+    await engine.start()
+    share = IpcShare()
+    try:
+        prompt = [VOCABULARY.index(character) for character in "user: what is 1 + 1?"]
+        sampling = Sampling(max_tokens=400, banned_token_ids=(VOCABULARY.index(END),))
+        running = [asyncio.create_task(engine.generate(prompt, sampling)) for _ in range(8)]
+        await asyncio.sleep(0.5)
+        awake = torch.cuda.mem_get_info()[0]
+        await engine.sleep()
+        freed = (torch.cuda.mem_get_info()[0] - awake) / GIB
+        log.info("sleep frees %.1f GiB", freed)
+        assert freed > 0.2 * torch.cuda.mem_get_info()[1] / GIB
+        assert not any(task.done() for task in running)
+        policy = make_model(is_tied=True, seed=1).cuda()
+        update = make_update(policy, share)
+        receipt = await engine.receive(update)
+        log.info("%s", receipt)
+        assert receipt.proof_gap < 0.05
+        share.release()
+        assert torch.cuda.mem_get_info()[0] / GIB < awake / GIB + 1
+        completions = await asyncio.gather(*running)
+        assert {v for c in completions for v in c.policy_versions.tolist()} == {0, 1}
+        for completion in completions:
+            ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]], device="cuda")
+            with torch.no_grad():
+                logits = policy(ids).logits[0, len(prompt) - 1 : -1]
+            logits[:, VOCABULARY.index(END)] = -torch.inf
+            mine = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu()
+            is_new = completion.policy_versions == 1
+            assert np.abs(mine.numpy() - completion.logprobs)[is_new].max() < 0.05
+    finally:
+        await engine.close()
+
+
+def make_update(policy: torch.nn.Module, share: IpcShare) -> WeightUpdate:
+    token_ids = probe_tokens(
+        seed=0,
+        policy_version=1,
+        vocab_size=len(VOCABULARY),
+        special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
+        num_tokens=32,
+    )
+    with torch.no_grad():
+        rows = [
+            policy(torch.tensor([ids], device="cuda")).logits[0].log_softmax(-1)
+            for ids in token_ids
+        ]
+    logprobs = tuple(
+        tuple(row[i, token].item() for i, token in enumerate(ids[1:]))
+        for row, ids in zip(rows, token_ids, strict=True)
+    )
+    weights = [(name, p.detach()) for name, p in policy.named_parameters()]
+    return WeightUpdate(
+        policy_version=1,
+        transport="ipc",
+        payload=share.share(weights, torch.float32, members=["engine"]),
+        probe=Probe(token_ids=token_ids, logprobs=logprobs, tolerance=0.05),
+        is_collective=True,
+    )

@@ -1,0 +1,70 @@
+"""An engine on two GPUs takes new weights in both halves."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+
+from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.types import Probe, Sampling, WeightUpdate
+from raylearner.weights.proof import probe_tokens
+from raylearner.weights.shared_files import write_weights
+
+log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
+
+
+async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", is_tied=False)
+    section = VllmEngineSection(
+        kind="vllm",
+        dtype="float32",
+        max_model_tokens=512,
+        max_sequences=16,
+        memory_fraction=0.2,
+        tensor_parallel_size=2,
+    )
+    engine = VllmEngine(
+        section, model_path=str(checkpoint), seed=0, weight_transport="shared_files"
+    )
+    await engine.start()
+    try:
+        prompt = [VOCABULARY.index(character) for character in "user: what is 1 + 1?"]
+        sampling = Sampling(max_tokens=300, banned_token_ids=(VOCABULARY.index(END),))
+        running = [asyncio.create_task(engine.generate(prompt, sampling)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        policy = make_model(is_tied=False, seed=1)
+        ids = probe_tokens(
+            seed=0,
+            policy_version=1,
+            vocab_size=len(VOCABULARY),
+            special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
+            num_tokens=32,
+        )
+        with torch.no_grad():
+            rows = [policy(torch.tensor([row])).logits[0].log_softmax(-1) for row in ids]
+        logprobs = tuple(
+            tuple(row[i, token].item() for i, token in enumerate(tokens[1:]))
+            for row, tokens in zip(rows, ids, strict=True)
+        )
+        receipt = await engine.receive(
+            WeightUpdate(
+                policy_version=1,
+                transport="shared_files",
+                payload=write_weights(
+                    list(policy.named_parameters()), tmp_path / "pushed", 1, torch.float32
+                ),
+                probe=Probe(token_ids=ids, logprobs=logprobs, tolerance=0.05),
+            )
+        )
+        log.info("%s", receipt)
+        assert receipt.proof_gap < 0.05
+        completions = await asyncio.gather(*running)
+        assert {v for c in completions for v in c.policy_versions.tolist()} == {0, 1}
+    finally:
+        await engine.close()

@@ -1,0 +1,142 @@
+"""A tiny model that sees, an engine of it, and the learner's side: turns with images, pushes."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.config.schema import RendererSection, TinyModel
+from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.learner.images import ImageReader
+from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.model import PackedModel
+from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.learner.weight_source import vocabulary
+from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.transcript import Transcript
+from raylearner.types import (
+    IMAGE_MARK,
+    Claim,
+    Message,
+    Probe,
+    Prompt,
+    Sampling,
+    StopReason,
+    Trajectory,
+    WeightUpdate,
+)
+from raylearner.weights.proof import probe_tokens
+from raylearner.weights.shared_files import write_weights
+
+
+def make_image(seed: int, width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PAGES = (make_image(0, 140, 100), make_image(1, 60, 90), make_image(2, 200, 120))
+PROMPT = Message(role="user", content=f"one {IMAGE_MARK} and {IMAGE_MARK}", images=PAGES[:2])
+REPLY = Message(role="tool", content=f"page 3\n{IMAGE_MARK} again {IMAGE_MARK}", images=PAGES[1:])
+
+
+def make_folder(folder: Path) -> Path:
+    model = {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 1024, "vision": {}}
+    return make_tiny_model(TinyModel.model_validate(model), folder, seed=0)
+
+
+def make_renderer(folder: Path) -> Renderer:
+    section = RendererSection.model_validate(
+        {
+            "max_prompt_tokens": 512,
+            "max_response_tokens": 512,
+            "images": {"min_pixels": 3_136, "max_pixels": 40_000},
+        }
+    )
+    return Renderer.from_pretrained(str(folder), section)
+
+
+def make_engine(folder: Path, **changes: object) -> VllmEngine:
+    section = {"kind": "vllm", "dtype": "float32", "max_model_tokens": 1024, "max_sequences": 8}
+    return VllmEngine(
+        VllmEngineSection.model_validate(section | changes),
+        model_path=str(folder),
+        seed=0,
+        weight_transport="shared_files",
+    )
+
+
+async def play(engine: VllmEngine, renderer: Renderer, *, temperature: float) -> Trajectory:
+    """Two turns with images before each."""
+    prompt = Prompt(prompt_id="p", messages=(PROMPT,))
+    claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
+    transcript = Transcript(renderer=renderer, claim=claim)
+    transcript.open(await renderer.fit_images([PROMPT]))
+    sampling = Sampling(
+        max_tokens=24,
+        seed=3,
+        temperature=temperature,
+        stop_token_ids=renderer.end_token_ids,
+        banned_token_ids=renderer.banned_token_ids,
+    )
+    for reply in (await renderer.fit_images([REPLY]), ()):
+        completion = await engine.generate(
+            transcript.engine_token_ids, sampling, images=transcript.images
+        )
+        transcript.add_completion(completion)
+        assert transcript.add_reply(reply)
+    trajectory = transcript.close(
+        stop_reason=StopReason.END, error=None, metrics={}, started_at_s=0.0, finished_at_s=0.0
+    )
+    assert trajectory.broken_rule() is None
+    assert len(trajectory.images) == 4
+    return trajectory
+
+
+@torch.no_grad()
+def learner_logprobs(
+    model: PackedModel, reader: ImageReader, trajectory: Trajectory, *, temperature: float
+) -> np.ndarray:
+    tokens = PackedTokens.of(
+        [trajectory.token_ids], [trajectory.loss_mask], reader=reader, images=[trajectory.images]
+    )
+    scores = model(tokens, temperature)
+    return scores.logprobs[tokens.scored].numpy()
+
+
+@torch.no_grad()
+def make_update(
+    model: PackedModel, reader: ImageReader, folder: Path, version: int, *, tolerance: float
+) -> WeightUpdate:
+    size, special = vocabulary(folder)
+    token_ids = probe_tokens(
+        seed=0, policy_version=version, vocab_size=size, special_token_ids=special, num_tokens=32
+    )
+    sequences = [np.array(ids, np.int64) for ids in token_ids]
+    tokens = PackedTokens.of(sequences, [np.arange(len(s)) > 0 for s in sequences], reader=reader)
+    logprobs = model(tokens, has_bans=False).logprobs.split([len(s) for s in sequences])
+    return WeightUpdate(
+        policy_version=version,
+        transport="shared_files",
+        payload=write_weights(
+            list(model.named_weights(torch.float32)), folder / "pushed", version, torch.float32
+        ),
+        probe=Probe(
+            token_ids=token_ids,
+            logprobs=tuple(tuple(row[1:].tolist()) for row in logprobs),
+            tolerance=tolerance,
+        ),
+    )
+
+
+@torch.no_grad()
+def change_tower(model: PackedModel) -> None:
+    """By about as much as its weights are large."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.causal_lm.named_parameters():
+        if "visual" in name:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
