@@ -16,5 +16,6 @@ def refuse_missing_torchvision(model_path: str) -> None:
     except Exception as error:  # of another build it raises whatever it likes
         raise EngineError(
             f"it shows images with torchvision, which does not import ({error}); `bash launch/setup.sh`"
-            " installs one that does, on GPU machines `pip install torchvision` the build for this torch"
+            " installs one that does, on GPU machines `pip install torchvision` the build for this"
+            " torch, and actors.engine.kind 'transformers' needs none"
         ) from error
