@@ -305,7 +305,10 @@ def shard(
     )
     for module in (*model.blocks, model):
         fully_shard(
-            module, mesh=mesh, mp_policy=policy, reshard_after_forward=should_reshard and module is not model
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=should_reshard and module is not model,
         )
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)

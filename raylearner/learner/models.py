@@ -61,6 +61,7 @@ class Models:
             compute_dtype=DTYPES[config.compute_dtype],
             options=ModelOptions(
                 chunk_tokens=config.logprob_chunk_tokens,
+                should_reshard=config.should_reshard,
                 attention=config.attention,
                 is_head_exact=config.head_dtype == "float32",
                 activation_checkpointing=config.activation_checkpointing,
