@@ -2,8 +2,12 @@
 
 One process a rank, a GPU each. Every group takes the same steps from the same weights; compared are
 the first step's log-probabilities and gradient norm, and the parameters after the last.
+
+With `--context` the ranks share every micro-batch, of a random model whose heads they can deal out,
+and at the end take a step on one long trajectory: its seconds and peak memory tell what slices save.
 """
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +16,25 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.common import ROOT, Result, end, environment, parser, visible_gpus
-from raylearner.types import Trajectory, TrajectoryGroup
+from raylearner.types import StepOutput, Trajectory, TrajectoryGroup
+
+BYTES = 250
+"""Tokens that the random model of `--context` knows, at least."""
+
+LONG_TOKENS = 32_768
+"""Length of the trajectories that it is timed with."""
 
 
-def make_groups(seed: int, *, num_groups: int, longest: int, vocab: int) -> list[TrajectoryGroup]:
+def make_groups(
+    seed: int, *, num_groups: int, longest: int, vocab: int, shortest: int = 16, group_size: int = 4
+) -> list[TrajectoryGroup]:
+    """Of random tokens, `longest` excluded."""
     rng = np.random.default_rng(seed)
     groups = []
     for group in range(num_groups):
         trajectories = []
-        for index in range(4):
-            size = int(rng.integers(16, longest))
+        for index in range(group_size):
+            size = int(rng.integers(shortest, longest))
             mask = np.arange(size) >= 8
             logprobs = np.where(mask, -8.0 - rng.random(size), np.nan).astype(np.float32)
             trajectories.append(
@@ -68,8 +81,10 @@ def run_rank(arguments: Any) -> None:
     )
     num_steps = (2 if arguments.cpu else 3) if arguments.dtype == "float32" else 20
     budget, longest = (256, 48) if arguments.cpu else (8192, 512)
+    vocab = BYTES if arguments.context else 40_000
     config = LearnerSection(
         num_ranks=arguments.world,
+        context_parallel_size=arguments.world if arguments.context else 1,
         compute_dtype=arguments.dtype,
         learning_rate=1e-5,
         max_tokens_per_micro_batch=budget,
@@ -77,7 +92,7 @@ def run_rank(arguments: Any) -> None:
     )
     learner = Learner(
         config,
-        model_path=arguments.model,
+        model_path=str(context_model(arguments)) if arguments.context else arguments.model,
         num_steps=num_steps,
         device=device,
         device_mesh=group,
@@ -85,26 +100,59 @@ def run_rank(arguments: Any) -> None:
     probe = [list(range(10 + i, 40 + i)) for i in range(4)]
     found: dict[str, Any] = {"probe_before": np.array(learner.probe_logprobs(probe))}
     metrics = []
-    for step in range(num_steps):
+
+    def step(groups: list[TrajectoryGroup], *, max_tokens: int) -> StepOutput:
         batches = pack(
-            make_groups(step, num_groups=4 if arguments.cpu else 16, longest=longest, vocab=40_000),
-            policy_version=step,
-            num_ranks=arguments.world,
-            max_tokens_per_micro_batch=budget,
+            groups,
+            policy_version=learner.policy_version,
+            num_ranks=config.num_data_ranks,
+            max_tokens_per_micro_batch=max_tokens,
             num_mini_batches=2,
         )
-        output = learner.step(batches[arguments.rank])
+        return learner.step(batches[arguments.rank // config.context_parallel_size])
+
+    for number in range(num_steps):
+        num_groups = 4 if arguments.cpu else 16
+        groups = make_groups(number, num_groups=num_groups, longest=longest, vocab=vocab)
+        output = step(groups, max_tokens=budget)
         metrics.append([output.metrics["learner/loss"], output.metrics["learner/grad_norm"]])
     found["metrics"] = np.array(metrics)
     found["probe_after"] = np.array(learner.probe_logprobs(probe))
     for name, tensor in learner.named_weights("float32"):
         if any(part in name for part in ("layers.0.", "layers.15.", "norm.weight")):
             found[f"weight.{name}"] = tensor.float().cpu().numpy()
+    if arguments.context:
+        length = 512 if arguments.cpu else LONG_TOKENS
+        sizes = {"shortest": length - 1, "longest": length, "group_size": 2}
+        groups = make_groups(num_steps, num_groups=1, vocab=vocab, **sizes)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        output = step(groups, max_tokens=length)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else math.nan
+        found["long"] = np.array([output.metrics["learner/step_s"], peak])
     if arguments.rank == 0:
-        np.savez(arguments.out / f"agreement-{arguments.dtype}-{arguments.world}.npz", **found)
+        np.savez(result_path(arguments, arguments.world), **found)
     if device == "cuda":
         torch.cuda.synchronize()
     mesh.disconnect()
+
+
+def context_model(arguments: Any) -> Path:
+    """About 100 million weights in 8 layers, whose 16 heads 2, 4, 8 or 16 ranks share; few on the CPU."""
+    from raylearner.config.schema import TinyModel
+    from raylearner.learner.tiny_model import make_tiny_model
+
+    folder = arguments.out / "model-context"
+    if not (folder / "config.json").exists():
+        shape = {"hidden_size": 1024, "num_layers": 8, "num_heads": 16, "intermediate_size": 2816}
+        config = TinyModel(kind="tiny", max_length=LONG_TOKENS, **({} if arguments.cpu else shape))
+        make_tiny_model(config, folder, seed=0)
+    return folder
+
+
+def result_path(arguments: Any, world: int) -> Path:
+    name = "agreement_context" if arguments.context else "agreement"
+    return arguments.out / f"{name}-{arguments.dtype}-{world}.npz"
 
 
 def launch(
@@ -131,20 +179,26 @@ def launch(
     ]
 
 
-def compare(out: Path, dtype: str, worlds: list[int]) -> dict[str, Any]:
+def compare(paths: dict[int, Path]) -> dict[str, Any]:
     """Relative differences to one rank: of values by their own size, of weights by the change."""
-    found = {world: dict(np.load(out / f"agreement-{dtype}-{world}.npz")) for world in worlds}
+    found = {world: dict(np.load(path)) for world, path in paths.items()}
+    worlds = list(found)
     one = found[worlds[0]]
     table: dict[str, Any] = {
         f"metrics_{world}": found[world]["metrics"].tolist() for world in worlds
     }
+    for world in worlds:
+        if "long" in found[world]:
+            seconds, peak = found[world]["long"].tolist()
+            table[f"long_{world}"] = {"step_s": seconds, "peak_memory_gib": peak}
     for world in worlds[1:]:
         other = found[world]
         relative = {}
         for key in ("probe_before", "metrics", "probe_after"):
             scale = np.maximum(np.abs(one[key]), 1e-3)
             relative[key] = float((np.abs(one[key] - other[key]) / scale).max())
-        weights = [key for key in one if key.startswith("weight.")]
+        # Biases start at 0: their size is that of updates, which Adam makes of rounding errors, too.
+        weights = [k for k in one if k.startswith("weight.") and not k.endswith(".bias")]
         relative["weights"] = max(
             float(np.abs(one[key] - other[key]).max() / np.abs(one[key]).max()) for key in weights
         )
@@ -161,11 +215,14 @@ def main() -> None:
     args.add_argument("--world", type=int, default=1)
     args.add_argument("--port", type=int)
     args.add_argument("--dtype", default="float32")
+    args.add_argument("--context", action="store_true", help="ranks share every micro-batch")
     arguments = args.parse_args()
     if arguments.rank is not None:
         run_rank(arguments)
         return
-    result = Result(arguments.out, "agreement")
+    result = Result(arguments.out, "agreement_context" if arguments.context else "agreement")
+    if arguments.context:
+        context_model(arguments)
     gpus = visible_gpus()
     most = 2 if arguments.cpu else max(1, len(gpus))
     worlds = [world for world in (1, 2, 4) if world <= most]
@@ -187,7 +244,8 @@ def main() -> None:
                     start += world
                 codes |= {w: [p.wait() for p in found] for w, found in waiting.items()}
             result.add(**{f"exit_codes_{dtype}": codes})
-            result.add(**{dtype: compare(arguments.out, dtype, worlds)})
+            arguments.dtype = dtype
+            result.add(**{dtype: compare({w: result_path(arguments, w) for w in worlds})})
         finally:
             for process in running:
                 end(process)
