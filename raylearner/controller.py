@@ -21,7 +21,13 @@ from raylearner.actors.reward_actor import RewardActors
 from raylearner.colocation import Colocation
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
-from raylearner.errors import LearnerDied, RunStopped, StalledError, WeightTransferError
+from raylearner.errors import (
+    CheckpointError,
+    LearnerDied,
+    RunStopped,
+    StalledError,
+    WeightTransferError,
+)
 from raylearner.evaluation import Evaluator, SideEvaluation
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
@@ -37,6 +43,7 @@ from raylearner.replay.replay_actor import ReplayActor, Take
 from raylearner.replay.sampler import make_sampler
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.scorer import Scorer
+from raylearner.saving import Saver
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Prompt
 from raylearner.weights.publisher import Publisher, Receive
@@ -120,6 +127,7 @@ async def _train(
     except* Exception as group:
         if not isinstance(group.exceptions[0], RunStopped):
             logger.error("the run ended at step %d: %s", controller.step, group.exceptions[0])
+            await controller.finish_checkpoint()
         raise group.exceptions[0] from group.exceptions[0].__cause__
     finally:
         await controller.close()
@@ -151,6 +159,7 @@ class Controller:
         self._rewards: RewardActors | None = None
         self._learner: LearnerGroup | None = None
         self._publisher: Publisher | None = None
+        self._saver: Saver | None = None
         self._fleet: RolloutFleet | None = None
         self._colocation = Colocation(config) if config.weights.transport == "ipc" else None
         self.step = 0
@@ -204,6 +213,14 @@ class Controller:
             rank_of=None if self._colocation is None else self._colocation.rank_of,
             should_free_memory=config.engines_sleep,
         )
+        self._saver = Saver(
+            self._folder / "checkpoints",
+            learner=self._learner,
+            replay=self._replay,
+            keep_last=config.run.keep_last,
+            should_defer=config.run.should_checkpoint_async,
+            tracer=self._tracer,
+        )
         self._fleet = RolloutFleet(
             config=config.actors,
             sections=placement.rollout_sections(config),
@@ -241,6 +258,8 @@ class Controller:
         self._is_closed = True
         if self._side_evaluation is not None:
             await self._side_evaluation.cancel()
+        if self._saver is not None:
+            await self._saver.cancel()
         if self._fleet is not None:
             await self._fleet.stop()
         if self._publisher is not None:
@@ -373,6 +392,7 @@ class Controller:
         spans += await self._learner.drain_spans()
         metrics = step_metrics(take.groups, activities)
         metrics |= take.metrics | output.metrics | dict(self._publisher.metrics)
+        metrics |= self._saver.drain_metrics() if self._saver is not None else {}
         metrics |= {
             "policy_version": float(output.policy_version),
             "rollout/restarts": float(self._fleet.num_restarts),
@@ -394,19 +414,24 @@ class Controller:
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
         every = run.checkpoint_every_steps
+        assert self._saver is not None, "start comes first"
         if is_last or self._should_stop or (every and self.step % every == 0):
-            await self._save()
+            await self._saver.start(self.step)
+        if is_last:
+            await self._saver.wait()
         if self._should_stop and not is_last:
-            await self._stop(is_saved=True)
+            await self._stop()
         every = self._config.evaluation.every_steps
         if is_last:
             await self._evaluate()
         elif every and self.step % every == 0:
             await self._evaluate_beside_training()
 
-    async def _stop(self, *, is_saved: bool = False) -> None:
-        if not is_saved and self.step:
-            await self._save()
+    async def _stop(self) -> None:
+        assert self._saver is not None, "start comes first"
+        if self.step and self._saver.step != self.step:
+            await self._saver.start(self.step)
+        await self._saver.wait()
         raise RunStopped(
             f"stopped on request at step {self.step}; go on with --resume {self._folder}"
         )
@@ -511,15 +536,13 @@ class Controller:
         except WeightTransferError as error:
             self._fleet.condemn(actor_id, error)
 
-    async def _save(self) -> None:
-        assert self._learner is not None, "start comes first"
-        with self._tracer.span("checkpoint", step=self.step):
-            async with checkpoint.writing(self._folder / "checkpoints", step=self.step) as partial:
-                await asyncio.gather(
-                    self._learner.save(partial),
-                    self._replay.save.remote(str(partial / "replay")),
-                )
-            checkpoint.prune(self._folder / "checkpoints", keep_last=self._config.run.keep_last)
+    async def finish_checkpoint(self) -> None:
+        """Of a run that failed otherwise: the checkpoint in flight is still worth having."""
+        if self._saver is not None:
+            try:
+                await self._saver.wait()
+            except (CheckpointError, LearnerDied) as error:
+                logger.warning("%s", error)
 
     async def _restore(self, learner: LearnerGroup, latest: Checkpoint) -> None:
         await learner.restore(latest.folder)
@@ -531,6 +554,8 @@ class Controller:
     async def _roll_back(self, learner: LearnerGroup, error: LearnerDied) -> None:
         """Learner, ledger and buffer go back to one cut; engines are set to its version."""
         self._num_learner_restarts += 1
+        if self._saver is not None:
+            await self._saver.cancel()
         latest = await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
             why = (

@@ -63,6 +63,18 @@ def faults(checkpoints: Path) -> list[str]:
     return [fault for fault in found if fault is not None]
 
 
+def advice(folder: Path) -> str:
+    """Where to go on from instead of a checkpoint that cannot be restored."""
+    others = [
+        other
+        for other in _newest_first(folder.parent)
+        if other != folder and find_fault(other) is None
+    ]
+    if not others:
+        return f"no other checkpoint in {folder.parent} is whole"
+    return f"the last other whole checkpoint is {others[0]}"
+
+
 def find_fault(folder: Path) -> str | None:
     """Why a checkpoint is not whole, in words; None when every byte is what was written."""
     if folder.suffix == PARTIAL:

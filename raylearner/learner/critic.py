@@ -19,6 +19,7 @@ from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch, PackedTokens
 from raylearner.learner.model import PackedModel
 from raylearner.learner.rows import Rows
+from raylearner.learner.writes import Writes
 
 
 class Critic:
@@ -60,8 +61,8 @@ class Critic:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def save(self, folder: Path) -> None:
-        save_tensors(folder, self._model.own_parameters(), self._optimizer)
+    def save(self, folder: Path, writes: Writes) -> None:
+        save_tensors(folder, self._model.own_parameters(), self._optimizer, writes)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
         restore_tensors(

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
-from raylearner.errors import LearnerError
-from raylearner.learner import lora, mesh, metric, optimizer, preparation
+from raylearner.errors import CheckpointError, LearnerError
+from raylearner.learner import checkpoint, lora, mesh, metric, optimizer, preparation
 from raylearner.learner.estimator import EpisodeTable
 from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.learner_state import Progress, restore_state, save_state
@@ -50,6 +50,7 @@ from raylearner.learner.update import (
     row_advantages,
     step_metrics,
 )
+from raylearner.learner.writes import Writer, Writes
 from raylearner.observability.spans import Tracer
 from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, TrajectoryKey
 
@@ -103,6 +104,8 @@ class Learner:
         self._tracer = tracer or Tracer("learner", is_enabled=False)
         self._num_updates_of_run = num_steps * config.num_epochs * config.num_mini_batches
         self._progress = Progress()
+        self._writer = Writer()
+        self._writes: Writes | None = None
         self._start_logprobs: dict[TrajectoryKey, NDArray[np.float32]] = {}
 
     @property
@@ -193,21 +196,37 @@ class Learner:
         """What peft writes beside them."""
         return lora.adapter_config(self._model.causal_lm, base=str(self.model_folder))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, should_defer: bool = False) -> None:
         """Shards, progress and RNG under `learner/`, a `from_pretrained` directory under `model/`.
 
-        Also `critic/`, `reference/` if it changes, and `adapter/` in peft's form.
+        Also `critic/`, `reference/` if it changes, and `adapter/` in peft's form. With
+        `should_defer` this only copies to host memory, and `finish_save` writes.
         """
+        assert self._writes is None, "finish_save comes first"
+        writes = self._writer.begin(should_defer=should_defer)
         controller = self._kl_controller
         if isinstance(controller, AdaptiveController):
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
-        save_state(folder / "learner", self._progress)
-        self._models.save(folder, self._progress)
+        save_state(folder / "learner", self._progress, writes)
+        self._models.save(folder, self._progress, writes)
+        if should_defer:
+            self._writes = writes
+        else:
+            dist.barrier()
+
+    def finish_save(self) -> None:
+        """Writes what `save` deferred; from another thread while training goes on."""
+        writes, self._writes = self._writes, None
+        assert writes is not None, "a deferred save comes first"
+        writes.finish()
 
     def restore(self, folder: Path) -> None:
-        """Exactly what `save` wrote; the number of ranks may differ."""
-        self._progress = restore_state(folder / "learner")
-        self._models.restore(folder, self._progress)
+        """Exactly what `save` wrote; the number of ranks may differ. Raises `CheckpointError`."""
+        try:
+            self._progress = restore_state(folder / "learner")
+            self._models.restore(folder, self._progress)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {checkpoint.advice(folder)}") from error
         controller, coefficient = self._kl_controller, self._progress.kl_coefficient
         if isinstance(controller, AdaptiveController) and coefficient is not None:
             controller.coefficient = coefficient

@@ -22,7 +22,13 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.config.schema import LearnerSection, ProfileSection, WeightsSection
 from raylearner.config.section import number
-from raylearner.errors import LearnerDied, LearnerError, RaylearnerError, WeightTransferError
+from raylearner.errors import (
+    CheckpointError,
+    LearnerDied,
+    LearnerError,
+    RaylearnerError,
+    WeightTransferError,
+)
 from raylearner.observability.spans import Span, Tracer
 from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, WeightUpdate
 from raylearner.weights.group import WeightGroup
@@ -42,7 +48,7 @@ class Recording:
     profile_folder: Path = Path("profile")
 
 
-@ray.remote(concurrency_groups={"control": 1})
+@ray.remote(concurrency_groups={"control": 1, "checkpoint": 1})
 class LearnerActor:
     """One rank; delegates to `Learner`. Imports torch in its own process only."""
 
@@ -140,8 +146,18 @@ class LearnerActor:
         """Beside the `send` that hangs."""
         self._writer.abandon()
 
-    def save(self, folder: str) -> None:
-        self._learner.save(Path(folder))
+    def save(self, folder: str, should_defer: bool) -> None:
+        self._learner.save(Path(folder), should_defer=should_defer)
+
+    @ray.method(concurrency_group="checkpoint")
+    def finish_save(self) -> str | None:
+        """What failed, in words."""
+        try:
+            self._learner.finish_save()
+        except Exception as error:
+            log.exception("a checkpoint was not written")
+            return f"learner rank {self._rank}: {type(error).__name__}: {error}"
+        return None
 
     def restore(self, folder: str) -> PolicyVersion:
         self._learner.restore(Path(folder))
@@ -319,8 +335,20 @@ class LearnerGroup:
             )
         return self._group
 
-    async def save(self, folder: Path) -> None:
-        await self._all("save", str(folder))
+    async def save(self, folder: Path, *, should_defer: bool = False) -> None:
+        """With `should_defer` the state is copied, and on disk once `finish_save` returns."""
+        await self._all("save", str(folder), should_defer)
+
+    async def finish_save(self) -> None:
+        """Beside training. Raises `CheckpointError` where a rank could not write, and kills none."""
+        calls = [_resolve(rank.finish_save.remote()) for rank in self._living]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                raise LearnerDied(f"learner rank {rank} died: {outcome}") from outcome
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        if failures:
+            raise CheckpointError("; ".join(str(failure) for failure in failures))
 
     async def restore(self, folder: Path) -> None:
         versions = await self._all("restore", str(folder))

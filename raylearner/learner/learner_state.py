@@ -1,19 +1,17 @@
-"""What a learner is, on disk: sharded tensors, progress, random state, and a model to hand on.
+"""What a learner is, on disk: sharded tensors, progress and random state.
 
 Tensors are safetensors files written by torch.distributed.checkpoint, everything else is JSON:
 nothing here is ever unpickled. Every rank calls every function.
 """
 
 import json
-import logging
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -24,16 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylearner.errors import CheckpointError
-from raylearner.learner import lora
-from raylearner.learner.model import PackedModel
+from raylearner.learner.writes import Writes
 from raylearner.types import PolicyVersion
 
-log = logging.getLogger(__name__)
-
-MAX_SHARD_BYTES = 4_000_000_000
-"""Size of one safetensors file of an exported model."""
-
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -51,15 +42,20 @@ class Progress:
     """What an adaptive controller made of the configured one."""
 
 
-def save_state(folder: Path, progress: Progress) -> None:
+def save_state(folder: Path, progress: Progress, writes: Writes) -> None:
     """Progress and each rank's RNG."""
     rank = dist.get_rank()
-    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"rng_{rank:05d}.json": json.dumps(_random_state()) + "\n"}
     if rank == 0:
         content = {**asdict(progress), "num_ranks": dist.get_world_size()}
-        (folder / "progress.json").write_text(json.dumps(content, indent=2) + "\n")
-    (folder / f"rng_{rank:05d}.json").write_text(json.dumps(_random_state()) + "\n")
-    dist.barrier()
+        files["progress.json"] = json.dumps(content, indent=2) + "\n"
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
+    writes.add(write)
 
 
 def restore_state(folder: Path) -> Progress:
@@ -72,17 +68,30 @@ def restore_state(folder: Path) -> Progress:
         raise CheckpointError(f"{folder / 'progress.json'}: not a learner's: {error}") from error
     random_file = folder / f"rng_{dist.get_rank():05d}.json"
     if num_ranks == dist.get_world_size():
-        _set_random_state(json.loads(random_file.read_text()))
+        try:
+            _set_random_state(json.loads(random_file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{random_file}: no random state: {error}") from error
     return progress
 
 
 def save_tensors(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    writes: Writes,
 ) -> None:
     """Shards of masters and moments of all ranks."""
-    writer = HuggingFaceStorageWriter(str(folder / "tensors"), save_distributed=True)
-    save(_tensors(parameters, optimizer), storage_writer=writer)
-    dist.barrier()
+    tensors = writes.kept(state_tensors(parameters, optimizer))
+
+    def write() -> None:
+        save(
+            tensors,
+            storage_writer=HuggingFaceStorageWriter(str(folder / "tensors"), save_distributed=True),
+            process_group=writes.group,
+        )
+
+    writes.add(write)
 
 
 def restore_tensors(
@@ -97,7 +106,8 @@ def restore_tensors(
         raise CheckpointError(
             f"{folder}: no such part: the checkpoint is of a run without a {folder.name}"
         )
-    tensors = _tensors(parameters, optimizer)
+    _refuse_unreadable(folder / "tensors")
+    tensors = state_tensors(parameters, optimizer)
     reader = HuggingFaceStorageReader(str(folder / "tensors"))
     saved = {
         name: tuple(entry.size)
@@ -117,83 +127,16 @@ def restore_tensors(
             state["step"].fill_(num_updates)
 
 
-def export_model(
-    folder: Path,
-    model: PackedModel,
-    *,
-    source: Path,
-    dtype: torch.dtype,
-    policy_version: PolicyVersion,
-) -> None:
-    """A `from_pretrained` directory: weights, config, the source's tokenizer files, a model card."""
-    is_writer = dist.get_rank() == 0
-    if is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in source.iterdir():
-            if path.is_file() and not any(path.match(pattern) for pattern in WEIGHT_FILES):
-                shutil.copy(path, folder / path.name)
-        config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (folder / "README.md").write_text(
-            f"---\nlibrary_name: transformers\ntags: [raylearner, reinforcement-learning]\n---\n"
-            f"# {source.name}, policy version {policy_version}\n\n"
-            f"Trained with raylearner from `{source.name}`. Load it with "
-            f"`AutoModelForCausalLM.from_pretrained`.\n"
-        )
-    _write_shards(folder, model.named_weights(dtype), is_writer=is_writer)
-    dist.barrier()
+def _refuse_unreadable(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: corrupt: {error}") from error
 
 
-def export_adapter(folder: Path, model: PackedModel, *, source: Path) -> None:
-    """The adapters as peft saves them, for the model in `source`."""
-    weights = {
-        name: tensor.cpu().contiguous()
-        for name, tensor in lora.adapter_weights(model.causal_lm, torch.float32)
-    }
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / lora.WEIGHTS_FILE, {"format": "pt"})
-        config = lora.adapter_config(model.causal_lm, base=str(source))
-        (folder / lora.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    dist.barrier()
-
-
-def _write_shards(folder: Path, weights: Iterator[tuple[str, Tensor]], *, is_writer: bool) -> None:
-    """Files of at most `MAX_SHARD_BYTES`, so that no more than one is ever held in memory."""
-    files: list[dict[str, int]] = []
-    held: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        if held:
-            save_file(held, folder / f"shard-{len(files):05d}.safetensors", {"format": "pt"})
-            files.append({name: tensor.nbytes for name, tensor in held.items()})
-            held.clear()
-
-    for name, tensor in weights:
-        if is_writer:
-            if sum(t.nbytes for t in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
-                flush()
-            held[name] = tensor.cpu().contiguous()
-    if not is_writer:
-        return
-    flush()
-    names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-        index = {
-            "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)},
-            "weight_map": {
-                key: name for name, sizes in zip(names, files, strict=True) for key in sizes
-            },
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    for i, name in enumerate(names):
-        (folder / f"shard-{i:05d}.safetensors").rename(folder / name)
-
-
-def _tensors(
+def state_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Tensor]:
     """The live tensors by name; loading into them restores them."""

@@ -12,17 +12,13 @@ from raylearner.config.schema import LearnerSection
 from raylearner.learner import optimizer
 from raylearner.learner.context import ContextGroup
 from raylearner.learner.critic import Critic
+from raylearner.learner.export import export_adapter, export_model
 from raylearner.learner.images import ImageReader
-from raylearner.learner.learner_state import (
-    Progress,
-    export_adapter,
-    export_model,
-    restore_tensors,
-    save_tensors,
-)
+from raylearner.learner.learner_state import Progress, restore_tensors, save_tensors
 from raylearner.learner.loading import load_sharded, model_directory
 from raylearner.learner.model import DTYPES, ModelOptions, PackedModel
 from raylearner.learner.reference import Reference, reference_path
+from raylearner.learner.writes import Writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +57,11 @@ class Models:
             compute_dtype=DTYPES[config.compute_dtype],
             options=ModelOptions(
                 chunk_tokens=config.logprob_chunk_tokens,
-                should_reshard=config.should_reshard,
                 attention=config.attention,
                 is_head_exact=config.head_dtype == "float32",
                 activation_checkpointing=config.activation_checkpointing,
                 should_compile=config.should_compile,
+                should_reshard=config.should_reshard,
                 is_tower_frozen=config.vision_tower == "frozen",
                 context=context,
             ),
@@ -102,19 +98,20 @@ class Models:
             reader=ImageReader.from_pretrained(str(folder)),
         )
 
-    def save(self, folder: Path, progress: Progress) -> None:
+    def save(self, folder: Path, progress: Progress, writes: Writes) -> None:
         """Shards under `learner/`, `critic/` and, if it changes, `reference/`; what others load under
         `model/` (`from_pretrained`) and `adapter/` (peft)."""
-        save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer)
+        save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer, writes)
         if self.critic is not None:
-            self.critic.save(folder / "critic")
+            self.critic.save(folder / "critic", writes)
         if self.reference is not None:
-            self.reference.save(folder / "reference")
+            self.reference.save(folder / "reference", writes)
         if self.policy.has_adapters:
-            export_adapter(folder / "adapter", self.policy, source=self.folder)
+            export_adapter(folder / "adapter", self.policy, writes, source=self.folder)
         export_model(
             folder / "model",
             self.policy,
+            writes,
             source=self.folder,
             dtype=self.export_dtype,
             policy_version=progress.policy_version,

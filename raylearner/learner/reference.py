@@ -24,6 +24,7 @@ from raylearner.learner.learner_state import restore_tensors, save_tensors
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.model import PackedModel
 from raylearner.learner.optimizer import local
+from raylearner.learner.writes import Writes
 
 
 class Reference:
@@ -57,9 +58,9 @@ class Reference:
             for name, parameter in self._model.own_parameters().items():
                 local(parameter.detach()).lerp_(local(theirs[name].detach()), config.mix)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, writes: Writes) -> None:
         if isinstance(self._config, RefreshedReference):
-            save_tensors(folder, self._model.own_parameters(), None)
+            save_tensors(folder, self._model.own_parameters(), None, writes)
 
     def restore(self, folder: Path) -> None:
         if isinstance(self._config, RefreshedReference):

@@ -135,6 +135,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("weights/proof_s", "s", "Longest time that a proof took."),
     ("weights/proof_gap", "nats", "Largest |learner - engine| log-probability on the probe prompts."),
     ("weights/num_engines", "engines", "Engines that acknowledged the push."),
+    # Checkpoints, in the row after the one that they are of.
+    ("checkpoint/stall_s", "s", "Time that training stood still for a checkpoint: its state was copied, after the one before was whole."),
+    ("checkpoint/write_s", "s", "Time in which one was written beside training."),
     # Tools, since the last step, over all rollout actors.
     ("tools/<name>/calls", "calls", "Calls of one tool."),
     ("tools/<name>/errors", "calls", "Calls that failed after their last retry."),

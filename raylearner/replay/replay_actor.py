@@ -60,6 +60,7 @@ class ReplayActor:
         self._changed = asyncio.Event()
         self._num_deaths: Counter[str] = Counter()
         self._engine_versions: dict[str, int] = {}
+        self._cut: snapshot.Snapshot | None = None
 
     def __repr__(self) -> str:
         return "replay"
@@ -140,9 +141,14 @@ class ReplayActor:
         """Rises with every claim, put, take and commit."""
         return self._buffer.num_changes
 
+    async def cut(self) -> None:
+        """Keeps the state of this moment for the next `save`."""
+        self._cut = snapshot.cut(self._buffer)
+
     async def save(self, folder: str) -> None:
-        """Writes the state of this moment into `folder`; calls that come meanwhile are not in it."""
-        await asyncio.to_thread(snapshot.cut(self._buffer).save, Path(folder))
+        """Writes the kept state, or that of this moment; calls that come meanwhile are not in it."""
+        cut, self._cut = self._cut or snapshot.cut(self._buffer), None
+        await asyncio.to_thread(cut.save, Path(folder))
 
     async def load(self, folder: str) -> None:
         """Takes over a saved state; what runs is void."""

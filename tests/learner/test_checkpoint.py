@@ -96,7 +96,7 @@ def test_the_exported_model_loads_with_from_pretrained(
 ) -> None:
     learner = make_learner(request.getfixturevalue(model))
     step(learner, make_groups(0))
-    monkeypatch.setattr("raylearner.learner.learner_state.MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr("raylearner.learner.export.MAX_SHARD_BYTES", 100_000)
     learner.save(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tensors = dict(exported.named_parameters())
@@ -115,6 +115,34 @@ def test_a_checkpoint_of_another_model_is_refused(
         make_learner(untied_folder).restore(tmp_path)
     with pytest.raises(CheckpointError, match="not a learner's"):
         make_learner(tiny_folder).restore(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("tensors", r"learner/tensors/\S+\.safetensors: corrupt: "),
+        ("progress.json", r"learner/progress\.json: not a learner's: "),
+        ("rng_00000.json", r"learner/rng_00000\.json: no random state: "),
+    ],
+)
+async def test_a_damaged_file_is_named_and_the_last_whole_checkpoint_with_it(
+    tiny_folder: Path, tmp_path: Path, damage: str, words: str
+) -> None:
+    learner = make_learner(tiny_folder)
+    for number in (1, 2):
+        async with checkpoint.writing(tmp_path, step=number) as partial:
+            learner.save(partial)
+    damaged = tmp_path / "step_000002"
+    (path,) = (
+        (damaged / "learner" / "tensors").iterdir()
+        if damage == "tensors"
+        else [damaged / "learner" / damage]
+    )
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=words) as refused:
+        make_learner(tiny_folder).restore(damaged)
+    whole = tmp_path / "step_000001"
+    assert f"the last other whole checkpoint is {whole}" in str(refused.value)
 
 
 async def test_the_newest_whole_checkpoint_is_found_and_the_rest_named(tmp_path: Path) -> None:

@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from raylearner.learner.batch import pack
 from raylearner.learner.learner import Learner
+from raylearner.learner.learner_state import state_tensors
 from raylearner.learner.mesh import free_port
 from raylearner.types import StepOutput, TrajectoryGroup
 
@@ -59,3 +64,12 @@ def fork_ranks(main: Callable[[Path, int, int, int], None]) -> None:
 
 def weights_of(learner: Learner) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in learner.named_weights("float64")}
+
+
+def full_state(learner: Learner) -> dict[str, NDArray[Any]]:
+    """Masters and moments, whole, and what was counted; every rank must call it."""
+    models = learner._models
+    tensors = state_tensors(models.policy.own_parameters(), models.optimizer)
+    full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    counts = {name: np.array(value) for name, value in asdict(learner._progress).items() if value}
+    return counts | {name: tensor.numpy().copy() for name, tensor in full.items()}

@@ -1,0 +1,45 @@
+"""One rank that goes on from a checkpoint, or from nothing, steps, and saves beside a further step.
+
+    python reshard_rank.py FOLDER NUM_RANKS PORT
+
+`job.pkl` holds `config`, `model`, `restored` (a folder, or None), `batches` by step and rank, and what
+comes after the save in `later`. Leaves `saved/` and, of the moment of the save, `state.pkl`.
+"""
+
+import os
+import pickle
+from pathlib import Path
+
+from learners import fork_ranks, full_state
+
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import mesh
+from raylearner.learner.learner import Learner
+
+
+def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
+    job = pickle.loads((folder / "job.pkl").read_bytes())
+    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, port=port)
+    learner = Learner(
+        LearnerSection(**job["config"]),
+        model_path=job["model"],
+        num_steps=10,
+        device_mesh=device_mesh,
+    )
+    if job["restored"] is not None:
+        learner.restore(job["restored"])
+    for step in job["batches"]:
+        learner.step(step[rank])
+    state = full_state(learner)
+    learner.save(folder / "saved", should_defer=True)
+    for step in job["later"]:
+        learner.step(step[rank])
+    learner.finish_save()
+    if rank == 0:
+        (folder / "state.pkl").write_bytes(pickle.dumps(state))
+    mesh.disconnect()
+    os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
+
+
+if __name__ == "__main__":
+    fork_ranks(main)
