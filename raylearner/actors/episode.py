@@ -123,7 +123,9 @@ async def _play(
                     step.name = f"tool {reply.tool}"
             turn.arguments["is_valid"] = reply.is_valid
         messages = await kit.renderer.fit_images(reply.messages)
-        fits = transcript.add_reply(messages, tool=reply.tool, is_valid=reply.is_valid)
+        fits = transcript.add_reply(
+            messages, tool=reply.tool, is_valid=reply.is_valid, num_shown=reply.num_shown
+        )
         if reply.is_done:
             ran_out = completion.stop_reason is CompletionStop.LENGTH
             is_cut = ran_out and reply.stop_reason is not StopReason.ANSWER

@@ -16,6 +16,9 @@ class Reply:
     stop_reason: StopReason = StopReason.END
     tool: str | None = None
     is_valid: bool = True
+    num_shown: int = 0
+    """How many of the outcome's `shown` this reply adds. Where it does not fit the episode, they are
+    taken for not shown, but for those whose images did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,7 @@ class ToolUseEnvironment:
             messages=tuple(self._message(observation) for observation in observations),
             tool=",".join(names) or None,
             is_valid=is_valid,
+            num_shown=sum(len(observation.ids) for observation in observations),
         )
 
     def outcome(self) -> Outcome:

@@ -43,7 +43,7 @@ class Transcript:
     prompt_length: int = 0
     images: list[bytes] = field(default_factory=list[bytes])
     num_left_out: int = 0
-    """Images of replies that no longer fitted."""
+    """Pages and passages of replies that no longer fitted."""
     _loss_mask: list[bool] = field(default_factory=list[bool])
     _logprobs: list[float] = field(default_factory=list[float])
     _versions: list[int] = field(default_factory=list[int])
@@ -120,7 +120,12 @@ class Transcript:
         return text
 
     def add_reply(
-        self, messages: Sequence[Message], *, tool: str | None = None, is_valid: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tool: str | None = None,
+        is_valid: bool = True,
+        num_shown: int = 0,
     ) -> bool:
         """Closes the turn with the environment's reply; False when the reply does not fit.
 
@@ -139,8 +144,8 @@ class Transcript:
         reply = "\n".join(m.content for m in messages)
         if not fits:
             ends = self._fitting_ends(reply_ids, image_room)
-            self.num_left_out += len(images) - len(ends)
             reply_ids, images = reply_ids[: max(ends, default=0)], images[: len(ends)]
+            self.num_left_out += max(0, num_shown - len(images))
             reply = "".join(f"{text}{IMAGE_MARK}" for text in reply.split(IMAGE_MARK)[: len(ends)])
         self.images.extend(images)
         self.end_turn(reply_ids, reply=reply, tool=tool, is_valid=is_valid)

@@ -32,6 +32,13 @@ def image(width: int = 32, height: int = 32, kind: str = "PNG") -> bytes:
     return held.getvalue()
 
 
+def animated() -> bytes:
+    held = io.BytesIO()
+    frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
+    frames[0].save(held, "WEBP", save_all=True, append_images=frames[1:])
+    return held.getvalue()
+
+
 def encoded(content: bytes) -> str:
     return base64.urlsafe_b64encode(content).decode()
 
@@ -70,6 +77,7 @@ BAD_IMAGES: dict[str, Callable[[], str]] = {
     "not_ascii": lambda: "é" * 100,
     "no_image": lambda: encoded(b"GIF89a is not enough"),
     "other_format": lambda: encoded(image(kind="BMP")),
+    "animated": lambda: encoded(animated()),
     "script": lambda: encoded(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n"),
     "empty": lambda: "",
     "too_long": lambda: "A" * (LIMITS.max_bytes * 4 // 3 + 100),

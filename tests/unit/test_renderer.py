@@ -123,7 +123,9 @@ def test_a_reply_that_leaves_no_room_is_not_added_in_part(tokenizer_folder: Path
     transcript = make_transcript(renderer)
     transcript.add_completion(make_completion(renderer.encode("<calc>1+1</calc>")))
     length = len(transcript.token_ids)
-    assert transcript.add_reply([Message(role="user", content="x" * 60)]) is False
+    message = Message(role="user", content="x" * 60)
+    assert transcript.add_reply([message], num_shown=2) is False
+    assert transcript.num_left_out == 2
     assert len(transcript.token_ids) == length
     assert transcript.turns[0].reply == ""
 
