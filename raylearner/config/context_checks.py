@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raylearner.config.finding import Finding
 from raylearner.config.schema import PretrainedModel, RunConfig
@@ -65,10 +65,10 @@ def _fault(config: RunConfig) -> str | None:
 def _written(path: Path) -> dict[str, Any]:
     """A model's own configuration; empty where it is not here, or for the learner to refuse."""
     try:
-        found = json.loads(path.read_text())
+        found: Any = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
 def _divisors(number: int) -> list[int]:

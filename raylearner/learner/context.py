@@ -9,6 +9,7 @@ Legend: `T` packed tokens, a multiple of `C`; `C` ranks of a group; `t = T / C` 
 `H` heads; `D` width of one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,8 @@ class ContextGroup:
         """
         repeats = max(1, self.size // key.shape[0])
         parts = (query, *(x.repeat_interleave(repeats, 0) for x in (key, value)))
-        by_rank = [part.unflatten(0, (self.size, -1)) for part in parts]  # [C, h, t, D] each
+        # [C, h, t, D] each.
+        by_rank = [part.reshape(self.size, -1, *part.shape[1:]) for part in parts]
         sent = torch.cat([part.flatten(1) for part in by_rank], 1)
         received = _exchanged(sent, self).split([p[0].numel() for p in by_rank], 1)
         query, key, value = (
@@ -63,7 +65,7 @@ class ContextGroup:
 
     def to_tokens(self, attended: Tensor) -> Tensor:
         """The way back: `[T, H / C, D] -> [t, H, D]`."""
-        by_rank = attended.unflatten(0, (self.size, -1))  # [C, t, h, D]
+        by_rank = attended.reshape(self.size, -1, *attended.shape[1:])  # [C, t, h, D]
         received = _exchanged(by_rank.flatten(1), self).reshape(by_rank.shape)
         return received.transpose(0, 1).flatten(1, 2)
 
@@ -101,6 +103,9 @@ class _Exchange(torch.autograd.Function):
         return received, None
 
 
-@torch.compiler.disable
-def _exchanged(rows: Tensor, context: ContextGroup) -> Tensor:  # [C, n]
+def _exchange(rows: Tensor, context: ContextGroup) -> Tensor:  # [C, n]
     return _Exchange.apply(rows.contiguous(), context)  # pyright: ignore[reportReturnType]
+
+
+_exchanged: Callable[[Tensor, ContextGroup], Tensor] = torch.compiler.disable(_exchange)  # pyright: ignore[reportAssignmentType]
+"""Compiled blocks break here."""
