@@ -152,6 +152,12 @@ def _layout(config: RunConfig) -> Iterator[Finding]:
             f"must be 0 or 1 with {learner.num_ranks} ranks, got {learner.gpus_per_rank}: "
             "a rank drives one device and shares it with no other rank",
         )
+    if learner.shard_size is not None and learner.num_ranks % learner.shard_size:
+        yield Finding(
+            "learner.shard_size",
+            f"must divide learner.num_ranks = {learner.num_ranks}, got {learner.shard_size}: every "
+            "group of so many ranks holds one copy of the parameters",
+        )
     engine = actors.engine
     gpus = number(actors.gpus_per_actor)
     if isinstance(engine, VllmEngine) and 0 < gpus < engine.tensor_parallel_size > 1:

@@ -29,6 +29,10 @@ class LearnerSection(Section):
 
     num_ranks: PositiveInt = 1
     """Learner actors, one rank each."""
+    shard_size: PositiveInt | None = None
+    """Ranks that share one copy of the parameters; with fewer than `num_ranks` each group of so many holds one (HSDP), as within a node whose links are faster. Default: all ranks."""
+    should_offload: bool = False
+    """Masters, moments and gradients live in host memory, 16 bytes a parameter, and CPUs make the updates; weights cross to the GPU for every micro-batch's forward and backward."""
     context_parallel_size: PositiveInt = 1
     """Neighbouring ranks that share each micro-batch, a slice of its tokens each, for trajectories too long for one. Divides `num_ranks` and the attention heads; fewer key-value heads are repeated."""
     cpus_per_rank: NonNegativeFloat = 1.0

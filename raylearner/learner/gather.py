@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 MAX_GATHER_BYTES = 256 * 1024**2
 """Parameters are gathered together up to this size, or one by one where larger."""
@@ -46,15 +46,13 @@ def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[
     if not tensors:
         return
     mesh = tensors[0][1].device_mesh
-    is_simple = mesh.ndim == 1 and all(t.placements == (Shard(0),) for _, t in tensors)
-    if not is_simple:
-        for name, tensor in tensors:
-            yield name, tensor.to(dtype).full_tensor()
-        return
-    num_ranks = mesh.size()
+    *copies, shards = range(mesh.ndim)
+    cut = (*(Replicate() for _ in copies), Shard(0))
+    assert all(tensor.placements == cut for _, tensor in tensors), "as FSDP cuts them"
+    num_ranks = mesh.size(shards)
     if num_ranks == 1:
         for name, tensor in tensors:
-            yield name, tensor.to_local().to(dtype)
+            yield name, tensor.to_local().to(mesh.device_type, dtype)
         return
     # Every rank's part of each tensor has as many rows as the first rank's, as FSDP cuts them.
     rows = [math.ceil(tensor.shape[0] / num_ranks) for _, tensor in tensors]
@@ -62,13 +60,13 @@ def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[
         count * math.prod(tensor.shape[1:])
         for count, (_, tensor) in zip(rows, tensors, strict=True)
     ]
-    mine = torch.empty(sum(sizes), dtype=dtype, device=tensors[0][1].to_local().device)
+    mine = torch.empty(sum(sizes), dtype=dtype, device=mesh.device_type)
     starts = [0, *accumulate(sizes)]
     for start, (_, tensor) in zip(starts, tensors, strict=False):
         local = tensor.to_local()
         mine[start : start + local.numel()].copy_(local.reshape(-1))
     everyone = torch.empty(num_ranks * len(mine), dtype=dtype, device=mine.device)
-    dist.all_gather_single(everyone, mine, group=mesh.get_group())
+    dist.all_gather_single(everyone, mine, group=mesh.get_group(shards))
     everyone = everyone.view(num_ranks, -1)
     arrived = torch.cuda.current_stream().record_event() if everyone.is_cuda else None
     for start, size, count, (name, tensor) in zip(starts, sizes, rows, tensors, strict=False):

@@ -93,7 +93,11 @@ class Learner:
         self._dtype = torch.float64 if config.compute_dtype == "float64" else torch.float32
         self._layout = BatchLayout.of(device, context_size=config.context_parallel_size)
         self._models = models = Models.load(
-            config, model_path, device_mesh, seed=seed, context=self._layout.context
+            config,
+            model_path,
+            mesh.of_shards(device_mesh, config.shard_size),
+            seed=seed,
+            context=self._layout.context,
         )
         self._model, self._optimizer = models.policy, models.optimizer
         self._critic, self._reference = models.critic, models.reference

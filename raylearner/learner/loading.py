@@ -11,7 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import (
@@ -146,10 +152,15 @@ def load_sharded(
         compute_dtype=compute_dtype,
         wanted_attention=options.attention,
         should_reshard=options.should_reshard,
+        should_offload=options.should_offload,
     )
+    device = torch.device(mesh.device_type)
     if not unknown:
-        device = torch.device(mesh.device_type)
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        home = torch.device("cpu") if options.should_offload else device
+        model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(home))
+    if options.should_offload:
+        _move_buffers(model, device)
+    if not unknown:
         _fill(model.causal_lm, reader, random_seed)
         if model.value_head is not None:
             for parameter in model.value_head.parameters():
@@ -157,6 +168,13 @@ def load_sharded(
     if adapters is not None:
         lora.initialize(model.causal_lm, adapters, seed=adapter_seed)
     return model
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """FSDP moves parameters of an offloaded model as they are needed, and nothing else."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 @contextmanager
@@ -294,8 +312,12 @@ def shard(
     compute_dtype: torch.dtype,
     wanted_attention: Literal["auto"] | Backend = "auto",
     should_reshard: bool = True,
+    should_offload: bool = False,
 ) -> ModelT:
-    """FSDP2 over the mesh, one unit per block and one for the rest; gradients are summed, not averaged."""
+    """FSDP2 over the mesh, one unit per block and one for the rest; gradients are summed, not averaged.
+
+    A mesh of two dimensions has copies along the first and shards along the second.
+    """
     name = _attention_name(mesh.device_type, compute_dtype, wanted_attention)
     model.causal_lm.set_attn_implementation(_attention(model.causal_lm.config, name))
     master_dtype = next(p for p in model.parameters() if p.requires_grad).dtype
@@ -303,11 +325,13 @@ def shard(
         param_dtype=None if compute_dtype == master_dtype else compute_dtype,
         reduce_dtype=master_dtype,
     )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for module in (*model.blocks, model):
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=offload if should_offload else OffloadPolicy(),
             reshard_after_forward=should_reshard and module is not model,
         )
         assert isinstance(module, FSDPModule)

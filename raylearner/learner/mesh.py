@@ -66,6 +66,18 @@ def connect(
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
+def of_shards(everyone: DeviceMesh, size: int | None) -> DeviceMesh:
+    """How parameters lie: sharded over all ranks, or over neighbours, `size` of them, and copied."""
+    num_ranks = everyone.size()
+    if size is None or size == num_ranks:
+        return everyone
+    if num_ranks % size:
+        raise ValueError(f"shard_size: {num_ranks} ranks are not groups of {size} ranks each")
+    return init_device_mesh(
+        everyone.device_type, (num_ranks // size, size), mesh_dim_names=("copies", "shards")
+    )
+
+
 def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

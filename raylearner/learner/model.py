@@ -67,6 +67,8 @@ class ModelOptions:
     should_compile: bool = False
     should_reshard: bool = True
     """Whether a block's weights are freed between its forward and its backward."""
+    should_offload: bool = False
+    """Whether shards live in host memory, with what the optimizer keeps of them and their gradients."""
     is_tower_frozen: bool = False
     """Of a model that sees: whether its vision tower stays as it is."""
     context: ContextGroup | None = None

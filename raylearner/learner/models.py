@@ -62,6 +62,7 @@ class Models:
                 activation_checkpointing=config.activation_checkpointing,
                 should_compile=config.should_compile,
                 should_reshard=config.should_reshard,
+                should_offload=config.should_offload,
                 is_tower_frozen=config.vision_tower == "frozen",
                 context=context,
             ),

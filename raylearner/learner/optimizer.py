@@ -71,15 +71,17 @@ def local(tensor: Tensor) -> Tensor:
 
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
     """The norm over all ranks' shards; the same number on every rank, NaN or inf included."""
-    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads if grad.numel()]
-    device = grads[0].device if grads else None
-    total = (
-        torch.stack(norms).square().sum()
-        if norms
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [local(grad) for grad in grads]
+    norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards if s.numel()]
+    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
+    if mesh is not None:
+        # Shards of an offloaded model are in host memory, where GPUs' ranks cannot meet.
+        total = total.to(mesh.device_type)
     dist.all_reduce(total)
+    if mesh is not None and mesh.ndim == 2:
+        total /= mesh.size(0)  # every shard was counted by each of its copies
     return math.sqrt(total.item()) if total.item() >= 0 else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share micro-batches: two groups of two, one of four, and models that cannot be shared."""
+"""Four ranks that share micro-batches or parameters by twos or all, and models that cannot be shared."""
 
 import pickle
 from collections.abc import Callable
@@ -39,6 +39,14 @@ CASES: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.1, "reference": {"kind": "frozen"}},
         "activation_checkpointing": "full",
     },
+    "copies": {
+        "shard_size": 2,
+        "advantage": {"kind": "gae"},
+        "critic": {},
+        "max_grad_norm": 0.01,
+    },
+    "copies_of_pairs": {"shard_size": 2, "context_parallel_size": 2, "should_offload": True},
+    "copies_alone": {"shard_size": 1, "lora": {"rank": 3}},
 }
 
 
@@ -61,7 +69,7 @@ def test_any_grouping_of_four_ranks_equals_one_rank(
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_mini_batches": 2}
     jobs = {}
     for name, changes in CASES.items():
-        size = changes["context_parallel_size"]
+        size = changes.get("context_parallel_size", 1)
         batches = pack(
             groups,
             policy_version=0,
@@ -79,7 +87,9 @@ def test_any_grouping_of_four_ranks_equals_one_rank(
     results = pickle.loads((tmp_path / "results.pkl").read_bytes())
     for name, changes in CASES.items():
         plain = {
-            key: changes[key] for key in ("loss", "advantage", "critic", "kl") if key in changes
+            key: value
+            for key, value in changes.items()
+            if key in ("loss", "advantage", "critic", "kl", "lora", "max_grad_norm")
         }
         learner = Learner(
             LearnerSection(**options, **plain),

@@ -42,13 +42,14 @@ def assert_equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 def test_four_ranks_are_resumed_by_two_and_those_by_one(
     untied_folder: Path, make_groups: MakeGroups, tmp_path: Path
 ) -> None:
-    """Nothing of the step that was made while the four wrote is in what they wrote."""
+    """The four hold two copies. Nothing of the step made while they wrote is in what they wrote."""
     groups = [make_groups(seed, policy_version=seed) for seed in range(3)]
     model = {"model": str(untied_folder), "config": CONFIG}
     of_four = run(
         tmp_path / "four",
         4,
-        **model,
+        model=str(untied_folder),
+        config=CONFIG | {"shard_size": 2},
         batches=[batches(groups[0], version=0, num_ranks=4)],
         later=[batches(groups[1], version=1, num_ranks=4)],
     )
@@ -56,6 +57,7 @@ def test_four_ranks_are_resumed_by_two_and_those_by_one(
     assert np.abs(of_four["exp_avg.lm_head.weight"]).max() > 0
     of_two = run(tmp_path / "two", 2, **model, batches=[], restored=tmp_path / "four" / "saved")
     assert_equal(of_two, of_four)
-    learner = Learner(LearnerSection(**CONFIG), model_path=str(untied_folder), num_steps=10)
+    section = LearnerSection(**CONFIG, should_offload=True)
+    learner = Learner(section, model_path=str(untied_folder), num_steps=10)
     learner.restore(tmp_path / "two" / "saved")
     assert_equal(full_state(learner), of_four)

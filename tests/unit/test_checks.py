@@ -109,6 +109,11 @@ def test_the_defaults_clash_with_nothing() -> None:
             "must be 0 or 1",
         ),
         (
+            {"learner": {"num_ranks": 6, "shard_size": 4}},
+            "learner.shard_size",
+            "must divide learner.num_ranks = 6, got 4",
+        ),
+        (
             {"learner": {"num_ranks": 6, "context_parallel_size": 4}},
             "learner.context_parallel_size",
             "must divide learner.num_ranks = 6, got 4",
