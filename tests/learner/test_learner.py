@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from raylearner.config.memory import ModelSize, estimate
 from raylearner.config.schema import LearnerSection, RlooAdvantage
 from raylearner.errors import ConfigError, LearnerError
+from raylearner.learner import mesh, optimizer
 from raylearner.learner.batch import pack
 from raylearner.learner.learner import Learner
+from raylearner.learner.loading import load_sharded
+from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.model import ModelOptions
 from raylearner.types import LearnerBatch, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -229,3 +234,42 @@ def test_a_model_directory_that_is_not_there_is_a_config_error(tmp_path: Path) -
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         make_learner(tmp_path)
+
+
+def test_a_model_without_room_is_refused_before_it_is_loaded(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1 kB\n")
+    monkeypatch.setattr("raylearner.learner.room.MEMORY", tmp_path / "meminfo")
+    with pytest.raises(
+        ConfigError, match=r"model.path: .* does not fit: .* 0\.0 GiB of its device"
+    ):
+        make_learner(tiny_folder)
+
+
+def test_what_blocks_keep_is_estimated_within_a_third(untied_folder: Path) -> None:
+    model = load_sharded(
+        str(untied_folder),
+        mesh.connect(),
+        dtype=torch.float32,
+        compute_dtype=torch.float32,
+        options=ModelOptions(),
+    )
+    sequences = [np.arange(64) for _ in range(4)]
+    tokens = PackedTokens.of(sequences, [np.zeros(64, bool)] * 4)
+    of_weights = {parameter.numel() * 4 for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        local = optimizer.local(tensor)
+        if local.untyped_storage().nbytes() not in of_weights:
+            kept[local.untyped_storage().data_ptr()] = local
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens)
+    size = ModelSize.of(untied_folder)
+    assert size is not None
+    section = LearnerSection(compute_dtype="float32", max_tokens_per_micro_batch=256)
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert found == pytest.approx(estimate(section, size).activations, rel=1 / 3)

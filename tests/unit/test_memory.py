@@ -1,0 +1,143 @@
+"""Memory of a learner rank, from nothing but headers of files."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylearner.config import report
+from raylearner.config.learner import LearnerSection
+from raylearner.config.lora import LoraSection
+from raylearner.config.memory import GIB, ModelSize, estimate
+from raylearner.config.schema import RunConfig
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+BLOCK = {
+    "self_attn.q_proj.weight": [8, 8],
+    "self_attn.q_proj.bias": [8],
+    "mlp.up_proj.weight": [16, 8],
+    "norm.weight": [8],
+}
+NUM_BLOCK, NUM_REST = 64 + 8 + 128 + 8, 100 * 8 + 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Headers alone: nobody may look at what would come after them."""
+    shapes = {"model.embed_tokens.weight": [100, 8], "model.norm.weight": [8]}
+    write(tmp_path / "model-1.safetensors", shapes | {"lm_head.weight": [100, 8]})
+    for layer in range(2):
+        names = {f"model.layers.{layer}.{name}": shape for name, shape in BLOCK.items()}
+        write(tmp_path / f"model-{layer + 2}.safetensors", names)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def write(path: Path, shapes: dict[str, list[int]]) -> None:
+    header = json.dumps({n: {"dtype": "F32", "shape": s} for n, s in shapes.items()}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def size_of(folder: Path) -> ModelSize:
+    size = ModelSize.of(folder)
+    assert size is not None
+    return size
+
+
+def test_parameters_are_counted_by_block_and_a_tied_head_once(folder: Path) -> None:
+    size = size_of(folder)
+    assert size.num_parameters == 2 * NUM_BLOCK + NUM_REST
+    assert (size.num_block, size.num_rest, size.num_blocks) == (NUM_BLOCK, NUM_REST, 2)
+    assert size.attention_size == (2 + 2 * 1) * 4
+    assert size.num_adapters(LoraSection(rank=3)) == 2 * 3 * ((8 + 8) + (8 + 16))
+    assert size.num_adapters(LoraSection(rank=3, target_modules=("q_proj",))) == 2 * 3 * (8 + 8)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4, b"\xff" * 16, b"\5\0\0\0\0\0\0\0{}x[]"])
+def test_what_cannot_be_told_is_not_guessed(folder: Path, content: bytes) -> None:
+    (folder / "model-1.safetensors").write_bytes(content)
+    assert ModelSize.of(folder) is None
+    assert ModelSize.of(folder / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_by_part"),
+    [
+        ({}, {"masters": 4, "moments": 8, "gradients": 4}),
+        ({"num_ranks": 4}, {"masters": 1, "moments": 2, "gradients": 1}),
+        ({"num_ranks": 4, "shard_size": 2}, {"masters": 2, "moments": 4, "gradients": 2}),
+        ({"compute_dtype": "float64"}, {"masters": 8, "moments": 16, "gradients": 8}),
+    ],
+)
+def test_state_is_sixteen_bytes_a_parameter_over_the_ranks_of_a_copy(
+    folder: Path, changes: dict[str, Any], bytes_by_part: dict[str, int]
+) -> None:
+    size = size_of(folder)
+    found = estimate(LearnerSection(**changes), size)
+    for part, each in bytes_by_part.items():
+        assert getattr(found, part) == size.num_parameters * each, part
+
+
+def test_what_is_whole_or_depends_on_tokens_is_counted_apart(folder: Path) -> None:
+    size = size_of(folder)
+    section = LearnerSection(
+        max_tokens_per_micro_batch=4096, logprob_chunk_tokens=512, compute_dtype="bfloat16"
+    )
+    found = estimate(section, size)
+    whole, unreduced = 2 * (2 * NUM_BLOCK + NUM_REST), 2 * NUM_BLOCK + 4 * NUM_REST
+    assert found.gathered == whole + unreduced
+    assert found.logits == 4 * 512 * 100 * 4
+    assert found.total == found.masters * 4 + found.gathered + found.activations + found.logits
+    full = estimate(section.model_copy(update={"activation_checkpointing": "full"}), size)
+    selective = estimate(section.model_copy(update={"activation_checkpointing": "selective"}), size)
+    assert full.activations < selective.activations < found.activations
+    halves = estimate(section.model_copy(update={"context_parallel_size": 2}), size)
+    assert halves.activations * 2 == found.activations
+    adapters = estimate(section.model_copy(update={"lora": LoraSection(rank=3)}), size)
+    assert adapters.masters == 240 * 4 + size.num_parameters * 2
+    assert adapters.moments == 240 * 8
+
+
+def test_check_tells_it_where_the_files_are_here(folder: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"kind": "pretrained", "path": str(folder)},
+            "actors": {"engine": {"kind": "vllm", "max_model_tokens": 512}},
+            "data": {"train": {"kind": "calculator"}},
+            "environment": {"kind": "single_turn"},
+            "rewards": {"functions": [{"kind": "response_length", "target_tokens": 12}]},
+        }
+    )
+    rows = dict(report.derived(config))
+    assert rows["model"] == f"{2 * NUM_BLOCK + NUM_REST:,} parameters in 2 blocks"
+    assert rows["learner memory"].startswith("about ")
+    assert rows["engine memory"].startswith("0.85 of its share of a GPU, 0.00 GiB of it weights")
+    elsewhere = config.model.model_copy(update={"path": "owner/name"})
+    assert "model" not in dict(report.derived(config.model_copy(update={"model": elsewhere})))
+
+
+def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> None:
+    found = estimate(LearnerSection(), size_of(folder))
+    assert found.refusal(found.least, free_on_host=0) is None
+    said = found.refusal(found.least - 1, free_on_host=0)
+    assert said is not None
+    for word in ("does not fit", "should_offload", "num_ranks", "learner.lora"):
+        assert word in said
+    assert found.advice(found.total) is None
+    assert "activation_checkpointing" in str(found.advice(found.total - 1))
+    section = LearnerSection(should_offload=True)
+    offloaded = estimate(section, size_of(folder))
+    assert offloaded.least == found.gathered
+    assert offloaded.refusal(found.gathered, free_on_host=found.state) is None
+    assert "of each rank's host" in str(offloaded.refusal(GIB, free_on_host=found.state - 1))
+    assert "should_offload" not in str(offloaded.refusal(0, free_on_host=GIB))
