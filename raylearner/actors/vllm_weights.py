@@ -1,9 +1,11 @@
 """How weights enter a running vLLM: through its weight-transfer engines, or as an adapter."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any, get_args
 
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import PolicyVersion, WeightUpdate
+from raylearner.weights.fit import refuse_misfit
 from raylearner.weights.group import WeightGroup
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class WeightEntrance:
             raise WeightTransferError(
                 f"weights came by {update.transport!r}, this engine takes {self._transport!r}"
             )
+        await asyncio.to_thread(refuse_misfit, update, llm.model_config.model)
         if update.transport == "nccl":
             await self._join(llm, update.payload["group"])
 

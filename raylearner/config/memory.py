@@ -50,8 +50,7 @@ class ModelSize:
         """None where the files are not here, or no transformer that this can tell the size of."""
         try:
             config = json.loads((folder / "config.json").read_text())
-            shapes = _shapes(folder)
-            return _size(config.get("text_config", config), shapes)
+            return _size(config.get("text_config", config), shapes(folder))
         except (OSError, ValueError, KeyError, TypeError, struct.error):
             return None
 
@@ -176,11 +175,11 @@ def _kept_per_token(size: ModelSize, checkpointing: str) -> int:
     return size.num_blocks * kept + everything
 
 
-def _size(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> ModelSize:
+def _size(config: dict[str, Any], found: dict[str, tuple[int, ...]]) -> ModelSize:
     is_tied = config.get("tie_word_embeddings", False)
     counts: Counter[str] = Counter()
     linears: list[tuple[str, int, int]] = []
-    for name, shape in shapes.items():
+    for name, shape in found.items():
         if is_tied and name == "lm_head.weight":
             continue
         match = _BLOCK.match(name)
@@ -204,16 +203,19 @@ def _size(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> ModelSi
     )
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """By name, from the headers: eight bytes of length, then JSON (safetensors' own format)."""
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors in a directory's files, by name; ValueError or OSError for what is none."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"{path}: no safetensors file")
-            header: dict[str, Any] = json.loads(file.read(length))
-        found |= {
-            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        }
+        found |= file_shapes(path)
     return found
+
+
+def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """From the header: eight bytes of length, then JSON (safetensors' own format)."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: no safetensors file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

@@ -75,6 +75,8 @@ def initialize(causal_lm: nn.Module, section: LoraSection, *, seed: int) -> None
             generator = torch.Generator().manual_seed(seed + 1_000_003 * index)
             whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
         _copy(parameter, whole)
+    if reader is not None:
+        reader.refuse_leftovers()
 
 
 def is_adapter(name: str) -> bool:
@@ -209,16 +211,28 @@ class _AdapterReader:
         self._path = folder / WEIGHTS_FILE
         if not self._path.is_file():
             raise ConfigError(f"learner.lora.path: {folder} has no {WEIGHTS_FILE}")
+        with safe_open(self._path, "pt") as file:
+            self._unread = set(file.keys())
+        self._base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+
+    def refuse_leftovers(self) -> None:
+        """Raises `ConfigError` where the file adapts what the model does not have."""
+        if self._unread:
+            raise self._misfit(f"the model has nothing for its {min(self._unread)}")
+
+    def _misfit(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"learner.lora.path: {self._path}: {what}; the adapter was made for another base,"
+            f" {self._base!r}"
+        )
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         key = _PREFIX + name.replace(f".{ADAPTER}.", ".")
         with safe_open(self._path, "pt") as file:
             if key not in file.keys():  # noqa: SIM118 - no mapping
-                raise ConfigError(f"learner.lora.path: {self._path} has no {key}")
+                raise self._misfit(f"it has no {key}")
+            self._unread.discard(key)
             tensor = file.get_tensor(key)
         if tuple(tensor.shape) != shape:
-            raise ConfigError(
-                f"learner.lora.path: {self._path}: {key} is {tuple(tensor.shape)}, this model "
-                f"needs {shape}"
-            )
+            raise self._misfit(f"{key} is {tuple(tensor.shape)}, this model needs {shape}")
         return tensor

@@ -11,9 +11,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from raylearner.config.schema import LearnerSection
+from raylearner.config.schema import LearnerSection, TinyModel
 from raylearner.errors import CheckpointError, ConfigError
 from raylearner.learner.learner import Learner
+from raylearner.learner.tiny_model import make_tiny_model
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -134,3 +135,30 @@ def test_what_cannot_be_adapted_is_refused(tiny_folder: Path, tmp_path: Path) ->
         make_learner(tiny_folder, lora={"target_modules": ["embed_tokens"]})
     with pytest.raises(ConfigError, match=r"learner\.lora\.path: .* is no adapter in peft's form"):
         make_learner(tiny_folder, lora={"path": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": 1}, "the model has nothing for its .*layers.1.*q_proj"),
+        ({"num_layers": 3}, "it has no .*layers.2.*q_proj"),
+        (
+            {"hidden_size": 32, "num_heads": 1},
+            r"q_proj.lora_A.weight is \(4, 64\), this model needs \(4, 32\)",
+        ),
+    ],
+)
+def test_an_adapter_made_for_another_base_is_refused(
+    tiny_folder: Path, tmp_path: Path, change: dict[str, int], words: str
+) -> None:
+    learner = make_learner(tiny_folder, lora={"rank": 4, "target_modules": ["q_proj"]})
+    learner.save(tmp_path / "saved")
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "intermediate_size": 96} | change
+    other = make_tiny_model(
+        TinyModel.model_validate({"kind": "tiny", **sizes}), tmp_path / "other", seed=0
+    )
+    with pytest.raises(
+        ConfigError, match=f"{words}.*; the adapter was made for another base, "
+    ) as no:
+        make_learner(other, lora={"path": str(tmp_path / "saved" / "adapter")})
+    assert str(tiny_folder) in str(no.value)

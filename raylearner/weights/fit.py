@@ -1,0 +1,37 @@
+"""Whether what is pushed has the shapes of the model that an engine runs, told before it takes any."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raylearner.config.memory import file_shapes, shapes
+from raylearner.errors import WeightTransferError
+from raylearner.types import WeightUpdate
+
+Shape = tuple[int, ...]
+
+
+def refuse_misfit(update: WeightUpdate, model_path: str) -> None:
+    """Raises `WeightTransferError` naming the first tensor that the engine's files have otherwise.
+
+    Names that are in one of the two only are left to the engine, which knows how it renames them;
+    so are models whose files are not in a directory here.
+    """
+    ours = shapes(Path(model_path).expanduser())
+    theirs = _pushed(update.payload)
+    wrong = [name for name, shape in theirs.items() if ours.get(name, shape) != shape]
+    if wrong:
+        name = wrong[0]
+        raise WeightTransferError(
+            f"weights refused: {name} is {ours[name]} in the engine's model {model_path!r} and"
+            f" {theirs[name]} in the learner's ({len(wrong)} tensors differ): another vocabulary or"
+            " size; learner and engine must be given the same model"
+        )
+
+
+def _pushed(payload: Mapping[str, Any]) -> dict[str, Shape]:
+    if "shapes" in payload:
+        pairs = zip(payload["names"], payload["shapes"], strict=True)
+        return {name: tuple(shape) for name, shape in pairs}
+    path = Path(payload.get("path", ""))
+    return file_shapes(path) if path.is_file() else {}
