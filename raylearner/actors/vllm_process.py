@@ -141,7 +141,14 @@ class ErrorLog:
         except FileNotFoundError:
             return None
         new, self._num_read = text[self._num_read :], len(text)
-        return next((line for line in new.splitlines() if EXCEPTION_LINE.match(line)), None)
+        place = ""
+        for line in new.splitlines():
+            if line.lstrip().startswith('File "'):
+                place = line.strip()
+            elif EXCEPTION_LINE.match(line):
+                # An assertion without a message tells nothing but where it stands.
+                return f"{line} at {place}" if place and ":" not in line else line
+        return None
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

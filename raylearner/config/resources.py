@@ -155,9 +155,10 @@ def _floor(share: float) -> float:
 
 def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor: float) -> str:
     """NCCL refuses two ranks on one GPU; memory is shared only where all live on the same one."""
-    if not isinstance(config.actors.engine, VllmEngine):
+    engine = config.actors.engine
+    if not isinstance(engine, VllmEngine):
         return "shared_files"
-    if config.learner.lora is not None:
+    if config.learner.lora is not None and not (per_actor and engine.dtype == "float32"):
         return "adapter"
     if not (per_rank and per_actor):
         return "shared_files"
@@ -168,13 +169,21 @@ def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor
 
 
 def _refuse_impossible(config: RunConfig) -> None:
-    transport = config.weights.transport
-    if transport in ("shared_files", "adapter"):
-        return
-    if not isinstance(config.actors.engine, VllmEngine):
-        raise ConfigError(f"weights.transport: {transport!r} needs engines of kind vllm")
+    transport, engine = config.weights.transport, config.actors.engine
     per_rank = number(config.learner.gpus_per_rank)
     per_actor = number(config.actors.gpus_per_actor)
+    if transport == "shared_files":
+        return
+    if not isinstance(engine, VllmEngine):
+        raise ConfigError(f"weights.transport: {transport!r} needs engines of kind vllm")
+    if transport == "adapter":
+        if per_actor and engine.dtype == "float32":
+            raise ConfigError(
+                "weights.transport: 'adapter' needs actors.engine.dtype bfloat16 or float16 on GPUs, "
+                "where vLLM's adapter kernels know no float32; change it, or let 'auto' carry weights "
+                "with the adapters merged"
+            )
+        return
     if not (per_rank and per_actor):
         raise ConfigError(
             f"weights.transport: {transport!r} needs learner and engines on GPUs; use shared_files"

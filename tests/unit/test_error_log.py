@@ -48,3 +48,14 @@ def test_what_was_logged_before_the_last_failure_is_no_cause(log: ErrorLog) -> N
     assert log.cause(POINTING) == f"RuntimeError: {POINTING}"
     log_failure("a new one")
     assert log.cause(POINTING) == "ValueError: a new one"
+
+
+def test_an_assertion_without_a_message_is_told_by_its_place(log: ErrorLog) -> None:
+    try:
+        assert not POINTING
+    except AssertionError as error:
+        error.args = ()
+        logging.getLogger("vllm.worker").exception("WorkerProc failed.")
+    cause = log.cause(POINTING)
+    assert cause.startswith('AssertionError at File "')
+    assert "test_error_log.py" in cause

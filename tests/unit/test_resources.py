@@ -70,6 +70,15 @@ def test_explicit_numbers_win() -> None:
     assert shares(4, weights__transport="shared_files") == (1, 1, "shared_files")
 
 
+def test_adapters_travel_alone_only_where_vllm_has_kernels_for_them() -> None:
+    lora = {"learner__lora__rank": 8, "actors__engine__dtype": "float32"}
+    assert shares(0, **lora)[2] == "adapter"
+    assert shares(1, **lora)[2] == "ipc"
+    assert shares(1, **lora | {"actors__engine__dtype": "bfloat16"})[2] == "adapter"
+    with pytest.raises(ConfigError, match=r"'adapter' needs actors.engine.dtype bfloat16"):
+        shares(1, **lora, weights__transport="adapter")
+
+
 def test_ipc_puts_every_rank_on_a_gpu_with_its_share_of_the_engines() -> None:
     changes = {
         "weights__transport": "ipc",
