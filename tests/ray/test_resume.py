@@ -87,7 +87,9 @@ def test_an_asynchronous_run_killed_and_resumed_loses_nothing_and_trains_nothing
     assert counts["admitted"] == num_open + counts["trained"] + sum(counts["dropped"].values())
     assert counts["admitted"] == ledger["next_group_id"]
     assert counts["trained"] == len(groups)
-    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, 9))
+    metrics = rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    assert 0 <= metrics[6]["checkpoint/stall_s"] < 30, "of the checkpoint after step 6"
 
 
 def test_actors_and_learner_that_die_are_replaced_and_the_run_goes_on(launcher: Launcher) -> None:
