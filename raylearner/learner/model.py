@@ -273,8 +273,9 @@ def hidden_states(
         **shared,
     ).last_hidden_state[0]
     if features is not None and not seen:
-        # A dummy takes part with weight 0: ranks gather and reduce the tower's shards alike.
-        states = states + 0.0 * sum(feature.sum() for feature in features.pooler_output)
+        # A dummy takes part with weight 0: ranks gather and reduce all of the tower's shards alike.
+        layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+        states = states + 0.0 * sum(feature.sum() for layer in layers for feature in layer)
     return states
 
 

@@ -30,7 +30,7 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     learner.save(folder / "saved")
     result = {
         "outputs": outputs,
-        "probe": learner.probe_logprobs([[5, 6, 7], [20, 21, 22, 23]]),
+        "probe": learner.probe_logprobs([[35, 36, 37], [20, 21, 22, 23]]),
         "weights": {name: w.numpy().copy() for name, w in learner.named_weights("float64")},
     }
     if rank == 0:

@@ -1,6 +1,7 @@
 """Packed sequences with images equal one sequence at a time by transformers, in loss and gradients."""
 
 import io
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from raylearner.config.schema import TinyModel
+from learners import run_ranks, weights_of
+
+from raylearner.config.schema import LearnerSection, TinyModel
 from raylearner.errors import RenderError
+from raylearner.learner.batch import pack
 from raylearner.learner.images import ImageReader
+from raylearner.learner.learner import Learner
 from raylearner.learner.loading import load_model
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.tokenization.vision import Vision
+from raylearner.types import TrajectoryGroup
 
 TOLERANCE = 1e-4
 SIZES = ((56, 84), (140, 112), (28, 28))
@@ -171,18 +177,24 @@ def test_packed_images_equal_one_sequence_at_a_time(
         assert gap < TOLERANCE * scale, name
 
 
-def test_text_alone_runs_the_tower_for_nothing(qwen2_5_folder: Path) -> None:
-    reader = ImageReader.from_pretrained(str(qwen2_5_folder))
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder"])
+def test_text_alone_runs_all_of_the_tower_for_nothing(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """A rank whose tower had fewer gradients than another's would reduce other shards than it."""
+    folder: Path = request.getfixturevalue(family)
+    reader = ImageReader.from_pretrained(str(folder))
     ids = [np.arange(30, 40)]
     tokens = PackedTokens.of(ids, [np.arange(10) > 0], reader=reader)
-    model = load_model(str(qwen2_5_folder), dtype=torch.float32)
+    model = load_model(str(folder), dtype=torch.float32)
     scores = model(tokens)
     blind = model(replace(tokens, images=None))
     torch.testing.assert_close(scores.logprobs, blind.logprobs, rtol=0, atol=0)
     scores.logprobs.sum().backward()
-    towers = {n: g for n, g in gradients(model.causal_lm).items() if "visual" in n}
-    assert towers
-    assert all(float(gradient.abs().max()) == 0.0 for gradient in towers.values())
+    tower = {n for n, _ in model.causal_lm.named_parameters() if "visual" in n}
+    found = {n: g for n, g in gradients(model.causal_lm).items() if "visual" in n}
+    assert found.keys() == tower
+    assert all(float(gradient.abs().max()) == 0.0 for gradient in found.values())
 
 
 def test_features_and_placeholders_that_disagree_are_refused(qwen2_5_folder: Path) -> None:
@@ -198,7 +210,7 @@ def test_features_and_placeholders_that_disagree_are_refused(qwen2_5_folder: Pat
         PackedTokens.of([ids], [ids < 0], images=[(large,)])
 
 
-def with_images(groups: Any, vision: Vision) -> Any:
+def with_images(groups: list[TrajectoryGroup], vision: Vision) -> list[TrajectoryGroup]:
     """The first trajectory of each group is shown an image in its prompt."""
     image = make_image(3, 56, 56)
     changed = []
@@ -225,10 +237,6 @@ def with_images(groups: Any, vision: Vision) -> Any:
 def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
     qwen2_5_folder: Path, make_groups: Any, tower: str
 ) -> None:
-    from raylearner.config.schema import LearnerSection
-    from raylearner.learner.batch import pack
-    from raylearner.learner.learner import Learner
-
     vision = Vision.from_pretrained(str(qwen2_5_folder))
     assert vision is not None
     config = LearnerSection.model_validate(
@@ -250,3 +258,59 @@ def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
     assert any("language_model" in name for name in changed)
     assert any("visual" in name for name in changed) == (tower == "trained")
     assert len(learner.probe_logprobs([[30, 31, 32]])[0]) == 2
+
+
+def test_ranks_of_which_some_show_images_equal_one_rank(
+    qwen3_folder: Path, make_groups: Any, tmp_path: Path
+) -> None:
+    """Rounds of micro-batches in which one rank has images and the other none, both, and neither."""
+    vision = Vision.from_pretrained(str(qwen3_folder))
+    assert vision is not None
+    config = {
+        "compute_dtype": "float64",
+        "learning_rate": 1e-2,
+        "max_tokens_per_micro_batch": 64,
+        "num_mini_batches": 2,
+    }
+    pair = make_groups(0, num_groups=1, group_size=2)
+    many = with_images(make_groups(1, num_groups=3, policy_version=1), vision)
+    steps = [with_images(pair, vision), many, make_groups(2, num_groups=1, policy_version=2)]
+    batches = [
+        [
+            pack(
+                groups,
+                policy_version=version,
+                num_ranks=num_ranks,
+                max_tokens_per_micro_batch=64,
+                num_mini_batches=1 if version == 0 else 2,
+            )
+            for version, groups in enumerate(steps)
+        ]
+        for num_ranks in (1, 2)
+    ]
+    rounds = {
+        tuple(any(row.trajectory.images for row in rows) for rows in micros)
+        for step in batches[1]
+        for minis in zip(*(rank.mini_batches for rank in step), strict=True)
+        for micros in zip(*(mini.micro_batches for mini in minis), strict=True)
+    }
+    assert rounds == {(True, False), (False, True), (True, True), (False, False)}
+    job = {"config": config, "model": str(qwen3_folder), "batches": batches[1]}
+    (tmp_path / "job.pkl").write_bytes(pickle.dumps(job))
+    run_ranks(Path(__file__).with_name("rank.py"), tmp_path, num_ranks=2)
+    theirs = pickle.loads((tmp_path / "result.pkl").read_bytes())
+    learner = Learner(
+        LearnerSection.model_validate(config),
+        model_path=str(qwen3_folder),
+        num_steps=10,
+        temperature=0.9,
+    )
+    before = weights_of(learner)
+    for (batch,), expected in zip(batches[0], theirs["outputs"], strict=True):
+        output = learner.step(batch)
+        assert not output.is_skipped
+        for key in ("learner/loss", "learner/grad_norm", "learner/entropy"):
+            assert output.metrics[key] == pytest.approx(expected.metrics[key], rel=1e-5), key
+    for name, tensor in weights_of(learner).items():
+        assert not torch.equal(tensor, before[name]), name
+        np.testing.assert_allclose(theirs["weights"][name], tensor, rtol=1e-5, atol=1e-8)
