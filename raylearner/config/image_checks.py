@@ -14,8 +14,8 @@ NEEDS_EYES = "a model that sees; add `model.vision: {}`"
 
 
 def check_images(config: RunConfig) -> list[Finding]:
-    """Images for a model or a program that reads text alone, and sizes that a tiny model refuses."""
-    return [*_columns(config), *_tools(config), *_sizes(config)]
+    """Images, or a rate of the tower, for what reads text alone; sizes that a tiny model refuses."""
+    return [*_columns(config), *_tools(config), *_sizes(config), *_rate(config)]
 
 
 def _is_blind(config: RunConfig) -> bool:
@@ -60,4 +60,17 @@ def _sizes(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "renderer.images.max_pixels",
             f"must be <= {TINY_MAX_PIXELS} for a tiny model, got {images.max_pixels}",
+        )
+
+
+def _rate(config: RunConfig) -> Iterator[Finding]:
+    if config.learner.vision_learning_rate is None:
+        return
+    key = "learner.vision_learning_rate"
+    if _is_blind(config):
+        yield Finding(key, f"needs {NEEDS_EYES}, or remove it")
+    elif config.learner.vision_tower == "frozen":
+        yield Finding(
+            key,
+            "means nothing with learner.vision_tower 'frozen'; remove it, or set that to 'trained'",
         )

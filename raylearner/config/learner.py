@@ -58,7 +58,9 @@ class LearnerSection(Section):
     num_epochs: PositiveInt = 1
     """Passes over one take."""
     vision_tower: Literal["trained", "frozen"] = "trained"
-    """Of a model that sees images: whether what turns them into tokens is trained."""
+    """Of a model that sees images: whether what turns them into tokens is trained, tower and projector."""
+    vision_learning_rate: NonNegativeFloat | None = None
+    """Peak learning rate of the tower and its projector, on the same schedule. Default: `learning_rate`."""
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of forward and backward; masters stay float32 (float64 with float64)."""
     head_dtype: Literal["compute", "float32"] = "float32"

@@ -106,7 +106,12 @@ class Learner:
         self._reward_weights = reward_weights or {}
         self._dump_folder = dump_folder
         self._tracer = tracer or Tracer("learner", is_enabled=False)
-        self._num_updates_of_run = num_steps * config.num_epochs * config.num_mini_batches
+        self._rate_at = partial(
+            optimizer.learning_rate_at,
+            schedule=config.schedule,
+            warmup=config.warmup_steps,
+            num_updates=num_steps * config.num_epochs * config.num_mini_batches,
+        )
         self._progress = Progress()
         self._writer = Writer()
         self._writes: Writes | None = None
@@ -367,23 +372,20 @@ class Learner:
         """Clip and step, unless a loss or a gradient over all ranks is not finite."""
         parameters, critic = list(self._model.parameters()), self._critic
         loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None
+        rate_of = partial(self._rate_at, self._progress.num_updates)
+        vision_peak, vision_learning_rate = self._config.vision_learning_rate, None
         if shares is not None:
             loss = self._total(shares)
             grad_norm = optimizer.global_grad_norm(parameters)
-            learning_rate = optimizer.learning_rate_at(
-                self._progress.num_updates,
-                peak=self._config.learning_rate,
-                schedule=self._config.schedule,
-                warmup=self._config.warmup_steps,
-                num_updates=self._num_updates_of_run,
-            )
+            learning_rate = rate_of(peak=self._config.learning_rate)
+            vision_learning_rate = None if vision_peak is None else rate_of(peak=vision_peak)
         if critic is not None and value_shares is not None:
             value_loss, critic_grad_norm = self._total(value_shares), critic.grad_norm()
         numbers = [n for n in (loss, grad_norm, value_loss, critic_grad_norm) if n is not None]
         is_made = all(map(math.isfinite, numbers))
         if is_made and grad_norm is not None and learning_rate is not None:
             optimizer.scale_grads(parameters, norm=grad_norm, max_norm=self._config.max_grad_norm)
-            optimizer.set_learning_rate(self._optimizer, learning_rate)
+            optimizer.set_learning_rates(self._optimizer, rate_of)
             self._optimizer.step()
             self._progress = replace(self._progress, num_updates=self._progress.num_updates + 1)
         if is_made and critic is not None and critic_grad_norm is not None:
@@ -397,6 +399,7 @@ class Learner:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
+            vision_learning_rate=vision_learning_rate,
             value_loss=value_loss,
             critic_grad_norm=critic_grad_norm,
             is_made=is_made,

@@ -35,7 +35,7 @@ from raylearner.config.lora import LoraSection
 from raylearner.errors import ConfigError
 from raylearner.learner import attention, lora, optimizer
 from raylearner.learner.attention import Backend
-from raylearner.learner.model import ModelOptions, PackedModel
+from raylearner.learner.model import ModelOptions, PackedModel, vision_tower
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ def load_sharded(
             folder, dtype=dtype, attn_implementation=implementation
         )
     _refuse_logit_changes(causal_lm, folder)
-    if options.is_tower_frozen and _sees(config):
-        causal_lm.base_model.get_submodule("visual").requires_grad_(False)
+    if options.is_tower_frozen and (tower := vision_tower(causal_lm)) is not None:
+        tower.requires_grad_(False)
     if adapters is not None:
         lora.inject(causal_lm, adapters, base_dtype=compute_dtype)
     model = PackedModel(

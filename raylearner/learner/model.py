@@ -292,6 +292,11 @@ def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
     return features
 
 
+def vision_tower(causal_lm: PreTrainedModel) -> nn.Module | None:
+    """What turns images into tokens, its projector included; None in a model of text alone."""
+    return getattr(causal_lm.base_model, "visual", None)
+
+
 def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:
     """One output for each hidden state, 0 at the start."""
     weight = causal_lm.get_input_embeddings().get_parameter("weight")

@@ -5,10 +5,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
+from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
 from raylearner.learner.context import ContextGroup
 from raylearner.learner.critic import Critic
@@ -16,7 +18,7 @@ from raylearner.learner.export import export_adapter, export_model
 from raylearner.learner.images import ImageReader
 from raylearner.learner.learner_state import Progress, restore_tensors, save_tensors
 from raylearner.learner.loading import load_sharded, model_directory
-from raylearner.learner.model import DTYPES, ModelOptions, PackedModel
+from raylearner.learner.model import DTYPES, ModelOptions, PackedModel, vision_tower
 from raylearner.learner.reference import Reference, reference_path
 from raylearner.learner.room import refuse_without_room
 from raylearner.learner.writes import Writes
@@ -95,6 +97,7 @@ class Models:
                 learning_rate=config.learning_rate,
                 betas=config.betas,
                 weight_decay=config.weight_decay,
+                own_rates=_vision_rates(config, policy, folder),
             ),
             critic=critic,
             reference=reference,
@@ -132,3 +135,17 @@ class Models:
             self.critic.restore(folder / "critic", num_updates=progress.num_critic_updates)
         if self.reference is not None:
             self.reference.restore(folder / "reference")
+
+
+def _vision_rates(
+    config: LearnerSection, policy: PackedModel, folder: Path
+) -> dict[nn.Parameter, float]:
+    rate, tower = config.vision_learning_rate, vision_tower(policy.causal_lm)
+    if rate is None:
+        return {}
+    if tower is None:
+        raise ConfigError(
+            f"learner.vision_learning_rate: {folder} reads text alone and has no vision tower; "
+            "remove it"
+        )
+    return dict.fromkeys(tower.parameters(), rate)

@@ -1,13 +1,16 @@
 """AdamW, learning-rate schedules and gradient clipping, independent of the number of ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+PEAK = "peak_lr"
+"""Of a parameter group: the rate that its schedule starts from."""
 
 
 def make_optimizer(
@@ -16,17 +19,23 @@ def make_optimizer(
     learning_rate: float,
     betas: tuple[float, float],
     weight_decay: float,
+    own_rates: Mapping[nn.Parameter, float] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over the masters (float32, or float64 in tests); vectors are not decayed."""
+    """AdamW over the masters (float32, or float64 in tests); vectors are not decayed.
+
+    `own_rates` are those of parameters whose peak is another than `learning_rate`.
+    """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        peak = (own_rates or {}).get(parameter, learning_rate)
+        decay = weight_decay if parameter.ndim > 1 else 0.0
+        groups.setdefault((peak, decay), []).append(parameter)
     adamw = torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": members, "lr": peak, PEAK: peak, "weight_decay": decay}
+            for (peak, decay), members in groups.items()
         ],
-        lr=learning_rate,
         betas=betas,
         fused=True,
     )
@@ -59,9 +68,10 @@ def learning_rate_at(
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_learning_rates(optimizer: torch.optim.Optimizer, rate_of: Callable[..., float]) -> None:
+    """`rate_of(peak=..)` says what a peak has come to."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = rate_of(peak=group[PEAK])
 
 
 def local(tensor: Tensor) -> Tensor:

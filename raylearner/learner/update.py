@@ -29,6 +29,7 @@ class Update:
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
+    vision_learning_rate: float | None = None
     value_loss: float | None = None
     critic_grad_norm: float | None = None
     is_made: bool = False
@@ -79,8 +80,9 @@ def step_metrics(
         values |= diagnostics.gradient_noise(
             values["gradient_power/total"], values["grad_norm"], batch.num_rows
         )
-    if made and made[-1].learning_rate is not None:
-        values["learning_rate"] = made[-1].learning_rate
+    for key in ("learning_rate", "vision_learning_rate"):
+        if made and (rate := getattr(made[-1], key)) is not None:
+            values[key] = rate
     for rule, count in batch.num_masked_tokens.items():
         values[f"masked_fraction/{rule}"] = count / max(batch.num_sampled_tokens, 1)
     values |= {

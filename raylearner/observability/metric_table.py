@@ -56,6 +56,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("learner/loss", "", "The objective after aggregation, bonus and penalty terms included; mean over the step's updates."),
     ("learner/grad_norm", "", "Global gradient norm before clipping, mean over the step's updates."),
     ("learner/learning_rate", "", "Learning rate of the step's last update."),
+    ("learner/vision_learning_rate", "", "That of the vision tower, where it has its own."),
     ("learner/num_updates", "updates", "Optimizer updates of the step."),
     ("learner/skipped_updates", "updates", "Updates of the step that were skipped for a loss or gradient that is not finite."),
     ("learner/skipped_steps", "steps", "Steps of the run that made no update."),

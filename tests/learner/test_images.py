@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import run_ranks, step, weights_of
 from PIL import Image
 from torch import Tensor, nn
 
-from learners import run_ranks, weights_of
-
 from raylearner.config.schema import LearnerSection, TinyModel
-from raylearner.errors import RenderError
+from raylearner.errors import ConfigError, RenderError
 from raylearner.learner.batch import pack
 from raylearner.learner.images import ImageReader
 from raylearner.learner.learner import Learner
@@ -258,6 +257,52 @@ def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
     assert any("language_model" in name for name in changed)
     assert any("visual" in name for name in changed) == (tower == "trained")
     assert len(learner.probe_logprobs([[30, 31, 32]])[0]) == 2
+
+
+def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
+    qwen2_5_folder: Path, make_groups: Any, tmp_path: Path
+) -> None:
+    """Adam's first update moves a weight by the rate, whatever its gradient; resuming is exact."""
+    vision = Vision.from_pretrained(str(qwen2_5_folder))
+    assert vision is not None
+
+    def make_learner(folder: Path = qwen2_5_folder) -> Learner:
+        config = {
+            "compute_dtype": "float64",
+            "learning_rate": 1e-3,
+            "vision_learning_rate": 1e-2,
+            "schedule": "linear",
+            "warmup_steps": 2,
+            "max_grad_norm": 1e6,
+        }
+        return Learner(LearnerSection.model_validate(config), model_path=str(folder), num_steps=5)
+
+    whole, resumed = make_learner(), make_learner()
+    rates: list[tuple[float, float]] = []
+    moved: dict[str, float] = {}
+    for version in range(4):
+        before = weights_of(whole)
+        groups = with_images(make_groups(version, policy_version=version), vision)
+        metrics = step(whole, groups, max_tokens_per_micro_batch=64).metrics
+        rates.append((metrics["learner/learning_rate"], metrics["learner/vision_learning_rate"]))
+        if version == 0:
+            moved = {n: float((w - before[n]).abs().max()) for n, w in weights_of(whole).items()}
+            whole.save(tmp_path)
+            resumed.restore(tmp_path)
+        else:
+            step(resumed, groups, max_tokens_per_micro_batch=64)
+    for name, distance in moved.items():
+        assert distance == pytest.approx(5e-3 if "visual" in name else 5e-4, rel=0.01), name
+    for number, share in enumerate((0.5, 1.0, 1.0, 2 / 3)):
+        assert rates[number] == pytest.approx((1e-3 * share, 1e-2 * share))
+    again = weights_of(resumed)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights_of(whole).items())
+
+
+def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> None:
+    section = LearnerSection(vision_learning_rate=1e-3)
+    with pytest.raises(ConfigError, match=r"vision_learning_rate: .* reads text alone"):
+        Learner(section, model_path=str(tiny_folder), num_steps=1)
 
 
 def test_ranks_of_which_some_show_images_equal_one_rank(

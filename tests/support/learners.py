@@ -28,8 +28,7 @@ def step(learner: Learner, groups: list[TrajectoryGroup], **options: Any) -> Ste
         groups,
         policy_version=learner.policy_version,
         num_ranks=1,
-        max_tokens_per_micro_batch=48,
-        **options,
+        **{"max_tokens_per_micro_batch": 48, **options},
     )
     return learner.step(batch)
 

@@ -249,6 +249,16 @@ def test_a_row_that_does_not_fit_its_images_is_refused(
             "renderer.images.min_pixels",
             "must be >= 784",
         ),
+        (
+            ["learner.vision_learning_rate=1e-5"],
+            "learner.vision_learning_rate",
+            "needs a model that sees; add `model.vision: {}`, or remove it",
+        ),
+        (
+            ["model.vision={}", "learner={vision_learning_rate: 1e-5, vision_tower: frozen}"],
+            "learner.vision_learning_rate",
+            "means nothing with learner.vision_tower 'frozen'",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_found_before_anything_starts(
