@@ -4,7 +4,7 @@ trajectories, `doctor` looks at the machine.
 
 Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted, 143 stopped on
 request after a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported
-by the controller, once needed.
+by `training`, once needed.
 """
 
 import traceback
@@ -73,9 +73,9 @@ def train(
         _refuse_alone(or_start_over, resume)
         resume = run_directory.durable(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume), resume)
-        from raylearner import controller
+        from raylearner import training
 
-        controller.run(config, resume=resume, or_start_over=or_start_over)
+        training.run(config, resume=resume, or_start_over=or_start_over)
 
 
 @app.command(name="eval")

@@ -26,11 +26,11 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def controller(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A controller whose `run` is set by the test; the real one needs Ray."""
-    module = types.ModuleType("raylearner.controller")
-    monkeypatch.setitem(sys.modules, "raylearner.controller", module)
-    monkeypatch.setattr(raylearner, "controller", module, raising=False)
+def training(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """What trains, whose `run` is set by the test; the real one needs Ray."""
+    module = types.ModuleType("raylearner.training")
+    monkeypatch.setitem(sys.modules, "raylearner.training", module)
+    monkeypatch.setattr(raylearner, "training", module, raising=False)
     return module
 
 
@@ -86,9 +86,9 @@ def test_bad_input_exits_2_with_the_report_and_no_traceback(command: str, config
     ],
 )
 def test_whatever_the_user_got_wrong_is_said_before_anything_starts(
-    config_file: str, controller: types.ModuleType, arguments: tuple[str, ...], said: str
+    config_file: str, training: types.ModuleType, arguments: tuple[str, ...], said: str
 ) -> None:
-    controller.run = raising(ConfigError("too late"))  # pyright: ignore[reportAttributeAccessIssue]
+    training.run = raising(ConfigError("too late"))  # pyright: ignore[reportAttributeAccessIssue]
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
@@ -109,11 +109,11 @@ def test_a_file_whose_name_has_an_equals_sign_is_a_file(config_file: str) -> Non
     assert "5 x 1 CPUs" in result.stdout
 
 
-def test_train_gives_the_controller_a_config_with_its_run_directory(
-    config_file: str, controller: types.ModuleType
+def test_train_gives_training_a_config_with_its_run_directory(
+    config_file: str, training: types.ModuleType
 ) -> None:
     seen: list[tuple[RunConfig, Path | None]] = []
-    controller.run = lambda config, *, resume, **_: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
+    training.run = lambda config, *, resume, **_: seen.append((config, resume))  # pyright: ignore[reportAttributeAccessIssue]
     assert invoke("train", config_file, "run.name=x").exit_code == 0
     ((config, resume),) = seen
     assert resume is None
@@ -122,7 +122,7 @@ def test_train_gives_the_controller_a_config_with_its_run_directory(
 
 
 def test_train_refuses_a_run_directory_that_exists(
-    config_file: str, controller: types.ModuleType
+    config_file: str, training: types.ModuleType
 ) -> None:
     Path("old").mkdir()
     result = invoke("train", config_file, "run.dir=old")
@@ -133,10 +133,10 @@ def test_train_refuses_a_run_directory_that_exists(
 
 
 def test_resume_reads_the_run_directory_and_takes_overrides(
-    config_file: str, controller: types.ModuleType
+    config_file: str, training: types.ModuleType
 ) -> None:
     seen: list[tuple[RunConfig, Path | None, bool]] = []
-    controller.run = lambda config, *, resume, or_start_over: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
+    training.run = lambda config, *, resume, or_start_over: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
         (config, resume, or_start_over)
     )
     from raylearner.config.loader import load
@@ -178,17 +178,17 @@ class RayTaskError(LearnerError):
     ],
 )
 def test_what_ends_a_run_becomes_one_line_and_an_exit_code(
-    config_file: str, controller: types.ModuleType, error: BaseException, code: int, said: str
+    config_file: str, training: types.ModuleType, error: BaseException, code: int, said: str
 ) -> None:
-    controller.run = raising(error)  # pyright: ignore[reportAttributeAccessIssue]
+    training.run = raising(error)  # pyright: ignore[reportAttributeAccessIssue]
     result = invoke("train", config_file)
     assert result.exit_code == code
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_our_own_bugs_show_their_trace(config_file: str, controller: types.ModuleType) -> None:
-    controller.run = raising(ZeroDivisionError("bug"))  # pyright: ignore[reportAttributeAccessIssue]
+def test_our_own_bugs_show_their_trace(config_file: str, training: types.ModuleType) -> None:
+    training.run = raising(ZeroDivisionError("bug"))  # pyright: ignore[reportAttributeAccessIssue]
     result = invoke("train", config_file)
     assert result.exit_code == 1
     assert "Traceback" in result.stderr

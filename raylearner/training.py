@@ -1,0 +1,103 @@
+"""A run from its configuration to its end: what is checked before Ray starts, and what ends it.
+
+Waits for services, for a cluster that holds the run, and for the controller; a stop is requested by
+SIGTERM or a deadline.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from raylearner import deadline, placement, resumption
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.controller import Controller
+from raylearner.environments.catalogue import wait_for_services
+from raylearner.errors import RunStopped
+from raylearner.learner.checkpoint import Checkpoint
+from raylearner.observability import run_directory
+from raylearner.observability.recorder import Recorder
+from raylearner.prompts import load_prompts
+from raylearner.replay.sampler import make_sampler
+from raylearner.rewards.group_scorer import GroupScorer
+from raylearner.rewards.scorer import Scorer
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = False) -> None:
+    """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return.
+
+    `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
+    it aside, and `ConfigError` is raised otherwise.
+    """
+    training, held_out = _load_data(config)
+    deadline.stop_time_s(config.run, os.environ)
+    Scorer(config.rewards)
+    GroupScorer(config.rewards)
+    make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
+    asyncio.run(wait_for_services(config.environment))
+    if not isinstance(config.model, TinyModel):
+        Renderer.from_pretrained(config.model.path, config.renderer)
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    with ExitStack() as held:
+        latest = None
+        if resume is not None:
+            latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
+        placement.connect(config.cluster)
+        held.callback(ray.shutdown)
+        config = placement.resolve(config)
+        placement.check_supply(config)
+        if resume is None:
+            held.enter_context(run_directory.claimed(folder, is_new=True))
+        asyncio.run(_train(config, folder, training, held_out, latest=latest))
+
+
+def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    data = config.data
+    load = partial(
+        load_prompts,
+        system_prompt=data.system_prompt,
+        max_images=config.renderer.images.max_images,
+    )
+    return load(data.train), [] if data.evaluation is None else load(data.evaluation)
+
+
+async def _train(
+    config: RunConfig,
+    folder: Path,
+    training: list[Prompt],
+    held_out: list[Prompt],
+    *,
+    latest: Checkpoint | None,
+) -> None:
+    """On from the checkpoint `latest`, or from the beginning."""
+    recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
+    controller = Controller(config, folder, recorder, training, held_out)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
+    stop_s = deadline.stop_time_s(config.run, os.environ)
+    if stop_s is not None:
+        loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            await controller.start(tasks, latest=latest)
+            await controller.train()
+            await controller.close()
+    except* Exception as group:
+        if not isinstance(group.exceptions[0], RunStopped):
+            logger.error("the run ended at step %d: %s", controller.step, group.exceptions[0])
+            await controller.finish_checkpoint()
+        raise group.exceptions[0] from group.exceptions[0].__cause__
+    finally:
+        await controller.close()
+        recorder.close()
