@@ -3,8 +3,9 @@
 Legend: `T` packed tokens, `P` patches of the distinct images, `D` numbers of a patch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from raylearner.errors import LearnerError
+from raylearner.learner.pixels import PixelLoader
 from raylearner.tokenization.vision import Vision, load_image_processor
 
 
@@ -20,19 +23,36 @@ from raylearner.tokenization.vision import Vision, load_image_processor
 class PackedImages:
     """The images of packed sequences, each distinct one once."""
 
-    pixels: Tensor  # [P, D]
+    encoded: tuple[bytes, ...]
+    """The distinct images. Sequences of text alone have a dummy here, so that every rank runs the tower."""
+    names: tuple[str, ...]
+    """Of each, which trajectory shows it first."""
     grids: Tensor  # [distinct images, 3] int64: time, rows, columns in patches
     order: tuple[int, ...]
-    """Which distinct image each run of placeholders shows. Empty for sequences of text alone: then one
-    dummy image stands by, so that every rank runs the tower."""
+    """Which distinct image each run of placeholders shows; empty for sequences of text alone."""
+    loader: PixelLoader
+
+    def pixels(self) -> Tensor:  # [P, D]
+        """Raises `LearnerError` naming the trajectory of an image that does not decode."""
+        parts: list[Tensor] = []
+        for name, future in zip(self.names, self.loader.pixels(self.encoded), strict=True):
+            try:
+                parts.append(future.result())
+            except Exception as error:  # codecs raise whatever they like
+                raise LearnerError(
+                    f"{name}: an image does not decode: {type(error).__name__}: {error}"
+                ) from error
+        return torch.cat(parts).to(self.grids.device)
 
 
 class ImageReader:
-    """A model's image processor and its way to number positions; immutable."""
+    """A model's image processor, and its way to number positions."""
 
     def __init__(self, vision: Vision, processor: Any) -> None:
         self._vision = vision
-        self._processor = processor
+        self._loader = PixelLoader(partial(_pixels, processor))
+        unit = vision.patch_size * vision.merge_size
+        self._dummy = _encoded(Image.new("RGB", (unit, unit)))
 
     @classmethod
     def from_pretrained(cls, path: str) -> Self | None:
@@ -48,24 +68,44 @@ class ImageReader:
         grids = [self._vision.grid(image) for image in images]
         return torch.from_numpy(self._vision.positions(token_ids, grids))
 
-    def pack(self, images: Sequence[bytes], *, device: torch.device | str = "cpu") -> PackedImages:
-        """Decodes each distinct image once."""
-        distinct = list(dict.fromkeys(images))
-        index = {image: number for number, image in enumerate(distinct)}
-        shown = [_opened(image) for image in distinct] or [self._dummy()]
-        inputs = self._processor(images=shown, return_tensors="pt")
+    def pack(
+        self,
+        images: Sequence[bytes],
+        *,
+        names: Sequence[str],
+        device: torch.device | str = "cpu",
+    ) -> PackedImages:
+        """`names` are those of the trajectories that show the images, for errors."""
+        first_name: dict[bytes, str] = {}
+        for image, name in zip(images, names, strict=True):
+            first_name.setdefault(image, name)
+        index = {image: number for number, image in enumerate(first_name)}
+        grids = [self._vision.grid(image) for image in first_name]
+        # A dummy is smaller than what `grid` lets trajectories show.
+        grids = grids or [(1, self._vision.merge_size, self._vision.merge_size)]
         return PackedImages(
-            pixels=inputs["pixel_values"].to(device),
-            grids=inputs["image_grid_thw"].to(device),
+            encoded=tuple(first_name) or (self._dummy,),
+            names=tuple(first_name.values()) or ("a dummy",),
+            grids=torch.tensor(grids, device=device),
             order=tuple(index[image] for image in images),
+            loader=self._loader,
         )
 
-    def _dummy(self) -> Image.Image:
-        """The smallest image that the processor takes."""
-        unit = self._vision.patch_size * self._vision.merge_size
-        return Image.new("RGB", (unit, unit))
+    def expect(self, line: Iterable[PackedImages]) -> None:
+        """The images of micro-batches in the order in which they will be run, again and again."""
+        self._loader.expect([images.encoded for images in line])
+
+    def drain_waited_s(self) -> float:
+        """How long the model waited for pixel values since the last call."""
+        return self._loader.drain_waited_s()
 
 
-def _opened(encoded: bytes) -> Image.Image:
+def _pixels(processor: Any, encoded: bytes) -> Tensor:  # [P, D] of one image
     with Image.open(BytesIO(encoded)) as image:
-        return image.convert("RGB")
+        return processor(images=[image.convert("RGB")], return_tensors="pt")["pixel_values"]
+
+
+def _encoded(image: Image.Image) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -153,13 +153,14 @@ class Learner:
             updates.append(update)
             if update.is_too_far:
                 break
-        is_skipped = self._commit(updates)
+        is_skipped, reader = self._commit(updates), self._models.reader
         metrics = step_metrics(
             batch,
             take,
             updates,
             layout=self._layout,
             step_s=time.monotonic() - started,
+            pixel_wait_s=None if reader is None else reader.drain_waited_s(),
             device=self._device,
         )
         metrics["learner/skipped_steps"] = float(self._progress.num_skipped)
@@ -260,9 +261,13 @@ class Learner:
             reader=self._models.reader,
             device=self._device,
         )
+        parts = [[(micro_batch(r), r) for r in m.micro_batches] for m in batch.mini_batches]
+        if self._models.reader is not None:
+            shown = [micro.tokens.images for part in parts for micro, _ in part]
+            self._models.reader.expect(images for images in shown if images is not None)
         return preparation.prepare(
             self._config,
-            [[(micro_batch(rows), rows) for rows in m.micro_batches] for m in batch.mini_batches],
+            parts,
             table=EpisodeTable.of(
                 batch,
                 self._config.reward,

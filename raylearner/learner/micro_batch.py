@@ -36,11 +36,13 @@ class PackedTokens:
         *,
         reader: ImageReader | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
+        names: Sequence[str] | None = None,
         device: torch.device | str = "cpu",
     ) -> "PackedTokens":
         """Sequences end to end; `scored` is a bool array for each, False at its first token.
 
         `reader` is that of a model that sees, and `images` those of each sequence, if there are any.
+        `names` tell the sequences apart in errors; by default they are numbered.
         Without any sequence there is one dummy token, of which nothing is scored.
         """
         images = images if images is not None else [()] * len(sequences)
@@ -49,6 +51,7 @@ class PackedTokens:
         if not sequences:
             sequences, scored = [np.zeros(1, np.int64)], [np.zeros(1, np.bool_)]
             images = [()]
+        names = names or [f"sequence {number}" for number in range(len(sequences))]
         lengths = [len(sequence) for sequence in sequences]
         is_scored = np.concatenate(scored)
         starts = np.cumsum([0, *lengths])
@@ -66,7 +69,11 @@ class PackedTokens:
             scored=torch.from_numpy(np.flatnonzero(is_scored)).to(device),
             images=None
             if reader is None
-            else reader.pack([image for of_one in images for image in of_one], device=device),
+            else reader.pack(
+                [image for of_one in images for image in of_one],
+                names=[n for n, of_one in zip(names, images, strict=True) for _ in of_one],
+                device=device,
+            ),
         )
 
     def padded(self, multiple: int) -> "PackedTokens":
@@ -121,6 +128,7 @@ class MicroBatch:
             [trajectory.loss_mask for trajectory in trajectories],
             reader=reader,
             images=[trajectory.images for trajectory in trajectories],
+            names=[f"group {t.group_id}, sample {t.sample_index}" for t in trajectories],
             device=device,
         )
         lengths = [trajectory.num_tokens for trajectory in trajectories] or [1]

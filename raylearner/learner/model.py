@@ -282,7 +282,7 @@ def hidden_states(
 def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
     """Of the distinct images, dealt out to their runs of placeholders."""
     trunk: Any = causal_lm.base_model
-    features = trunk.get_image_features(images.pixels, images.grids, return_dict=True)
+    features = trunk.get_image_features(images.pixels(), images.grids, return_dict=True)
     if images.order:
         features.pooler_output = [features.pooler_output[i] for i in images.order]
         if getattr(features, "deepstack_features", None) is not None:

@@ -54,6 +54,7 @@ def step_metrics(
     *,
     layout: BatchLayout,
     step_s: float,
+    pixel_wait_s: float | None = None,
     device: torch.device | str,
 ) -> dict[str, float]:
     """Combined over micro-batches and ranks; what nothing was counted for is left out."""
@@ -69,6 +70,8 @@ def step_metrics(
     padding = torch.tensor(num_padded / size, dtype=torch.float64, device=device)
     combined["rank_tokens/max"] = metric.Max.of(mine)
     combined["rank_tokens/mean"] = metric.Mean.of(mine)
+    if pixel_wait_s is not None:
+        combined["pixel_wait_s"] = metric.Max.of(torch.tensor([pixel_wait_s], device=device))
     combined["padding_fraction"] = metric.Mean(padding, padding + mine)
     values = metric.values(layout.combined(combined, device=device))
     tried = [update for update in updates if not update.is_too_far]

@@ -126,6 +126,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("learner/peak_memory_gib", "GiB", "Most memory that tensors of the first rank took on its GPU during the step."),
     ("learner/idle_fraction", "fraction", "Share of time since the last step that the learner waited for groups."),
     ("learner/step_s", "s", "Time of the learner step."),
+    ("learner/pixel_wait_s", "s", "Of a model that sees: time of the step in which the rank that waited longest stood still for pixel values, which are made while the micro-batch before computes."),
     # Weight pushes: the last one finished.
     ("weights/publish_s", "s", "From the start of a push until every engine acknowledged it."),
     ("weights/write_s", "s", "Part of it in which the learner writes or sends."),

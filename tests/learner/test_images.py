@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from raylearner.config.schema import LearnerSection, TinyModel
-from raylearner.errors import ConfigError, RenderError
+from raylearner.errors import ConfigError, LearnerError, RenderError
+from raylearner.learner import images as images_module
 from raylearner.learner.batch import pack
 from raylearner.learner.images import ImageReader
 from raylearner.learner.learner import Learner
 from raylearner.learner.loading import load_model
 from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.pixels import PixelLoader
 from raylearner.tokenization.vision import Vision
 from raylearner.types import TrajectoryGroup
 
@@ -130,9 +134,9 @@ def reference_loss(
         inputs: dict[str, Any] = {}
         if images:
             # The processor once for every image shown, as transformers' users call it.
-            packed = [reader.pack((image,)) for image in images]
+            packed = [reader.pack((image,), names=("",)) for image in images]
             inputs = {
-                "pixel_values": torch.cat([p.pixels for p in packed]),
+                "pixel_values": torch.cat([p.pixels() for p in packed]),
                 "image_grid_thw": torch.cat([p.grids for p in packed]),
                 "mm_token_type_ids": (ids == vision.image_token_id).int()[None],
             }
@@ -303,6 +307,86 @@ def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> No
     section = LearnerSection(vision_learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"vision_learning_rate: .* reads text alone"):
         Learner(section, model_path=str(tiny_folder), num_steps=1)
+
+
+def test_pixel_values_made_ahead_change_no_bit_and_are_made_once(
+    qwen2_5_folder: Path, make_groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = Vision.from_pretrained(str(qwen2_5_folder))
+    assert vision is not None
+    groups = with_images(make_groups(0), vision)
+    config = {"compute_dtype": "float32", "learning_rate": 1e-2, "num_epochs": 2}
+    results: list[dict[str, Tensor]] = []
+    for is_ahead in (True, False):
+        if not is_ahead:
+            monkeypatch.setattr(PixelLoader, "expect", lambda loader, line: list(line))
+        loaded: list[bytes] = []
+        make = images_module._pixels
+
+        def count(processor: Any, image: bytes, make: Any = make, loaded: Any = loaded) -> Tensor:
+            loaded.append(image)
+            return make(processor, image)
+
+        monkeypatch.setattr(images_module, "_pixels", count)
+        section = LearnerSection.model_validate(config)
+        learner = Learner(section, model_path=str(qwen2_5_folder), num_steps=2)
+        metrics = step(learner, groups, max_tokens_per_micro_batch=64).metrics
+        monkeypatch.setattr(images_module, "_pixels", make)
+        assert metrics["learner/pixel_wait_s"] > 0
+        assert len(loaded) == len(set(loaded)) == 2  # the one image of all groups, and the dummy
+        results.append(weights_of(learner))
+    ahead, after = results
+    assert all(torch.equal(tensor, after[name]) for name, tensor in ahead.items())
+
+
+def test_an_image_that_does_not_decode_ends_the_step_with_its_trajectory(
+    qwen2_5_folder: Path, make_groups: Any
+) -> None:
+    vision = Vision.from_pretrained(str(qwen2_5_folder))
+    assert vision is not None
+    group, *others = with_images(make_groups(0), vision)
+    first, *rest = group.trajectories
+    half = tuple(image[: len(image) // 2] for image in first.images)
+    broken = replace(group, trajectories=(replace(first, images=half), *rest))
+    section = LearnerSection.model_validate({"compute_dtype": "float32"})
+    learner = Learner(section, model_path=str(qwen2_5_folder), num_steps=2)
+    words = rf"group {first.group_id}, sample 0: an image does not decode: OSError: .*truncated"
+    with pytest.raises(LearnerError, match=words):
+        step(learner, [*others, broken], max_tokens_per_micro_batch=64)
+
+
+def test_the_next_images_load_while_the_present_ones_are_used_and_few_stay() -> None:
+    """Pixel values of 400 bytes an image, and room for three."""
+    started: list[bytes] = []
+    names = [bytes([number]) for number in range(8)]
+    may_end = {name: threading.Event() for name in names}
+
+    def load(image: bytes) -> Tensor:
+        started.append(image)
+        assert may_end[image].wait(10)
+        return torch.full((100, 1), float(image[0]))
+
+    line = [(name,) for name in names]
+    loader = PixelLoader(load, max_kept_bytes=1200, num_workers=4)
+    loader.expect(line)
+    may_end[names[0]].set()
+    (first,) = loader.pixels(line[0])
+    assert float(first.result()[0]) == 0.0
+    while len(started) < 2:
+        time.sleep(0.001)
+    assert started == names[:2]  # the second is under way, and no other
+    loader.drain_waited_s()
+    threading.Timer(0.2, may_end[names[1]].set).start()
+    loader.pixels(line[1])
+    assert 0.1 < loader.drain_waited_s() < 5
+    for event in may_end.values():
+        event.set()
+    for shown in line[2:] + line * 3:
+        (future,) = loader.pixels(shown)
+        assert float(future.result()[0]) == shown[0][0]
+        assert loader.kept_bytes <= 1600  # with the one under way
+    assert loader.drain_waited_s() < 1
+    assert len(started) >= 4 * 8  # too many to stay from round to round
 
 
 def test_ranks_of_which_some_show_images_equal_one_rank(
