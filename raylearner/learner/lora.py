@@ -9,11 +9,9 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +21,10 @@ from transformers import PreTrainedModel
 from raylearner.config.lora import LoraSection, lora_rank
 from raylearner.errors import ConfigError
 from raylearner.learner.gather import gathered
+
+if TYPE_CHECKING:  # peft takes a second to import: only learners with adapters do
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -38,6 +40,8 @@ def inject(causal_lm: PreTrainedModel, section: LoraSection, *, base_dtype: torc
     Raises `ConfigError` for modules that the model has not, and for adapters of a kind whose
     weights are more than two products.
     """
+    from peft import inject_adapter_in_model
+
     config = _config(section)
     try:
         inject_adapter_in_model(config, causal_lm, adapter_name=ADAPTER)
@@ -55,7 +59,7 @@ def inject(causal_lm: PreTrainedModel, section: LoraSection, *, base_dtype: torc
 
 
 def has_adapters(causal_lm: nn.Module) -> bool:
-    return any(True for _ in _layers(causal_lm))
+    return any(is_adapter(name) for name, _ in causal_lm.named_parameters())
 
 
 @torch.no_grad()
@@ -138,7 +142,9 @@ def switched_off(causal_lm: nn.Module) -> Iterator[None]:
             layer.scaling[ADAPTER] = scale
 
 
-def _config(section: LoraSection) -> LoraConfig:
+def _config(section: LoraSection) -> "LoraConfig":
+    from peft import LoraConfig, PeftConfig
+
     if section.path is None:
         modules = section.target_modules
         return LoraConfig(
@@ -167,7 +173,9 @@ def _config(section: LoraSection) -> LoraConfig:
     return config
 
 
-def _layers(causal_lm: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+def _layers(causal_lm: nn.Module) -> Iterator[tuple[str, "LoraLayer"]]:
+    from peft.tuners.lora import LoraLayer
+
     for name, module in causal_lm.named_modules():
         if isinstance(module, LoraLayer):
             yield name, module
@@ -208,6 +216,8 @@ class _AdapterReader:
     """Tensors of a file that peft wrote, by the names they have in the model."""
 
     def __init__(self, folder: Path) -> None:
+        from peft import PeftConfig
+
         self._path = folder / WEIGHTS_FILE
         if not self._path.is_file():
             raise ConfigError(f"learner.lora.path: {folder} has no {WEIGHTS_FILE}")

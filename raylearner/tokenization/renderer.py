@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError, RenderError
+from raylearner.tokenization.tokenizer import load_tokenizer
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
@@ -47,10 +48,8 @@ class Renderer:
         Raises `ConfigError` when there is no tokenizer, it has no chat template, or the model sees
         images in a way that is not known.
         """
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = load_tokenizer(path)
         except (OSError, ValueError) as error:
             where = "has no tokenizer that loads" if Path(path).is_dir() else "cannot be loaded"
             raise ConfigError(

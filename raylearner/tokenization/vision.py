@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from raylearner.config.images import ImagesSection
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.images import fit_image, image_size
+from raylearner.tokenization.tokenizer import read_json
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Model types whose placeholders and positions are known."""
@@ -201,10 +202,10 @@ def load_image_processor(path: str) -> Any:
 
 def _config(path: str) -> dict[str, Any]:
     """config.json as transformers reads it; nothing of a directory that holds a tokenizer alone."""
+    if Path(path).is_dir():
+        return read_json(Path(path) / "config.json")
     import transformers
 
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        return {}
     configs: Any = transformers.PretrainedConfig
     config, _ = configs.get_config_dict(path)
     return cast(dict[str, Any], config)

@@ -1,13 +1,19 @@
 """Rendering: append-only, injection-safe, sampled tokens verbatim under a token budget."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from raylearner.config.schema import RendererSection
+from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, RenderError
+from raylearner.learner.tiny_model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.tokenizer import QWEN_CLASSES, QWEN_TYPES, load_tokenizer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import Claim, Completion, CompletionStop, Message, Prompt, StopReason
 
@@ -139,3 +145,25 @@ def test_failed_and_aborted_episodes_train_nothing(renderer: Renderer) -> None:
         )
         assert trajectory.num_sampled_tokens == 2
         assert trajectory.num_trained_tokens == 0
+
+
+def test_a_qwen_directory_loads_as_with_transformers_and_without_torch(tmp_path: Path) -> None:
+    make_tiny_model(TinyModel(kind="tiny", num_layers=1), tmp_path, seed=0)
+    mine, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(mine) is type(theirs)
+    assert mine.get_vocab() == theirs.get_vocab()
+    assert mine.special_tokens_map == theirs.special_tokens_map
+    text = "<|im_start|>user\n1 + 1 = <calc>é"
+    assert mine(text) == theirs(text)
+    program = (
+        "import sys; from raylearner.config.schema import RendererSection;"
+        "from raylearner.tokenization.renderer import Renderer;"
+        "Renderer.from_pretrained(sys.argv[1], RendererSection()); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("model_type", QWEN_TYPES)
+def test_transformers_takes_that_class_for_these_types(model_type: str) -> None:
+    assert TOKENIZER_MAPPING_NAMES[model_type] in QWEN_CLASSES

@@ -1,0 +1,41 @@
+"""Which class reads a model's tokenizer: the one that transformers picks, without torch where it can be."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+QWEN_TYPES = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl")
+"""Model types for which `AutoTokenizer` takes `Qwen2Tokenizer` where the tokenizer's files name it."""
+
+
+def load_tokenizer(path: str) -> Any:
+    """What `AutoTokenizer` loads from `path` (directory or hub id). Raises `OSError` and `ValueError`.
+
+    Importing that takes seconds in the driver and in every rollout actor, since it imports torch;
+    for directories of Qwen models it is left out.
+    """
+    classes: Any
+    if _is_qwen(Path(path)):
+        from transformers import Qwen2Tokenizer as classes
+    else:
+        from transformers import AutoTokenizer as classes
+    return classes.from_pretrained(path)
+
+
+def _is_qwen(folder: Path) -> bool:
+    model, tokenizer = map(read_json, (folder / "config.json", folder / "tokenizer_config.json"))
+    return (
+        model.get("model_type") in QWEN_TYPES
+        and tokenizer.get("tokenizer_class") in QWEN_CLASSES
+        and "auto_map" not in tokenizer
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Nothing of a file that is missing or wrong, of which transformers has more to say."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return cast(dict[str, Any], values) if isinstance(values, dict) else {}
