@@ -4,14 +4,13 @@ Nothing here touches the cluster or starts anything; only the paths that a run w
 looked at.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from raylearner.config.context_checks import check_context
 from raylearner.config.data_checks import check_data
 from raylearner.config.environment_checks import check_environment
-from raylearner.config.finding import Finding
+from raylearner.config.finding import Finding, is_missing_directory
 from raylearner.config.image_checks import check_images
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
@@ -184,7 +183,7 @@ def _layout(config: RunConfig) -> Iterator[Finding]:
 def _model(config: RunConfig) -> Iterator[Finding]:
     model = config.model
     if isinstance(model, PretrainedModel):
-        if _is_local(model.path) and not Path(model.path).expanduser().is_dir():
+        if is_missing_directory(model.path):
             yield Finding(
                 "model.path",
                 f"no such directory {model.path!r}; name a checkpoint directory or a hub id",
@@ -234,10 +233,3 @@ def _lora(config: RunConfig) -> Iterator[Finding]:
                 "learner.lora.path",
                 f"no such directory {lora.path!r}; name one with adapter_config.json in it",
             )
-
-
-def _is_local(path: str) -> bool:
-    """Whether a path can only mean a directory: hub ids are `name` or `owner/name`."""
-    owner, separator, _ = path.partition("/")
-    is_below_folder = bool(separator) and Path(owner).is_dir()
-    return path.startswith((".", "~", os.sep)) or path.count("/") > 1 or is_below_folder

@@ -4,7 +4,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from raylearner.config.environment import PROGRAM_KEYWORDS, CustomEnvironment, OpenAiProxy
+from raylearner.config.environment import (
+    PROGRAM_KEYWORDS,
+    CustomEnvironment,
+    OpenAiProxy,
+    ToolUse,
+)
 from raylearner.config.finding import Finding
 from raylearner.config.kind import load_reference
 from raylearner.config.schema import RunConfig
@@ -22,8 +27,24 @@ def check_environment(config: RunConfig) -> list[Finding]:
             return list(_proxy(proxy))
         case CustomEnvironment() as custom:
             return list(_custom(custom))
+        case ToolUse() as tool_use:
+            return list(_tools(tool_use))
         case _:
             return []
+
+
+def _tools(tool_use: ToolUse) -> Iterator[Finding]:
+    """Names and tags that a turn could not tell apart; those of functions are known at the start."""
+    for attribute in ("name", "tag"):
+        first: dict[str, int] = {}
+        for index, tool in enumerate(tool_use.tools):
+            value: str | None = getattr(tool, attribute)
+            other = index if value is None else first.setdefault(value, index)
+            if other != index:
+                yield Finding(
+                    f"environment.tools.{index}.{attribute}",
+                    f"{value!r} is that of environment.tools.{other} already; give each its own",
+                )
 
 
 def _proxy(proxy: OpenAiProxy) -> Iterator[Finding]:

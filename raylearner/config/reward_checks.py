@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from raylearner.config.finding import Finding
+from raylearner.config.finding import Finding, is_missing_directory
 from raylearner.config.kind import load_reference
 from raylearner.config.rewards import Judge, RewardModel, ToolUseShaping, UserFunction
 from raylearner.config.schema import CustomEnvironment, RunConfig, ToolUse
@@ -46,6 +46,11 @@ def _functions(config: RunConfig) -> Iterator[Finding]:
                 yield Finding(
                     f"{key}.min_score",
                     f"must be < max_score = {function.max_score:g}, got {function.min_score:g}",
+                )
+            case RewardModel() if is_missing_directory(function.path):
+                yield Finding(
+                    f"{key}.path",
+                    f"no such directory {function.path!r}; name a checkpoint directory or a hub id",
                 )
             case RewardModel() if function.device == "cuda" and function.gpus == 0:
                 yield Finding(f"{key}.gpus", "must be > 0 for device 'cuda', got 0")

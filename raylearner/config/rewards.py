@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from raylearner.config.kind import OPEN_KIND, Reference, kind_tag
 from raylearner.config.section import (
+    HttpUrl,
     NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
@@ -191,7 +192,7 @@ def _template(known: frozenset[str], needed: frozenset[str]) -> AfterValidator:
 class _Endpoint(_Reward):
     """A chat-completions endpoint of the OpenAI form."""
 
-    url: str
+    url: HttpUrl
     """Address up to and with `/v1`."""
     model: str
     """Name of the model there."""

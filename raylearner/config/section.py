@@ -1,8 +1,9 @@
 """What all sections of the configuration share."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -17,6 +18,21 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """What every generator of random numbers takes."""
 AutoFloat = NonNegativeFloat | Literal["auto"]
 """A number, or what follows from the machines that a run finds itself on."""
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    try:
+        is_whole = bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # a port that is no number
+        is_whole = False
+    if parts.scheme not in ("http", "https") or not is_whole:
+        raise ValueError(f"must be like http://host:port, got {value!r}")
+    return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+"""Where a service answers."""
 
 
 def number(value: float | Literal["auto"]) -> float:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from raylearner.config.section import (
+    HttpUrl,
     NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
@@ -88,7 +89,7 @@ class SearchTool(_Tool):
     """Name in the tool-calling dialect."""
     tag: str = "search"
     """Tag in the tags dialect."""
-    url: str
+    url: HttpUrl
     """Address of the service, without the path."""
     form: Literal["search", "retrieve"] = "search"
     """`search` posts one query to /search; `retrieve` posts batches to /retrieve (Search-R1)."""
@@ -121,7 +122,7 @@ class PageSearchTool(_Tool):
     """Name in the tool-calling dialect."""
     tag: str = "search"
     """Tag in the tags dialect."""
-    url: str
+    url: HttpUrl
     """Address of the service, without the path."""
     top_n: PositiveInt = 3
     """Pages per query."""
@@ -145,7 +146,7 @@ class PageFetchTool(_Tool):
     """Name in the tool-calling dialect."""
     tag: str = "fetch"
     """Tag in the tags dialect."""
-    url: str
+    url: HttpUrl
     """Address of the service, without the path."""
     contents: Literal["image", "text"] = "image"
     """What the service sends as a page: an image in base64, or its text."""
@@ -167,7 +168,7 @@ class CodeExecutionTool(_Tool):
     """Name in the tool-calling dialect."""
     tag: str = "code"
     """Tag in the tags dialect."""
-    url: str | None = None
+    url: HttpUrl | None = None
     """Address of the service, without the path. Absent: the local sandbox."""
     sandbox: SandboxSection = SandboxSection()
     """The local sandbox; unused with a service."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.scripted_engine import ScriptedEngine
@@ -116,6 +117,24 @@ def test_a_program_that_cannot_be_run_is_refused(
     findings = check_environment(make_config({"kind": "openai_proxy", **environment}))
     assert [finding.key for finding in findings] == ([key] if key else [])
     assert all(words in finding.text for finding in findings)
+
+
+def test_tools_that_a_turn_could_not_tell_apart_are_refused() -> None:
+    search = {"kind": "search", "url": "http://127.0.0.1:8000"}
+    tools = [{"kind": "calculator"}, search, search | {"name": "find"}]
+    findings = check_environment(make_config({"kind": "tool_use", "tools": tools}))
+    assert [(f.key, f.text) for f in findings] == [
+        (
+            "environment.tools.2.tag",
+            "'search' is that of environment.tools.1 already; give each its own",
+        )
+    ]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "search"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError, match="must be like http://host:port, got"):
+        make_config({"kind": "tool_use", "tools": [{"kind": "search", "url": url}]})
 
 
 def make_kit(renderer: Renderer, make_environment: Callable[[], Environment]) -> EpisodeKit:

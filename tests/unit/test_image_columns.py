@@ -239,7 +239,7 @@ def test_a_row_that_does_not_fit_its_images_is_refused(
             "hands programs text alone",
         ),
         (
-            ["environment={kind: tool_use, tools: [{kind: page_fetch, url: u}]}"],
+            ["environment={kind: tool_use, tools: [{kind: page_fetch, url: 'http://h'}]}"],
             "environment.tools.0.contents",
             "'image' needs a model that sees",
         ),

@@ -161,7 +161,7 @@ actors:
         f"{path}:15 replay.learning_rate: unknown key; did you mean 'learner.learning_rate'?",
         f"{path}:19 actors.engine.frobnicate: unknown key; valid here: kind, dtype, "
         "head_dtype, max_model_tokens, max_sequences, memory_fraction, kv_cache_gib, tensor_parallel_size, "
-        "is_eager, extra_arguments",
+        "is_eager, should_sleep, extra_arguments",
         "override learner.loss.clip_high=no: must be a number, got 'no'",
         "override nonsense: must read section.key=value",
         "override run.keep_last=[1: is not valid YAML: expected ',' or ']', but got '<stream end>'",

@@ -85,12 +85,16 @@ def test_functions_that_cannot_be_imported_are_named_before_anything_starts(base
             "rewards.functions.0.gpus: must be > 0",
         ),
         (
-            ["rewards.functions=[{kind: judge, url: u, model: m, min_score: 10}]"],
+            ["rewards.functions=[{kind: judge, url: 'http://h', model: m, min_score: 10}]"],
             "must be < max_score = 10, got 10",
         ),
         (
-            ["rewards.functions=[{kind: judge, url: u, model: m, template: 'x {who}'}]"],
+            ["rewards.functions=[{kind: judge, url: 'http://h', model: m, template: 'x {who}'}]"],
             "must hold {completion} and may hold {answer}, {prompt}",
+        ),
+        (
+            ["rewards.functions=[{kind: model, path: ./no/such}]"],
+            "rewards.functions.0.path: no such directory './no/such'",
         ),
         (["rewards.functions=[{kind: f1, name: a/b}]"], "must be a name without a slash"),
         (
