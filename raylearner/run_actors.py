@@ -16,7 +16,8 @@ from raylearner.actors.reward_actor import RewardActors
 from raylearner.colocation import Colocation
 from raylearner.config.schema import RunConfig
 from raylearner.errors import WeightTransferError
-from raylearner.learner.learner_actor import LearnerGroup, Recording
+from raylearner.learner.learner_actor import Recording
+from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability.spans import Tracer
 from raylearner.placement import RolloutFleet
 from raylearner.replay.replay_actor import ReplayActor

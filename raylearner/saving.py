@@ -13,7 +13,7 @@ from typing import Any
 
 from raylearner.errors import CheckpointError, LearnerDied
 from raylearner.learner import checkpoint
-from raylearner.learner.learner_actor import LearnerGroup
+from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability.spans import Tracer
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import ray
 from benchmarks.gpu.common import Result, environment, mean, model_folder, parser
 from raylearner.config.schema import LearnerSection, VllmEngine, WeightsSection
 from raylearner.errors import WeightTransferError
-from raylearner.learner.learner_actor import LearnerGroup
+from raylearner.learner.learner_group import LearnerGroup
 from raylearner.types import Sampling, WeightReceipt, WeightUpdate
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.publisher import Publisher

@@ -6,7 +6,7 @@ import pytest
 
 from raylearner.config.schema import LearnerSection, WeightsSection
 from raylearner.errors import LearnerDied
-from raylearner.learner.learner_actor import LearnerGroup
+from raylearner.learner.learner_group import LearnerGroup
 
 
 @pytest.mark.parametrize("transport", ["shared_files", "nccl"])
