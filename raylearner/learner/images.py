@@ -3,6 +3,7 @@
 Legend: `T` packed tokens, `P` patches of the distinct images, `D` numbers of a patch.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,8 @@ class ImageReader:
         self._vision = vision
         self._loader = PixelLoader(partial(_pixels, processor))
         unit = vision.patch_size * vision.merge_size
-        self._dummy = _encoded(Image.new("RGB", (unit, unit)))
+        side = unit * math.ceil(math.sqrt(vision.min_pixels) / unit)
+        self._dummy = _encoded(Image.new("RGB", (side, side)))
 
     @classmethod
     def from_pretrained(cls, path: str) -> Self | None:
@@ -80,13 +82,11 @@ class ImageReader:
         for image, name in zip(images, names, strict=True):
             first_name.setdefault(image, name)
         index = {image: number for number, image in enumerate(first_name)}
-        grids = [self._vision.grid(image) for image in first_name]
-        # A dummy is smaller than what `grid` lets trajectories show.
-        grids = grids or [(1, self._vision.merge_size, self._vision.merge_size)]
+        encoded = tuple(first_name) or (self._dummy,)
         return PackedImages(
-            encoded=tuple(first_name) or (self._dummy,),
+            encoded=encoded,
             names=tuple(first_name.values()) or ("a dummy",),
-            grids=torch.tensor(grids, device=device),
+            grids=torch.tensor([self._vision.grid(image) for image in encoded], device=device),
             order=tuple(index[image] for image in images),
             loader=self._loader,
         )

@@ -20,7 +20,7 @@ from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.images import fit_image, image_size
 from raylearner.tokenization.tokenizer import read_json
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
 """Model types whose placeholders and positions are known."""
 NUM_CACHED_IMAGES = 256
 """Fitted images that one actor keeps, since the episodes of a group are shown the same pages."""
@@ -58,15 +58,19 @@ class Vision:
             )
         processor = load_image_processor(path)
         size: Any = processor.size
+        is_glm = config["model_type"] == "glm4v"
+        mark = "image" if is_glm else "vision"
+        # GLM counts the pixels of all the frames that one patch spans; an image is repeated as each.
+        num_counted = processor.temporal_patch_size if is_glm else 1
         return cls(
             image_token_id=config["image_token_id"],
             video_token_id=config["video_token_id"],
-            start_token_id=config["vision_start_token_id"],
-            end_token_id=config["vision_end_token_id"],
+            start_token_id=config[f"{mark}_start_token_id"],
+            end_token_id=config[f"{mark}_end_token_id"],
             patch_size=processor.patch_size,
             merge_size=processor.merge_size,
-            min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"],
+            min_pixels=-(-size["shortest_edge"] // num_counted),
+            max_pixels=size["longest_edge"] // num_counted,
         )
 
     @property

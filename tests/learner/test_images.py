@@ -24,7 +24,7 @@ from raylearner.learner.learner import Learner
 from raylearner.learner.loading import load_model
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.pixels import PixelLoader
-from raylearner.tokenization.vision import Vision
+from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
 
 TOLERANCE = 1e-4
@@ -96,6 +96,53 @@ def qwen3_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.fixture(scope="module")
+def glm4v_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the third family, with the same tokenizer and its own image processor."""
+    from transformers import AutoConfig, Glm4vConfig, Glm4vForConditionalGeneration
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    config = AutoConfig.from_pretrained(qwen2_5_folder)
+    torch.manual_seed(0)
+    model = Glm4vForConditionalGeneration(
+        Glm4vConfig(
+            text_config={
+                "vocab_size": config.text_config.vocab_size,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10_000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [2, 3, 3],
+                },
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_heads": 2,
+                "image_size": 56,
+                "out_hidden_size": 64,
+            },
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            image_start_token_id=config.vision_start_token_id,
+            image_end_token_id=config.vision_end_token_id,
+        )
+    )
+    folder = tmp_path_factory.mktemp("glm4v")
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((qwen2_5_folder / name).read_bytes())
+    size = {"shortest_edge": 2 * 784, "longest_edge": 200_000}
+    Glm4vImageProcessorPil(size=size).save_pretrained(folder)
+    return folder
+
+
 def make_sequences(vision: Vision) -> list[tuple[np.ndarray, tuple[bytes, ...]]]:
     """Of text alone, with one image, with one shown twice, and with several of different sizes."""
     rng = np.random.default_rng(0)
@@ -148,7 +195,7 @@ def reference_loss(
     return total.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder"])
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
 def test_packed_images_equal_one_sequence_at_a_time(
     family: str, request: pytest.FixtureRequest
 ) -> None:
@@ -180,7 +227,7 @@ def test_packed_images_equal_one_sequence_at_a_time(
         assert gap < TOLERANCE * scale, name
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder"])
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
 def test_text_alone_runs_all_of_the_tower_for_nothing(
     family: str, request: pytest.FixtureRequest
 ) -> None:
@@ -198,6 +245,16 @@ def test_text_alone_runs_all_of_the_tower_for_nothing(
     found = {n: g for n, g in gradients(model.causal_lm).items() if "visual" in n}
     assert found.keys() == tower
     assert all(float(gradient.abs().max()) == 0.0 for gradient in found.values())
+
+
+def test_a_dummy_is_large_enough_for_the_processor_to_leave_it(qwen2_5_folder: Path) -> None:
+    vision, processor = (
+        make(str(qwen2_5_folder)) for make in (Vision.from_pretrained, load_image_processor)
+    )
+    processor.size = {"shortest_edge": 3_136, "longest_edge": 1_000_000}
+    packed = ImageReader(replace(vision, min_pixels=3_136), processor).pack((), names=())
+    assert packed.grids.tolist() == [[1, 4, 4]]
+    assert len(packed.pixels()) == 16
 
 
 def test_features_and_placeholders_that_disagree_are_refused(qwen2_5_folder: Path) -> None:

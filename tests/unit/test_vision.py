@@ -65,6 +65,28 @@ def qwen3_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.fixture(scope="module")
+def glm4v_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The third family's patches, with the same tokenizer."""
+    from transformers import AutoTokenizer, Glm4vConfig
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    folder = tmp_path_factory.mktemp("glm4v")
+    tokenizer = AutoTokenizer.from_pretrained(qwen2_5_folder)
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.get_vocab()
+    Glm4vConfig(
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        image_start_token_id=ids["<|vision_start|>"],
+        image_end_token_id=ids["<|vision_end|>"],
+    ).save_pretrained(folder)
+    # Just what IMAGES allows: pixels count twice here.
+    size = {"shortest_edge": 3_200, "longest_edge": 80_000}
+    Glm4vImageProcessorPil(size=size).save_pretrained(folder)
+    return folder
+
+
 def make_renderer(folder: Path, **settings: Any) -> Renderer:
     section = {
         "max_prompt_tokens": 4_000,
@@ -91,7 +113,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def make_message(rng: np.random.Generator, num_images: int, *, role: Any = "user") -> Message:
     texts = ["".join(rng.choice(list("abc <>{}\n|7"), rng.integers(0, 12))) for _ in range(9)]
-    sides = rng.integers(20, 400, (num_images, 2))
+    sides = rng.integers(20, 260, (num_images, 2))
     return Message(
         role=role,
         content=IMAGE_MARK.join(texts[: num_images + 1]),
@@ -132,16 +154,17 @@ def say(transcript: Transcript, text: str) -> None:
 
 def make_processor(folder: Path) -> Any:
     """The model's own, in a process that may lack torchvision and with it the videos' part."""
-    from transformers import AutoTokenizer, Qwen2_5_VLProcessor, Qwen3VLProcessor
+    from transformers import AutoTokenizer, Glm4vProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 
-    is_qwen3 = "qwen3" in folder.name
-    family: Any = Qwen3VLProcessor if is_qwen3 else Qwen2_5_VLProcessor
+    families = {"qwen2_5": Qwen2_5_VLProcessor, "qwen3": Qwen3VLProcessor, "glm4v": Glm4vProcessor}
+    family: Any = next(f for name, f in families.items() if name in folder.name)
 
     class ImagesOnly(family):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.image_token, tokenizer.video_token = "<|image_pad|>", "<|video_pad|>"
     return ImagesOnly(
         load_image_processor(str(folder)),
         tokenizer,
@@ -152,10 +175,11 @@ def make_processor(folder: Path) -> Any:
 
 def make_rope_index(folder: Path) -> Any:
     """`get_rope_index` of the model's class, which reads nothing of the model but its configuration."""
-    from transformers import AutoConfig, Qwen2_5_VLModel, Qwen3VLModel
+    from transformers import AutoConfig, Glm4vModel, Qwen2_5_VLModel, Qwen3VLModel
 
     config = AutoConfig.from_pretrained(folder)
-    family: Any = Qwen3VLModel if config.model_type == "qwen3_vl" else Qwen2_5_VLModel
+    families = {"qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel, "glm4v": Glm4vModel}
+    family: Any = families[config.model_type]
     with torch.device("meta"):
         model = family.__new__(family)
     torch.nn.Module.__init__(model)
@@ -171,7 +195,7 @@ def as_parts(message: Message) -> list[dict[str, Any]]:
     return parts
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder"])
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
 async def test_tokens_grids_and_positions_are_those_of_the_models_own_processor(
     family: str, request: pytest.FixtureRequest
 ) -> None:
