@@ -93,8 +93,16 @@ class Veto(Section):
     """Smallest ratio."""
 
 
+class M2po(Section):
+    """Second-moment trust region: the largest log-ratios are rejected until the rest is close (2510.01161)."""
+
+    kind: Literal["m2po"]
+    threshold: PositiveFloat = 0.04
+    """Largest mean of the squared log-ratios over a batch's tokens; one token is always kept."""
+
+
 CorrectionSection = Annotated[
-    Tis | Icepop | Mis | Rejection | Geometric | Opsm | Veto, Field(discriminator="kind")
+    Tis | Icepop | Mis | Rejection | Geometric | Opsm | Veto | M2po, Field(discriminator="kind")
 ]
 
 WEIGHING = frozenset({"tis", "icepop", "mis"})

@@ -11,6 +11,7 @@ from raylearner.config.correction import (
     CorrectionSection,
     Geometric,
     Icepop,
+    M2po,
     Mis,
     Opsm,
     Rejection,
@@ -21,6 +22,7 @@ from raylearner.learner.corrections import (
     Correction,
     combine_corrections,
     importance_weights,
+    m2po_mask,
     normalize_weights,
     opsm_mask,
     rejection_mask,
@@ -39,11 +41,19 @@ def correct(
     advantages: Tensor,  # [T]
     means: Sequence[float | None],
 ) -> Correction | None:
-    """All of them together; None without any. `means` are those of `weight_means`, finished."""
+    """All of them together; None without any.
+
+    `means` say of the whole batch what a section needs: the mean of weights that are normalized
+    (`weight_means`, finished), the bound of a second moment (`m2po_bound`).
+    """
     if not sections:
         return None
     found: list[Correction] = []
     for section, mean in zip(sections, means, strict=True):
+        if isinstance(section, M2po):
+            assert mean is not None, "the bound is found over the whole batch first"
+            found.append(m2po_mask(log_ratio, mask, rows, bound=mean))
+            continue
         correction = _correct(section, log_ratio, mask, rows, advantages)
         found.append(correction if mean is None else normalize_weights(correction, mean))
     return combine_corrections(found, mask, rows)
@@ -51,6 +61,11 @@ def correct(
 
 def is_normalized(section: CorrectionSection) -> bool:
     return isinstance(section, Tis | Icepop | Mis) and section.normalize != "none"
+
+
+def needs_whole_batch(section: CorrectionSection) -> bool:
+    """Whether a number of the whole batch decides about each token."""
+    return is_normalized(section) or isinstance(section, M2po)
 
 
 def weight_means(
@@ -70,7 +85,11 @@ def weight_means(
 
 
 def _correct(
-    section: CorrectionSection, log_ratio: Tensor, mask: Tensor, rows: Rows, advantages: Tensor
+    section: Tis | Icepop | Mis | Rejection | Geometric | Opsm | Veto,
+    log_ratio: Tensor,
+    mask: Tensor,
+    rows: Rows,
+    advantages: Tensor,
 ) -> Correction:
     match section:
         case Tis() | Icepop() | Mis():

@@ -326,20 +326,22 @@ def veto_mask(
     return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics=metrics)
 
 
-def m2po_mask(log_ratio: Tensor, mask: Tensor, rows: Rows, *, threshold: float) -> Correction:
-    """Drop the tokens with the largest squared log-ratios until the mean of the rest is below.
+def m2po_bound(log_ratio: Tensor, mask: Tensor, *, threshold: float) -> float:
+    """Largest squared log-ratio that stays when the mean of those below is to be < `threshold`.
 
-    The second-moment trust region of M2PO (2510.01161); at least one token stays.
-    The mean is over the tokens passed in.
+    The second-moment trust region of M2PO (2510.01161), over all tokens passed in; one always stays.
     """
-    place = torch.nonzero(mask).squeeze(1)
-    squares = log_ratio.detach()[place].double().square()
-    order = squares.argsort(stable=True)
-    ranks = torch.arange(1, len(order) + 1, device=order.device)
-    fits = squares[order].cumsum(0) / ranks < threshold  # True, then False: running means rise
-    num_kept = fits.sum().clamp(min=1)
-    keep = torch.zeros_like(mask)
-    keep[place[order[ranks <= num_kept]]] = True
+    squares = log_ratio.detach()[mask].double().square().sort().values
+    if not len(squares):
+        return 0.0
+    ranks = torch.arange(1, len(squares) + 1, device=squares.device)
+    fits = squares.cumsum(0) / ranks < threshold  # True, then False: running means rise
+    return float(squares[fits.sum().clamp(min=1) - 1])
+
+
+def m2po_mask(log_ratio: Tensor, mask: Tensor, rows: Rows, *, bound: float) -> Correction:
+    """Drop the tokens with squared log-ratios above the bound that `m2po_bound` finds."""
+    keep = mask & (log_ratio.detach().double().square() <= bound)
     metrics = _rejected(keep, mask, rows, prefix="m2po")
     return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics=metrics)
 

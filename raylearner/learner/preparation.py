@@ -15,11 +15,12 @@ from raylearner.config.advantage import (
     TOKEN_ESTIMATORS,
     CriticAdvantage,
 )
+from raylearner.config.correction import M2po
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import advantages, diagnostics, metric
-from raylearner.learner.correction import correct, is_normalized, weight_means
-from raylearner.learner.corrections import log_ratios
+from raylearner.learner.correction import correct, needs_whole_batch, weight_means
+from raylearner.learner.corrections import log_ratios, m2po_bound
 from raylearner.learner.critic import end_values, prefix_values
 from raylearner.learner.estimator import EpisodeTable, episode_advantages, token_advantages
 from raylearner.learner.kl import kl_in_reward
@@ -68,7 +69,7 @@ class Take:
     table: EpisodeTable
     parts: list[Part]
     weight_means: tuple[float | None, ...]
-    """By correction: the batch mean that its weights are divided by."""
+    """By correction: the batch mean that its weights are divided by, or its second moment's bound."""
     measured: Sequence[Metrics]
 
 
@@ -84,7 +85,7 @@ def needs_start_logprobs(config: LearnerSection) -> bool:
         or config.loss.kind in SELECTS_TOKENS
         or (config.critic is not None and config.critic.trunk == "shared")
         or (kl is not None and kl.place == "reward" and kl.coefficient > 0)
-        or any(map(is_normalized, config.corrections))
+        or any(map(needs_whole_batch, config.corrections))
         or (not config.should_count_rejected and bool(config.corrections))
     )
 
@@ -241,14 +242,37 @@ def _weight_means(
     config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
 ) -> tuple[float | None, ...]:
     """Over the whole batch."""
-    if not flat or not any(map(is_normalized, config.corrections)):
+    if not flat or not any(map(needs_whole_batch, config.corrections)):
         return (None,) * len(config.corrections)
     found = metric.combine(
         weight_means(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages)
         for p in flat
     )
     values = metric.values(layout.combined(found, device=flat[0].mask.device))
-    return tuple(values.get(str(index)) for index in range(len(config.corrections)))
+    bounds = _second_moment_bounds(config, flat, layout)
+    return tuple(
+        bounds.get(index, values.get(str(index))) for index in range(len(config.corrections))
+    )
+
+
+def _second_moment_bounds(
+    config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
+) -> dict[int, float]:
+    """By the number of the correction; every rank finds the same."""
+    moments = {i: c for i, c in enumerate(config.corrections) if isinstance(c, M2po)}
+    if not moments:
+        return {}
+    whole = WholeBatch.gather(
+        [p.micro for p in flat],
+        of_tokens=[{"log_ratio": _start_ratio(p), "mask": p.mask} for p in flat],
+        of_rows=[{} for _ in flat],
+        group=layout.data,
+    )
+    tokens = whole.of_tokens
+    return {
+        index: m2po_bound(tokens["log_ratio"], tokens["mask"] > 0, threshold=section.threshold)
+        for index, section in moments.items()
+    }
 
 
 def _without_rejected(

@@ -95,6 +95,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("learner/opsm/<aggregate>", "fraction", "Shares of tokens and rows that the off-policy sequence mask rejects."),
     ("learner/veto/token_fraction", "fraction", "Share of tokens so unlikely to the learner that their row is rejected."),
     ("learner/veto/<aggregate>", "fraction", "Shares of tokens and rows that the veto rejects."),
+    ("learner/m2po/<aggregate>", "fraction", "Shares of tokens and rows that the second moment rejects."),
     ("learner/corrections/<aggregate>", "fraction", "Shares of tokens and rows that any correction rejects."),
     ("learner/perplexity/<policy>", "", "Mean perplexity of a row under the proximal and the behavior policy."),
     ("learner/log_perplexity/<policy>", "nats", "Mean log-perplexity of a row under the proximal and the behavior policy."),

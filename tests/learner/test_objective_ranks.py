@@ -45,6 +45,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "corrections": [
             {"kind": "tis", "level": "geometric", "normalize": "row"},
             {"kind": "veto", "threshold": 0.008},
+            {"kind": "m2po", "threshold": 0.5},
         ],
     },
     "rejected": {
