@@ -46,7 +46,8 @@ class RandomTokens:
         if self._delay_s:
             await asyncio.sleep(self._delay_s * (1 + 4 * random.random()))
         count = min(rng.randint(self._min_tokens, self._max_tokens), sampling.max_tokens)
-        sampled = [rng.randrange(self._vocab_size) for _ in range(count)]
+        allowed = [t for t in range(self._vocab_size) if t not in sampling.banned_token_ids]
+        sampled = [allowed[rng.randrange(len(allowed))] for _ in range(count)]
         return sampled, [-3.0 * rng.random() - 0.01 for _ in range(count)]
 
 
