@@ -1,6 +1,7 @@
 """How a causal language model comes from files to shards: each rank reads its own rows and no others."""
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -131,10 +132,12 @@ def load_sharded(
             folder, dtype=dtype, attn_implementation=implementation
         )
     _refuse_logit_changes(causal_lm, folder)
-    if options.is_tower_frozen and (tower := vision_tower(causal_lm)) is not None:
-        tower.requires_grad_(False)
+    frozen = vision_tower(causal_lm) if options.is_tower_frozen else None
     if adapters is not None:
-        lora.inject(causal_lm, adapters, base_dtype=compute_dtype)
+        excluded = None if frozen is None else _inside(causal_lm, frozen)
+        lora.inject(causal_lm, adapters, base_dtype=compute_dtype, excluded=excluded)
+    if frozen is not None:
+        frozen.requires_grad_(False)
     model = PackedModel(
         causal_lm,
         chunk_tokens=options.chunk_tokens,
@@ -168,6 +171,12 @@ def load_sharded(
     if adapters is not None:
         lora.initialize(model.causal_lm, adapters, seed=adapter_seed)
     return model
+
+
+def _inside(model: nn.Module, part: nn.Module) -> str:
+    """A regular expression of the names of what the part holds."""
+    (name,) = (name for name, module in model.named_modules() if module is part)
+    return rf"{re.escape(name)}\..*"
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

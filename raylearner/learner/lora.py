@@ -34,15 +34,23 @@ _PREFIX = "base_model.model."
 ItemT = TypeVar("ItemT")
 
 
-def inject(causal_lm: PreTrainedModel, section: LoraSection, *, base_dtype: torch.dtype) -> None:
+def inject(
+    causal_lm: PreTrainedModel,
+    section: LoraSection,
+    *,
+    base_dtype: torch.dtype,
+    excluded: str | None = None,
+) -> None:
     """Adapters where `section` wants them; all other weights are frozen and kept in `base_dtype`.
+
+    None that begins here is put into modules whose names match `excluded`, a regular expression.
 
     Raises `ConfigError` for modules that the model has not, and for adapters of a kind whose
     weights are more than two products.
     """
     from peft import inject_adapter_in_model
 
-    config = _config(section)
+    config = _config(section, excluded)
     try:
         inject_adapter_in_model(config, causal_lm, adapter_name=ADAPTER)
     except ValueError as error:
@@ -142,7 +150,7 @@ def switched_off(causal_lm: nn.Module) -> Iterator[None]:
             layer.scaling[ADAPTER] = scale
 
 
-def _config(section: LoraSection) -> "LoraConfig":
+def _config(section: LoraSection, excluded: str | None) -> "LoraConfig":
     from peft import LoraConfig, PeftConfig
 
     if section.path is None:
@@ -151,6 +159,7 @@ def _config(section: LoraSection) -> "LoraConfig":
             r=section.rank,
             lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType] - a factor like any
             target_modules=modules if isinstance(modules, str) else list(modules),
+            exclude_modules=excluded,
             task_type="CAUSAL_LM",
         )
     lora_rank(section)

@@ -360,6 +360,17 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights_of(whole).items())
 
 
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_a_frozen_tower_gets_no_adapters(qwen2_5_folder: Path, tower: str) -> None:
+    section = LearnerSection.model_validate(
+        {"compute_dtype": "float32", "vision_tower": tower, "lora": {"rank": 4}}
+    )
+    learner = Learner(section, model_path=str(qwen2_5_folder), num_steps=1)
+    names = [name for name, _ in learner.adapter_weights("float32")]
+    assert any("language_model" in name for name in names)
+    assert any("visual" in name for name in names) == (tower == "trained")
+
+
 def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> None:
     section = LearnerSection(vision_learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"vision_learning_rate: .* reads text alone"):
