@@ -3,13 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-from loop import ENVIRONMENT, ROOT, rows, run_cli, wait_for
+from cluster import running
+from loop import ENVIRONMENT, ROOT, rows, run_cli, wait_for, wait_for_the_end
 
 from raylearner.config.schema import RendererSection
 from raylearner.learner.mesh import free_port
@@ -21,8 +23,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
 
 SMALL = (
     "run.num_steps=3",
-    "cluster.num_cpus=4",
-    "cluster.object_store_bytes=150000000",
     "actors.num_actors=1",
     "actors.max_concurrent_episodes=16",
     "replay.groups_per_step=2",
@@ -89,43 +89,78 @@ def serving(module: str, *arguments: str) -> Iterator[str]:
         except httpx.TransportError:
             return False
 
-    wait_for(is_ready, what=f"the service {module}")
-    yield url
-    process.terminate()
-    process.wait(timeout=30)
+    try:
+        wait_for(is_ready, what=f"the service {module}")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
 
 
-@pytest.fixture
-def search(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+@contextmanager
+def search(folder: Path) -> Iterator[tuple[str, ...]]:
     """Overrides that point `search_qa` to a running service and its questions."""
-    write_records(tmp_path, num_records=200)
-    with serving("search", "--corpus", str(tmp_path / "records.jsonl")) as url:
+    write_records(folder, num_records=200)
+    with serving("search", "--corpus", str(folder / "records.jsonl")) as url:
         yield (
             f"environment.tools=[{{kind: search, url: '{url}', top_n: 1}}]",
-            f"data.train.path={tmp_path / 'questions.jsonl'}",
-            f"data.evaluation.path={tmp_path / 'questions_held_out.jsonl'}",
+            f"data.train.path={folder / 'questions.jsonl'}",
+            f"data.evaluation.path={folder / 'questions_held_out.jsonl'}",
         )
 
 
-@pytest.fixture
-def pages(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+@contextmanager
+def pages(folder: Path) -> Iterator[tuple[str, ...]]:
     """Overrides that point `visual_search_tiny` to the pages that its questions are about."""
-    write_visual_pages(tmp_path, kinds=[Kind.COLOURS])
-    with serving("pages", "--folder", str(tmp_path)) as url:
+    write_visual_pages(folder, kinds=[Kind.COLOURS])
+    with serving("pages", "--folder", str(folder)) as url:
         yield (f"environment.tools=[{{kind: page_search, url: '{url}', top_n: 1}}]",)
+
+
+SERVICES = {"search": search, "pages": pages}
+
+
+def train(name: str, folder: Path, address: str) -> str:
+    """What the run of an agent printed, on the cluster at `address`, with its service beside it."""
+    agent = AGENTS[name]
+    with ExitStack() as services:
+        overrides = (*SMALL, *agent.overrides)
+        if agent.service is not None:
+            overrides += services.enter_context(SERVICES[agent.service](folder))
+        files = [f"{ROOT}/configs/{c.format(name)}" for c in agent.configs]
+        run_dir = f"run.dir={folder / 'run'}"
+        environment = {**ENVIRONMENT, "RAY_ADDRESS": address}
+        return run_cli("train", *files, run_dir, *overrides, timeout_s=350, environment=environment)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Path, "Future[str]"]]]:
+    """Of the selected agents, two at a time on one cluster: an engine's start is mostly one core's."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    names = [spec.params["name"] for spec in asked if spec is not None and "name" in spec.params]
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    with (
+        running(tmp_path_factory.mktemp("cluster"), num_cpus=8) as cluster,
+        ThreadPoolExecutor(max_workers=2) as pool,
+    ):
+        yield {
+            name: (folder, pool.submit(train, name, folder, cluster.address))
+            for name, folder in folders.items()
+        }
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", sorted(AGENTS))
 def test_an_agent_plays_trains_and_keeps_what_it_wrote(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, runs: dict[str, tuple[Path, "Future[str]"]]
 ) -> None:
     agent = AGENTS[name]
-    overrides = (*SMALL, *agent.overrides)
-    if agent.service is not None:
-        overrides += request.getfixturevalue(agent.service)
-    folder = tmp_path / "run"
-    files = [f"{ROOT}/configs/{c.format(name)}" for c in agent.configs]
-    output = run_cli("train", *files, f"run.dir={folder}", *overrides, timeout_s=350)
+    folder, printed = runs[name]
+    output = printed.result()
+    folder = folder / "run"
+    wait_for_the_end(folder / "log.txt")
     assert "with VllmEngine runs as process" in output
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]

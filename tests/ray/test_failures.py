@@ -3,29 +3,16 @@
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from loop import Launcher, finish, rows, wait_for
+from loop import Launcher, finish, is_alive, merged, processes_of, rows, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 
 def scripted(script: str, **arguments: object) -> dict[str, Any]:
     return {"engine": {"script": script, "arguments": arguments}}
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def processes_of(log: Path) -> list[int]:
-    text = log.read_text()
-    return [int(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "runs as process" in line]
 
 
 def test_an_engine_that_does_not_start_ends_the_run_with_its_cause(launcher: Launcher) -> None:
@@ -90,57 +77,55 @@ def test_interrupting_leaves_no_process_and_says_so(launcher: Launcher) -> None:
     wait_for(lambda: not any(map(is_alive, pids)), what="the processes to end")
 
 
-def test_stopping_on_request_leaves_a_checkpoint_to_go_on_from(launcher: Launcher) -> None:
+def test_a_stop_on_request_or_by_a_deadline_leaves_a_checkpoint_to_go_on_from(
+    launcher: Launcher,
+) -> None:
+    """The time that the first run took to its second step tells how long the other may take."""
     change = {
         "run": {"num_steps": 1000},
         "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
     }
-    process = launcher.start("run", change)
-    folder = launcher.folder / "run"
-    metrics = folder / "metrics.jsonl"
+    began_s = time.time()
+    process = launcher.start("asked", change)
+    metrics = launcher.folder / "asked" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 2, what="two steps")
+    took_s = time.time() - began_s
     os.kill(process.pid, signal.SIGTERM)
-    output = finish(process, code=143)
-    assert "go on with --resume" in output
-    step = rows(metrics)[-1]["step"]
-    assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
+    outputs = {"asked": finish(process, code=143)}
+    deadline = {"deadline": str(time.time() + 1.5 * took_s + 5), "deadline_margin_s": 5}
+    outputs["late"] = launcher.run("late", merged(change, {"run": deadline}), code=143)
+    for name, output in outputs.items():
+        assert "go on with --resume" in output
+        folder = launcher.folder / name
+        step = rows(folder / "metrics.jsonl")[-1]["step"]
+        assert 0 < step < 1000
+        assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
 
 
-def test_a_deadline_stops_the_run_with_a_checkpoint(launcher: Launcher) -> None:
-    change = {
-        "run": {"num_steps": 1000, "deadline": str(time.time() + 35), "deadline_margin_s": 5},
-        "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
-    }
-    output = launcher.run("run", change, code=143)
-    assert "go on with --resume" in output
-    folder = launcher.folder / "run"
-    step = rows(folder / "metrics.jsonl")[-1]["step"]
-    assert 0 < step < 1000
-    assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
+BAD_INPUT = [
+    (["actors.gpus_per_actor=4"], ["8 GPUs are needed", "the cluster has 0"]),
+    (["learner.num_ranks=40"], ["CPUs are needed", "the cluster has 8"]),
+    (["learner.optimiser=adam"], ["learner.optimiser", "unknown key"]),
+    (["model={kind: pretrained, path: ./nowhere}"], ["nowhere"]),
+    (["data.train={kind: jsonl, path: bad.jsonl}"], ["bad.jsonl:2", "no prompt in column"]),
+    (["data.train={kind: jsonl, path: empty.jsonl}"], ["holds no prompts"]),
+    (["rewards.functions=[{kind: exact_anser}]"], ["exact_anser"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["actors.gpus_per_actor=4"], ["8 GPUs are needed", "the cluster has 0"]),
-        (["learner.num_ranks=40"], ["CPUs are needed", "the cluster has 8"]),
-        (["learner.optimiser=adam"], ["learner.optimiser", "unknown key"]),
-        (["model={kind: pretrained, path: ./nowhere}"], ["nowhere"]),
-        (["data.train={kind: jsonl, path: bad.jsonl}"], ["bad.jsonl:2", "no prompt in column"]),
-        (["data.train={kind: jsonl, path: empty.jsonl}"], ["holds no prompts"]),
-        (["rewards.functions=[{kind: exact_anser}]"], ["exact_anser"]),
-    ],
-)
-def test_bad_input_is_one_clear_line_and_nothing_starts(
-    launcher: Launcher, arguments: list[str], words: list[str]
-) -> None:
+def test_bad_input_is_one_clear_line_and_nothing_starts(launcher: Launcher) -> None:
     (launcher.folder / "bad.jsonl").write_text('{"prompt": "x"}\n{"question": "y"}\n')
     (launcher.folder / "empty.jsonl").write_text("")
-    output = launcher.run("run", {}, *arguments, code=2)
-    for word in words:
-        assert word in output
-    assert "Traceback" not in output
-    assert not (launcher.folder / "run").exists()
+    processes = [
+        launcher.start(f"run-{number}", {}, *arguments)
+        for number, (arguments, _) in enumerate(BAD_INPUT)
+    ]
+    for number, (process, (arguments, words)) in enumerate(zip(processes, BAD_INPUT, strict=True)):
+        output = finish(process, code=2)
+        for word in words:
+            assert word in output, arguments
+        assert "Traceback" not in output, arguments
+        assert not (launcher.folder / f"run-{number}").exists(), arguments
 
 
 def test_an_existing_run_directory_is_refused(launcher: Launcher) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, rows, run_cli, wait_for
+from cluster import Cluster
+from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, pretrained, rows, run_cli, wait_for
 
 from raylearner import jobs
 
@@ -26,19 +27,21 @@ ONE_ACTOR: dict[str, Any] = {
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, model: Path) -> Path:
     """A user's working directory: the package and a configuration."""
     shutil.copytree(ROOT / "raylearner", tmp_path / "raylearner")
     shutil.copy(ROOT / "tests" / "support" / "faults.py", tmp_path / "faults.py")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(SCRIPTED, ONE_ACTOR)))
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(merged(SCRIPTED, ONE_ACTOR | {"model": pretrained(model)}))
+    )
     return tmp_path
 
 
 @pytest.fixture
-def client(cluster: str, ports: tuple[int, int, int]) -> Iterator[Any]:
+def client(cluster: Cluster) -> Iterator[Any]:
     before = dict(os.environ)
     try:
-        yield jobs.connect(f"http://127.0.0.1:{ports[1]}")
+        yield jobs.connect(f"http://127.0.0.1:{cluster.dashboard_port}")
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -60,7 +63,7 @@ def ended(client: Any, job: str) -> bool:
 
 
 def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
-    project: Path, client: Any, ports: tuple[int, int, int]
+    project: Path, client: Any, cluster: Cluster
 ) -> None:
     address = client.get_address()
     arguments = ("run.yaml", "run.dir=runs/a", "run.num_steps=2000", "run.name=watched")
@@ -69,7 +72,9 @@ def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
     metrics = project / "runs" / "a" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 3, what="three steps")
     wait_for(
-        lambda: "ray_raylearner_rollout_reward_mean{" in scrape(ports[2], run="watched"),
+        lambda: (
+            "ray_raylearner_rollout_reward_mean{" in scrape(cluster.metrics_port, run="watched")
+        ),
         what="our metrics",
         pause_s=0.5,
     )
@@ -98,7 +103,7 @@ def scrape(port: int, *, run: str) -> str:
 
 
 def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
-    project: Path, client: Any, cluster: str
+    project: Path, client: Any, cluster: Cluster
 ) -> None:
     sweep = {
         "name": "four",
@@ -118,7 +123,7 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
         "metric": {"last_steps": 1},
     }
     (project / "four.yaml").write_text(yaml.safe_dump(sweep))
-    output = cli(project, "sweep", "four.yaml", address=cluster, code=1)
+    output = cli(project, "sweep", "four.yaml", address=cluster.address, code=1)
     assert "1 of 4 trials failed, the others are done" in output
     folder = project / "runs" / "sweeps" / "four"
     with (folder / "results.csv").open() as file:
@@ -131,6 +136,6 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
     states = json.loads((folder / "sweep.json").read_text())["trials"]
     told = {client.get_job_info(state["submission_id"]).metadata["trial"] for state in states}
     assert told == {"000", "001", "002", "003"}
-    again = cli(project, "sweep", "four.yaml", address=cluster, code=1)
+    again = cli(project, "sweep", "four.yaml", address=cluster.address, code=1)
     assert "going on with" in again
     assert "trial 000 running" not in again

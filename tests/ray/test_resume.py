@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop import SCRIPTED, Launcher, finish, merged, rows, wait_for
+from loop import SCRIPTED, TINY, Launcher, finish, merged, rows, wait_for
 from reference import reference_loop
 from transformers import AutoModelForCausalLM
 
@@ -50,8 +50,8 @@ def test_a_synchronous_run_killed_twice_ends_with_the_parameters_of_one_that_was
         )
         kill(process)
     launcher.resume("run")
-    config = RunConfig.model_validate(merged(SCRIPTED, change))
-    _, parameters = reference_loop(config, folder / "model")
+    config = RunConfig.model_validate(merged(SCRIPTED, {"model": TINY} | change))
+    _, parameters = reference_loop(config, launcher.model)
     trained = AutoModelForCausalLM.from_pretrained(
         folder / "checkpoints" / "step_000006" / "model", dtype=torch.float64
     ).state_dict()

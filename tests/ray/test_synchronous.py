@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loop import SCRIPTED, Launcher, merged, rows
+from loop import SCRIPTED, TINY, Launcher, merged, rows
 from reference import reference_loop
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_losses_and_parameters_equal_a_synchronous_loop(launcher: Launcher, num_ranks: int) -> None:
-    change = {"learner": {"num_ranks": num_ranks}}
+    change = {"model": TINY, "learner": {"num_ranks": num_ranks}}
     launcher.run("run", change)
     folder = launcher.folder / "run"
     config = RunConfig.model_validate(merged(SCRIPTED, change))

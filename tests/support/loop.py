@@ -18,13 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED: dict[str, Any] = {
     "run": {"name": "scripted", "num_steps": 5, "checkpoint_every_steps": 0, "seed": 3},
     "cluster": {"num_cpus": 8, "object_store_bytes": 150_000_000},
-    "model": {
-        "kind": "tiny",
-        "hidden_size": 64,
-        "num_layers": 1,
-        "num_heads": 2,
-        "intermediate_size": 128,
-    },
     "data": {"train": {"kind": "calculator", "num_prompts": 40}},
     "environment": {"kind": "single_turn"},
     "renderer": {"max_prompt_tokens": 64, "max_response_tokens": 64},
@@ -50,6 +43,20 @@ SCRIPTED: dict[str, Any] = {
     "evaluation": {"num_prompts": 8},
     "observability": {"tensorboard": False},
 }
+
+"""All but the model."""
+
+TINY: dict[str, Any] = {
+    "kind": "tiny",
+    "hidden_size": 64,
+    "num_layers": 1,
+    "num_heads": 2,
+    "intermediate_size": 128,
+}
+
+
+def pretrained(folder: Path) -> dict[str, Any]:
+    return {"kind": "pretrained", "path": str(folder)}
 
 
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -97,15 +104,19 @@ def run_cli(
 
 
 class Launcher:
-    """Runs `python -m raylearner train` as a user would, on the cluster at `address`."""
+    """Runs `python -m raylearner train` as a user would, on the cluster at `address`.
 
-    def __init__(self, folder: Path, *, address: str) -> None:
-        self.folder = folder
+    Runs go on from the model directory `model`, where `change` names no other model.
+    """
+
+    def __init__(self, folder: Path, *, address: str, model: Path) -> None:
+        self.folder, self.model = folder, model
         self._address = address
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, change: dict[str, Any], *arguments: str) -> "subprocess.Popen[str]":
         config = self.folder / f"{name}.yaml"
+        change = {"model": pretrained(self.model)} | change
         config.write_text(yaml.safe_dump(merged(SCRIPTED, change)))
         return self.start_with(str(config), f"run.dir={self.folder / name}", *arguments)
 
@@ -131,10 +142,13 @@ class Launcher:
         return finish(self.start_with("--resume", str(self.folder / name), *arguments), code=code)
 
     def close(self) -> None:
+        """Ends every run; none may leave an actor behind."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        for log in self.folder.glob("*/log.txt"):
+            wait_for_the_end(log)
 
 
 def finish(process: "subprocess.Popen[str]", *, code: int, timeout_s: float = 150) -> str:
@@ -150,3 +164,24 @@ def wait_for(
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what or condition}"
         time.sleep(pause_s)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def processes_of(log: Path) -> list[int]:
+    """Of the actors that a run's log names."""
+    text = log.read_text()
+    return [int(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "runs as process" in line]
+
+
+def wait_for_the_end(log: Path) -> None:
+    wait_for(
+        lambda: not any(map(is_alive, processes_of(log))),
+        timeout_s=30,
+        what=f"the processes of {log} to end",
+    )
