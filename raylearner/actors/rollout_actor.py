@@ -183,6 +183,7 @@ class RolloutActor:
                     weight_transport=self._sections.weight_transport,
                     actor_id=self._actor_id,
                     lora_rank=self._sections.lora_rank,
+                    max_images=self._sections.renderer.images.max_images,
                 )
             case schema.TransformersEngine() as config:
                 from raylearner.actors.transformers_engine import TransformersEngine

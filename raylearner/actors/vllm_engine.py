@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raylearner.actors import vllm_process, vllm_requests
-from raylearner.actors.vllm_vision import refuse_missing_torchvision
+from raylearner.actors.vllm_vision import vision_arguments
 from raylearner.actors.vllm_weights import WeightEntrance, lora_arguments
+from raylearner.config.images import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import (
@@ -58,12 +59,14 @@ class VllmEngine:
         actor_id: str = "",
         policy_version: PolicyVersion = 0,
         lora_rank: int | None = None,
+        max_images: int = ImagesSection().max_images,
     ) -> None:
         """`actor_id` is how pushes made for their members name this engine.
 
-        `lora_rank` is the rank of the adapters that come by the transport `adapter`.
+        `max_images` is for one request. `lora_rank` is the rank of the adapters that come by the transport `adapter`.
         """
         self._lora_rank = lora_rank
+        self._max_images = max_images
         self._config = config
         self._model_path = model_path
         self._seed = seed
@@ -94,7 +97,6 @@ class VllmEngine:
                 kv_cache_gib=self._config.kv_cache_gib,
                 shares_memory=self._weights.backend == "ipc",
             )
-            await asyncio.to_thread(refuse_missing_torchvision, self._model_path)
             await asyncio.to_thread(self._create, self._log.configuration())
             assert self._llm is not None
             self._end_token_ids = vllm_requests.end_token_ids(self._llm)
@@ -204,6 +206,7 @@ class VllmEngine:
             "log_config_file": log_configuration,
             "weight_transfer_config": WeightTransferConfig(backend=self._weights.backend),
             "worker_extension_cls": EXTENSION,
+            **vision_arguments(self._model_path, max_images=self._max_images),
         }
         if self._lora_rank is not None:
             arguments |= lora_arguments(self._lora_rank)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from raylearner.actors.vllm_vision import refuse_missing_torchvision
+from raylearner.actors.vllm_vision import vision_arguments
 from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, EngineError, RenderError
 from raylearner.tokenization.renderer import Renderer
@@ -400,7 +400,8 @@ def test_a_missing_torchvision_is_named_with_what_to_do_and_text_models_need_non
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(EngineError, match=r"torchvision.*does not import.*bash launch/setup\.sh"):
-        refuse_missing_torchvision(str(qwen2_5_folder))
-    refuse_missing_torchvision(str(tmp_path))
+        vision_arguments(str(qwen2_5_folder), max_images=3)
+    assert vision_arguments(str(tmp_path), max_images=3) == {}
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
-    refuse_missing_torchvision(str(qwen2_5_folder))
+    limits = vision_arguments(str(qwen2_5_folder), max_images=3)["limit_mm_per_prompt"]
+    assert limits == {"image": 3, "video": 0}
