@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
+from transformers import Qwen2ForCausalLM
 
 from raylearner.actors.vllm_engine import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.types import Probe, Sampling, WeightUpdate
+from raylearner.types import Sampling, WeightUpdate
 from raylearner.weights.ipc import IpcShare
-from raylearner.weights.proof import probe_tokens
 
 log = logging.getLogger(__name__)
 
@@ -73,28 +73,12 @@ async def test_memory_is_free_in_sleep_and_running_requests_go_on(
         await engine.close()
 
 
-def make_update(policy: torch.nn.Module, share: IpcShare) -> WeightUpdate:
-    token_ids = probe_tokens(
-        seed=0,
-        policy_version=1,
-        vocab_size=len(VOCABULARY),
-        special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
-        num_tokens=32,
-    )
-    with torch.no_grad():
-        rows = [
-            policy(torch.tensor([ids], device="cuda")).logits[0].log_softmax(-1)
-            for ids in token_ids
-        ]
-    logprobs = tuple(
-        tuple(row[i, token].item() for i, token in enumerate(ids[1:]))
-        for row, ids in zip(rows, token_ids, strict=True)
-    )
+def make_update(policy: Qwen2ForCausalLM, share: IpcShare) -> WeightUpdate:
     weights = [(name, p.detach()) for name, p in policy.named_parameters()]
     return WeightUpdate(
         policy_version=1,
         transport="ipc",
         payload=share.share(weights, torch.float32, members=["engine"]),
-        probe=Probe(token_ids=token_ids, logprobs=logprobs, tolerance=0.05),
+        probe=make_probe(policy, 1, tolerance=0.05),
         is_collective=True,
     )

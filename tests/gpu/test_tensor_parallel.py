@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
 
 from raylearner.actors.vllm_engine import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.types import Probe, Sampling, WeightUpdate
-from raylearner.weights.proof import probe_tokens
+from raylearner.types import Sampling, WeightUpdate
 from raylearner.weights.shared_files import write_weights
 
 log = logging.getLogger(__name__)
@@ -39,19 +38,6 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         running = [asyncio.create_task(engine.generate(prompt, sampling)) for _ in range(4)]
         await asyncio.sleep(0.3)
         policy = make_model(is_tied=False, seed=1)
-        ids = probe_tokens(
-            seed=0,
-            policy_version=1,
-            vocab_size=len(VOCABULARY),
-            special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
-            num_tokens=32,
-        )
-        with torch.no_grad():
-            rows = [policy(torch.tensor([row])).logits[0].log_softmax(-1) for row in ids]
-        logprobs = tuple(
-            tuple(row[i, token].item() for i, token in enumerate(tokens[1:]))
-            for row, tokens in zip(rows, ids, strict=True)
-        )
         receipt = await engine.receive(
             WeightUpdate(
                 policy_version=1,
@@ -59,7 +45,7 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
                 payload=write_weights(
                     list(policy.named_parameters()), tmp_path / "pushed", 1, torch.float32
                 ),
-                probe=Probe(token_ids=ids, logprobs=logprobs, tolerance=0.05),
+                probe=make_probe(policy, 1, tolerance=0.05),
             )
         )
         log.info("%s", receipt)

@@ -6,6 +6,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from raylearner.types import Probe
+from raylearner.weights.proof import probe_tokens
+
 PAD, END = "<|pad|>", "<|end|>"
 WHOLE = "</t>!"
 """A token whose text goes on after a closing tag."""
@@ -51,3 +54,21 @@ def make_checkpoint(folder: Path, *, is_tied: bool) -> Path:
     make_model(is_tied=is_tied).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def make_probe(model: Qwen2ForCausalLM, version: int, *, tolerance: float) -> Probe:
+    """What an engine that holds the model's weights must answer, on the model's own device."""
+    token_ids = probe_tokens(
+        seed=0,
+        policy_version=version,
+        vocab_size=len(VOCABULARY),
+        special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
+        num_tokens=32,
+    )
+    logprobs: list[tuple[float, ...]] = []
+    for ids in token_ids:
+        tensor = torch.tensor([ids], device=model.device)
+        scores = model(tensor).logits[0, :-1].log_softmax(-1)
+        logprobs.append(tuple(scores.gather(1, tensor[0, 1:, None])[:, 0].tolist()))
+    return Probe(token_ids=token_ids, logprobs=tuple(logprobs), tolerance=tolerance)
