@@ -123,7 +123,7 @@ class TwoRanks:
 @pytest.fixture(scope="session")
 def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     """Two steps of several mini-batches, then one with a single row, which leaves a rank without."""
-    from learners import run_ranks
+    from ranks import run_ranks
 
     from raylearner.learner.batch import pack
 

@@ -1,6 +1,6 @@
 """Ranks that try many objectives, one after the other, and leave what they did.
 
-    python objective_rank.py FOLDER NUM_RANKS PORT
+Run by `ranks.run_ranks`.
 
 `jobs.pkl` holds, by name, a `config`, a `model` and `batches`, per step and rank.
 """
@@ -9,8 +9,6 @@ import os
 import pickle
 from pathlib import Path
 from typing import Any
-
-from learners import fork_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import mesh
@@ -36,7 +34,3 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     mesh.disconnect()
     os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
-
-
-if __name__ == "__main__":
-    fork_ranks(main)

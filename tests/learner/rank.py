@@ -1,6 +1,6 @@
 """Ranks of a learner as processes: they run the job in FOLDER and leave its results there.
 
-    python rank.py FOLDER NUM_RANKS PORT
+Run by `ranks.run_ranks`.
 
 `job.pkl` holds `config`, `model` and `batches`, per step and rank.
 """
@@ -8,8 +8,6 @@
 import os
 import pickle
 from pathlib import Path
-
-from learners import fork_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import mesh
@@ -37,7 +35,3 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
         (folder / "result.pkl").write_bytes(pickle.dumps(result))
     mesh.disconnect()
     os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
-
-
-if __name__ == "__main__":
-    fork_ranks(main)

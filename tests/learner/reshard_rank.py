@@ -1,6 +1,6 @@
 """One rank that goes on from a checkpoint, or from nothing, steps, and saves beside a further step.
 
-    python reshard_rank.py FOLDER NUM_RANKS PORT
+Run by `ranks.run_ranks`.
 
 `job.pkl` holds `config`, `model`, `restored` (a folder, or None), `batches` by step and rank, and what
 comes after the save in `later`. Leaves `saved/` and, of the moment of the save, `state.pkl`.
@@ -10,7 +10,7 @@ import os
 import pickle
 from pathlib import Path
 
-from learners import fork_ranks, full_state
+from learners import full_state
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import mesh
@@ -39,7 +39,3 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
         (folder / "state.pkl").write_bytes(pickle.dumps(state))
     mesh.disconnect()
     os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
-
-
-if __name__ == "__main__":
-    fork_ranks(main)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learners import run_ranks, step, weights_of
+from learners import step, weights_of
+from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection

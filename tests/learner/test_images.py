@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import run_ranks, step, weights_of
+from learners import step, weights_of
 from PIL import Image
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from raylearner.config.schema import LearnerSection, TinyModel

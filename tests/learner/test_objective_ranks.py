@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learners import run_ranks
+from ranks import run_ranks
 
 from raylearner.learner.batch import pack
 from raylearner.observability.metrics import undocumented

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from learners import full_state, run_ranks
+from learners import full_state
+from ranks import run_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch import pack
