@@ -56,8 +56,7 @@ if ! is_done main "$main_hash"; then
   say "installing $requirements ($device), some minutes the first time"
   index=()
   if [ -n "${RAYLEARNER_TORCH_INDEX:-}" ]; then index=(--extra-index-url "$RAYLEARNER_TORCH_INDEX"); fi
-  # Python compiles what is imported; all of it would take longer than the rest.
-  if ! "$python" -m pip install -qq --no-compile -r "$requirements" ${index[@]+"${index[@]}"}; then
+  if ! "$python" -m pip install -qq -r "$requirements" ${index[@]+"${index[@]}"}; then
     if [ "$device" = cpu ]; then
       say "if torch==2.13.0+cpu was not found, name an index that has it in RAYLEARNER_TORCH_INDEX"
     fi
