@@ -4,7 +4,6 @@ Waits for the group's reservation, bounded by `RESERVE_TIMEOUT_S`.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ class Colocation:
         learner, actors = config.learner, config.actors
         self._name = f"{config.run.name}/colocated"
         self._num_bundles = learner.num_ranks
-        self._engines_per_bundle = math.ceil(actors.num_actors / learner.num_ranks)
+        self._engines_per_bundle = config.engines_per_rank
         self._bundle = {
             "GPU": 1.0,
             "CPU": learner.cpus_per_rank + self._engines_per_bundle * actors.cpus_per_actor,

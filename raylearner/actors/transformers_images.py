@@ -5,16 +5,15 @@ Legend: `N` rows of a fill, `L` tokens of the longest.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, Self
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from raylearner.errors import EngineError, RenderError
-from raylearner.tokenization.vision import Vision, load_image_processor
+from raylearner.tokenization.images import opened
+from raylearner.tokenization.vision import Vision, deal_out, load_image_processor
 
 Row = tuple[tuple[int, ...], tuple[bytes, ...]]
 """Token ids, in the learner's form, and the images that their placeholders show."""
@@ -54,26 +53,17 @@ class Sight:
             positions[:, index, : len(token_ids)] = self._positions(token_ids, images)
         shown = [image for _, images in rows for image in images]
         distinct = list(dict.fromkeys(shown))
-        pixels = self.processor(images=[_opened(i) for i in distinct], return_tensors="pt")
+        pixels = self.processor(images=[opened(i) for i in distinct], return_tensors="pt")
         features = model.base_model.get_image_features(
             pixels["pixel_values"].to(device),
             pixels["image_grid_thw"].to(device),
             return_dict=True,
         )
         order = [distinct.index(image) for image in shown]
-        features.pooler_output = [features.pooler_output[i] for i in order]
-        if getattr(features, "deepstack_features", None) is not None:
-            features.deepstack_features = [
-                [layer[i] for i in order] for layer in features.deepstack_features
-            ]
+        deal_out(features, order)
         found = torch.from_numpy(positions).to(device)
         return found, {"mm_encoder_outputs": {"image": features}}
 
     def _positions(self, token_ids: Sequence[int], images: Sequence[bytes]) -> np.ndarray:
         grids = [self.vision.grid(image) for image in images]
         return self.vision.positions(np.asarray(token_ids, np.int32), grids)
-
-
-def _opened(encoded: bytes) -> Image.Image:
-    with Image.open(BytesIO(encoded)) as image:
-        return image.convert("RGB")

@@ -1,12 +1,12 @@
 """What goes into vLLM and what comes out of it, in our types and in vLLM's."""
 
-import io
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raylearner.errors import EngineError
+from raylearner.tokenization.images import opened
 from raylearner.types import BAN_BIAS, Completion, CompletionStop, Sampling
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def prompt(token_ids: Sequence[int], images: Sequence[bytes] = ()) -> dict[str, 
         return {"type": "token", "prompt_token_ids": ids}
     return {
         "prompt_token_ids": ids,
-        "multi_modal_data": {"image": [_decoded(image) for image in images]},
+        "multi_modal_data": {"image": [opened(image) for image in images]},
     }
 
 
@@ -140,9 +140,3 @@ def _stop_reason(finish_reason: str | None, detail: int | str | None) -> Complet
             return CompletionStop.ABORTED
         case _:
             raise EngineError(f"vLLM ended a request with {finish_reason!r} ({detail!r})")
-
-
-def _decoded(image: bytes) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(image)).convert("RGB")

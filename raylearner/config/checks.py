@@ -10,7 +10,8 @@ from pathlib import Path
 from raylearner.config.context_checks import check_context
 from raylearner.config.data_checks import check_data
 from raylearner.config.environment_checks import check_environment
-from raylearner.config.finding import Finding, is_missing_directory
+from raylearner.config.files import is_missing_directory
+from raylearner.config.finding import Finding
 from raylearner.config.image_checks import check_images
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards

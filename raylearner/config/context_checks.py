@@ -1,10 +1,9 @@
 """What context parallelism asks of the number of ranks and of the model."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
+from raylearner.config.files import read_json
 from raylearner.config.finding import Finding
 from raylearner.config.schema import PretrainedModel, RunConfig
 
@@ -52,7 +51,7 @@ def _fault(config: RunConfig) -> str | None:
         if model.vision is not None:
             return SEES_IMAGES
         return heads_fault(size, num_heads=model.num_heads, num_kv_heads=model.num_heads)
-    found = _written(Path(model.path).expanduser() / "config.json")
+    found = read_json(Path(model.path).expanduser() / "config.json")
     if "vision_config" in found:
         return SEES_IMAGES
     num_heads = found.get("num_attention_heads")
@@ -60,15 +59,6 @@ def _fault(config: RunConfig) -> str | None:
         return None
     num_kv_heads = found.get("num_key_value_heads") or num_heads
     return heads_fault(size, num_heads=num_heads, num_kv_heads=num_kv_heads)
-
-
-def _written(path: Path) -> dict[str, Any]:
-    """A model's own configuration; empty where it is not here, or for the learner to refuse."""
-    try:
-        found: Any = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
 def _divisors(number: int) -> list[int]:

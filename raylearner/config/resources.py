@@ -42,7 +42,7 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
         if "memory_fraction" not in engine.model_fields_set:
             share = per_actor
             if engine.should_sleep:
-                share = AWAKE_SHARE / math.ceil(config.actors.num_actors / config.learner.num_ranks)
+                share = AWAKE_SHARE / config.engines_per_rank
             fraction = round(engine.memory_fraction * share, 4)
             engine = engine.model_copy(update={"memory_fraction": fraction})
             decisions.append(f"each engine takes {fraction:g} of its GPU's memory")
@@ -99,7 +99,7 @@ def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:
     per_rank, per_actor = config.learner.gpus_per_rank, config.actors.gpus_per_actor
     engine = config.actors.engine
     if config.weights.transport == "ipc" and per_rank == per_actor == "auto":
-        share = _floor(1 / (1 + math.ceil(actors / ranks)))
+        share = _floor(1 / (1 + config.engines_per_rank))
         if num_gpus < ranks or share <= 0:
             raise ConfigError(
                 f"weights.transport: 'ipc' puts each of {ranks} learner ranks on a GPU with its share "
@@ -188,11 +188,10 @@ def _refuse_impossible(config: RunConfig) -> None:
         raise ConfigError(
             f"weights.transport: {transport!r} needs learner and engines on GPUs; use shared_files"
         )
-    ranks, actors = config.learner.num_ranks, config.actors.num_actors
-    most = per_rank + math.ceil(actors / ranks) * per_actor
+    most = per_rank + config.engines_per_rank * per_actor
     if transport == "ipc" and most > 1 + 1e-9:
         raise ConfigError(
-            f"weights.transport: 'ipc' puts a learner rank and {math.ceil(actors / ranks)} engines on "
+            f"weights.transport: 'ipc' puts a learner rank and {config.engines_per_rank} engines on "
             f"one GPU, and learner.gpus_per_rank {per_rank:g} with actors.gpus_per_actor "
             f"{per_actor:g} make {most:g} of it; lower them to 1 in all"
         )

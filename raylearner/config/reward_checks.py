@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from raylearner.config.finding import Finding, is_missing_directory
+from raylearner.config.files import is_missing_directory
+from raylearner.config.finding import Finding
 from raylearner.config.kind import load_reference
 from raylearner.config.rewards import Judge, RewardModel, ToolUseShaping, UserFunction
 from raylearner.config.schema import CustomEnvironment, RunConfig, ToolUse

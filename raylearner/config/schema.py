@@ -4,6 +4,8 @@
 The sections live in the modules beside this one, which names them all in one place.
 """
 
+import math
+
 from raylearner.config.advantage import AdvantageSection, GrpoAdvantage, RlooAdvantage
 from raylearner.config.correction import CorrectionSection
 from raylearner.config.critic import CriticSection
@@ -139,6 +141,11 @@ class RunConfig(Section):
             + self.learner.num_ranks * self.learner.cpus_per_rank
             + sum(model.cpus for model in self.rewards.models.values())
         )
+
+    @property
+    def engines_per_rank(self) -> int:
+        """Most engines beside a learner rank where they share its GPU."""
+        return math.ceil(self.actors.num_actors / self.learner.num_ranks)
 
     @property
     def engines_sleep(self) -> bool:

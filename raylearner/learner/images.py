@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raylearner.errors import LearnerError
 from raylearner.learner.pixels import PixelLoader
+from raylearner.tokenization.images import opened
 from raylearner.tokenization.vision import Vision, load_image_processor
 
 
@@ -101,8 +102,7 @@ class ImageReader:
 
 
 def _pixels(processor: Any, encoded: bytes) -> Tensor:  # [P, D] of one image
-    with Image.open(BytesIO(encoded)) as image:
-        return processor(images=[image.convert("RGB")], return_tensors="pt")["pixel_values"]
+    return processor(images=[opened(encoded)], return_tensors="pt")["pixel_values"]
 
 
 def _encoded(image: Image.Image) -> bytes:

@@ -25,6 +25,7 @@ from raylearner.learner.gather import gathered
 from raylearner.learner.images import PackedImages
 from raylearner.learner.logprobs import chunked_logprobs, chunked_squared_probs
 from raylearner.learner.micro_batch import PackedTokens
+from raylearner.tokenization.vision import deal_out
 from raylearner.types import BAN_BIAS
 
 DTYPES = {
@@ -284,11 +285,7 @@ def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
     trunk: Any = causal_lm.base_model
     features = trunk.get_image_features(images.pixels(), images.grids, return_dict=True)
     if images.order:
-        features.pooler_output = [features.pooler_output[i] for i in images.order]
-        if getattr(features, "deepstack_features", None) is not None:
-            features.deepstack_features = [
-                [layer[i] for i in images.order] for layer in features.deepstack_features
-            ]
+        deal_out(features, images.order)
     return features
 
 

@@ -24,15 +24,15 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
     Raises `RenderError` for what does not decode, moves, or is too large.
     """
     try:
-        with Image.open(io.BytesIO(encoded), formats=FORMATS) as opened:
-            width, height = opened.size
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as source:
+            width, height = source.size
             if width * height > MAX_DECODED_PIXELS:
                 raise RenderError(
                     f"image of {width}x{height} has more than {MAX_DECODED_PIXELS} pixels"
                 )
-            if getattr(opened, "n_frames", 1) != 1:
+            if getattr(source, "n_frames", 1) != 1:
                 raise RenderError(f"image of {width}x{height} is animated")
-            image = _rgb(ImageOps.exif_transpose(opened))
+            image = _rgb(ImageOps.exif_transpose(source))
     except RenderError:
         raise
     except Exception as error:  # codecs raise whatever they like on hostile bytes
@@ -45,6 +45,12 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=COMPRESSION)
     return buffer.getvalue()
+
+
+def opened(encoded: bytes) -> Image.Image:
+    """What `fit_image` made, as RGB. Raises what Pillow raises where it does not decode."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        return image.convert("RGB")
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:

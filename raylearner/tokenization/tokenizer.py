@@ -1,8 +1,9 @@
 """Which class reads a model's tokenizer: the one that transformers picks, without torch where it can be."""
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from raylearner.config.files import read_json
 
 QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 QWEN_TYPES = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl")
@@ -30,12 +31,3 @@ def _is_qwen(folder: Path) -> bool:
         and tokenizer.get("tokenizer_class") in QWEN_CLASSES
         and "auto_map" not in tokenizer
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Nothing of a file that is missing or wrong, of which transformers has more to say."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return cast(dict[str, Any], values) if isinstance(values, dict) else {}

@@ -15,10 +15,10 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner.config.files import read_json
 from raylearner.config.images import ImagesSection
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.images import fit_image, image_size
-from raylearner.tokenization.tokenizer import read_json
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
 """Model types whose placeholders and positions are known."""
@@ -189,6 +189,15 @@ def _fitted_size(unit: int, section: ImagesSection, height: int, width: int) -> 
             f"{section.max_pixels} pixels in units of {unit}"
         )
     return fitted
+
+
+def deal_out(features: Any, order: Sequence[int]) -> None:
+    """What a trunk makes of distinct images becomes that of each run of placeholders, in place."""
+    features.pooler_output = [features.pooler_output[i] for i in order]
+    if getattr(features, "deepstack_features", None) is not None:
+        features.deepstack_features = [
+            [layer[i] for i in order] for layer in features.deepstack_features
+        ]
 
 
 def load_image_processor(path: str) -> Any:

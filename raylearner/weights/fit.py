@@ -1,6 +1,7 @@
 """Whether what is pushed has the shapes of the model that an engine runs, told before it takes any."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def refuse_misfit(update: WeightUpdate, model_path: str) -> None:
     Names that are in one of the two only are left to the engine, which knows how it renames them;
     so are models whose files are not in a directory here.
     """
-    ours = shapes(Path(model_path).expanduser())
+    ours = _of_model(model_path)
     theirs = _pushed(update.payload)
     wrong = [name for name, shape in theirs.items() if ours.get(name, shape) != shape]
     if wrong:
@@ -27,6 +28,12 @@ def refuse_misfit(update: WeightUpdate, model_path: str) -> None:
             f" {theirs[name]} in the learner's ({len(wrong)} tensors differ): another vocabulary or"
             " size; learner and engine must be given the same model"
         )
+
+
+@lru_cache(maxsize=1)
+def _of_model(model_path: str) -> Mapping[str, Shape]:
+    """An engine runs one model, and is pushed to at every step."""
+    return shapes(Path(model_path).expanduser())
 
 
 def _pushed(payload: Mapping[str, Any]) -> dict[str, Shape]:
