@@ -5,18 +5,17 @@ Run by `ranks.run_ranks`.
 `job.pkl` holds `config`, `model` and `batches`, per step and rank.
 """
 
-import os
 import pickle
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from raylearner.config.schema import LearnerSection
-from raylearner.learner import mesh
 from raylearner.learner.learner import Learner
 
 
-def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
+def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     job = pickle.loads((folder / "job.pkl").read_bytes())
-    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, port=port)
     learner = Learner(
         LearnerSection(**job["config"]),
         model_path=job["model"],
@@ -33,5 +32,3 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     }
     if rank == 0:
         (folder / "result.pkl").write_bytes(pickle.dumps(result))
-    mesh.disconnect()
-    os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo

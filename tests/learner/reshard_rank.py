@@ -6,20 +6,18 @@ Run by `ranks.run_ranks`.
 comes after the save in `later`. Leaves `saved/` and, of the moment of the save, `state.pkl`.
 """
 
-import os
 import pickle
 from pathlib import Path
 
 from learners import full_state
+from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner import mesh
 from raylearner.learner.learner import Learner
 
 
-def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
+def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     job = pickle.loads((folder / "job.pkl").read_bytes())
-    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, port=port)
     learner = Learner(
         LearnerSection(**job["config"]),
         model_path=job["model"],
@@ -37,5 +35,3 @@ def main(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     learner.finish_save()
     if rank == 0:
         (folder / "state.pkl").write_bytes(pickle.dumps(state))
-    mesh.disconnect()
-    os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo

@@ -7,7 +7,7 @@ import runpy
 from multiprocessing import forkserver
 from pathlib import Path
 
-from raylearner.learner.mesh import free_port
+from raylearner.learner import mesh
 
 PRELOADED = ["learners", "peft", "raylearner.learner.tiny_vision_model"]
 """Imported once for all ranks of a test session, which is most of what a rank takes to start."""
@@ -15,13 +15,13 @@ TIMEOUT_S = 280.0
 
 
 def run_ranks(script: Path, folder: Path, *, num_ranks: int) -> None:
-    """Call the script's `main(folder, rank, num_ranks, port)` in one process a rank.
+    """Call the script's `main(folder, rank, device_mesh)` in one process a rank, which have met.
 
     Fails with what the first rank that failed said; none is left.
     """
     context = multiprocessing.get_context("forkserver")
     _start_server()
-    port = free_port()
+    port = mesh.free_port()
     ranks = [
         context.Process(target=_play, args=(script, folder, rank, num_ranks, port))
         for rank in range(num_ranks)
@@ -65,4 +65,7 @@ def _errors(folder: Path, rank: int) -> Path:
 def _play(script: Path, folder: Path, rank: int, num_ranks: int, port: int) -> None:
     with _errors(folder, rank).open("w") as errors:
         os.dup2(errors.fileno(), 2)
-    runpy.run_path(str(script))["main"](folder, rank, num_ranks, port)
+    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, port=port)
+    runpy.run_path(str(script))["main"](folder, rank, device_mesh)
+    mesh.disconnect()
+    os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo
