@@ -3,9 +3,12 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 class JsonlFile:
@@ -21,8 +24,7 @@ class JsonlFile:
         self._file.flush()
 
     def rows(self) -> list[dict[str, Any]]:
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        return [json.loads(line) for line in read_lines(self.path) if line.strip()]
 
     def rewind(self, step: int) -> int:
         """Drop the rows of later steps; returns how many."""
@@ -40,9 +42,23 @@ class JsonlFile:
         self._file.close()
 
 
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of a file, without the one that is being written.
+
+    A line ends with a newline alone: `str.splitlines` would also cut a model's text where it holds
+    one of Unicode's other separators.
+    """
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
 def dumps(record: object) -> str:
-    """Standard JSON: numbers that are not finite become null, numpy scalars plain numbers."""
-    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    """Standard JSON on one line: NaN and infinities become null, numpy scalars plain numbers.
+
+    Unicode's separators are escaped, for readers who cut lines at them, and so are surrogates
+    without their pair, which UTF-8 does not have.
+    """
+    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def finite(value: Any) -> Any:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from raylearner.config.document import Loader
 from raylearner.errors import ConfigError
+from raylearner.observability.jsonl import dumps, read_lines
 from raylearner.observability.transcripts import IMAGES, step_file
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
     path = _choose(run_dir, step)
     steps = [int(p.stem.removeprefix("step_")) for p in _files(run_dir)]
     tokenizer = _tokenizer(run_dir)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    lines = enumerate(read_lines(path), start=1)
+    records = [_record(line, f"{path}:{number}") for number, line in lines]
     data = {
         "run": run_dir.name,
         "step": int(path.stem.removeprefix("step_")),
@@ -44,7 +45,7 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
     }
     template = resources.files(__package__ or "").joinpath("viewer.html").read_text("utf-8")
     # "</" would end the script that holds the data, wherever a completion says so.
-    return template.replace(MARK, json.dumps(data, ensure_ascii=False).replace("</", "<\\/"))
+    return template.replace(MARK, dumps(data).replace("</", "<\\/"))
 
 
 def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:

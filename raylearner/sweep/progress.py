@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.config.sweep import SweepMetric
+from raylearner.observability.jsonl import read_lines
 
 EVALUATION = "evaluation/"
 
@@ -40,11 +41,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Whole ones only: the run may be writing the last."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n")]
+    return read_lines(path) if path.is_file() else []
 
 
 def _number(value: object) -> float | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from raylearner.config.schema import ObservabilitySection
 from raylearner.observability import logs
 from raylearner.observability.display import Display, step_line
-from raylearner.observability.jsonl import JsonlFile, dumps
+from raylearner.observability.jsonl import JsonlFile, dumps, read_lines
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
@@ -71,6 +71,21 @@ def make_trajectory(**changes: Any) -> Trajectory:
         "metrics": {"x": math.nan},
     }
     return Trajectory(**values | changes)
+
+
+def test_a_models_text_stays_on_its_line_for_every_reader(tmp_path: Path) -> None:
+    text = "a\x1f\x1e\x85\u2028\u2029\ud800\r\n\f\x00é😀"
+    file = JsonlFile(tmp_path / "rows.jsonl")
+    file.write({"step": 1, "text": text})
+    file.write({"step": 2, "text": text})
+    assert [row["text"] for row in file.rows()] == [text, text]
+    assert [row["text"] for row in rows(file.path)] == [text, text]
+    assert file.rewind(1) == 1
+    assert [row["text"] for row in rows(file.path)] == [text]
+    file.path.write_text('{"text": "raw \u2028 separator"}\n{"text": "torn', encoding="utf-8")
+    assert [json.loads(line) for line in read_lines(file.path)] == [
+        {"text": "raw \u2028 separator"}
+    ]
 
 
 def test_steps_become_json_lines_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
