@@ -3,10 +3,13 @@ VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 PYTEST = $(PYTHON) -m pytest
 SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
-PARTS = $(wildcard tests/unit tests/learner tests/oracle tests/services tests/vllm tests/ray tests/e2e)
+# Parts of one process each, longest first, so that two at a time end together.
+SMALL_PARTS = tests/vllm tests/learner tests/unit tests/services tests/oracle
+# Parts that take the whole machine: two clusters of Ray would meet.
+LARGE_PARTS = tests/ray tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt fmt-check lint types docs test test-unit test-ray test-gpu check
+.PHONY: help setup fmt fmt-check lint types docs test test-unit test-ray test-gpu check $(SMALL_PARTS) $(LARGE_PARTS)
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,9 +34,13 @@ docs: ## Write what is made from code: keys, metrics, the Grafana dashboard
 
 test: ## Set up, then run all tests that need no GPU: one process for each folder
 	@$(SETUP)
-	@failed=; for part in $(PARTS); do \
-	  echo "== $$part"; $(PYTEST) $$part || failed="$$failed $$part"; \
-	done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -k -j 2 -O $(SMALL_PARTS) || failed=1; \
+	$(MAKE) --no-print-directory -k $(LARGE_PARTS) || failed=1; \
+	exit $$failed
+
+$(SMALL_PARTS) $(LARGE_PARTS):
+	@echo "== $@"; $(PYTEST) $@
 
 test-unit: ## Run the unit tests alone: no Ray, no engine, under a minute
 	$(PYTEST) tests/unit
