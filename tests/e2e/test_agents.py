@@ -1,4 +1,4 @@
-"""Every agent's configuration, for a few steps: real services, real vLLM, a tiny model, exact masks."""
+"""Every agent's configuration, for a few steps: real services, real engines, a tiny model, exact masks."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -42,9 +43,15 @@ class Agent:
     overrides: tuple[str, ...] = ()
     tool: str | None = None
     rewards: tuple[str, ...] = ("exact_answer",)
+    engine: str = "VllmEngine"
     sees: bool = False
     is_on_policy: bool = False
 
+
+BY_TRANSFORMERS: Any = {
+    "engine": "TransformersEngine",
+    "overrides": ("actors.engine={kind: transformers, dtype: float32}",),
+}
 
 AGENTS = {
     "search_qa": Agent(tool="search", service="search"),
@@ -52,8 +59,9 @@ AGENTS = {
         tool="code_execution", overrides=("model.warm_start.num_demonstrations=24",)
     ),
     "openai_agent": Agent(tool="calculator"),
-    "reasoning_gym": Agent(rewards=("reasoning_gym", "answer_format")),
-    "rloo_math": Agent(rewards=("math_verify",)),
+    # Whose prompts and rewards are their own, and the engine's part that of the others.
+    "reasoning_gym": Agent(rewards=("reasoning_gym", "answer_format"), **BY_TRANSFORMERS),
+    "rloo_math": Agent(rewards=("math_verify",), **BY_TRANSFORMERS),
     "visual_search_tiny": Agent(
         configs=("{}.yaml",),
         service="pages",
@@ -161,7 +169,7 @@ def test_an_agent_plays_trains_and_keeps_what_it_wrote(
     output = printed.result()
     folder = folder / "run"
     wait_for_the_end(folder / "log.txt")
-    assert "with VllmEngine runs as process" in output
+    assert f"with {agent.engine} runs as process" in output
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert max(row["weights/proof_gap"] for row in metrics) < 1e-3

@@ -60,46 +60,30 @@ def test_a_run_that_makes_no_progress_names_who_waits_for_whom(launcher: Launche
     assert (launcher.folder / "run" / "stalled" / "ledger.json").is_file()
 
 
-def test_interrupting_leaves_no_process_and_says_so(launcher: Launcher) -> None:
+def test_an_interrupt_leaves_no_process_and_a_deadline_a_checkpoint(launcher: Launcher) -> None:
+    """The time that the first run took to its second step tells how long the other may take."""
     change = {
         "run": {"num_steps": 1000},
         "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
         "replay": {"max_staleness": 2},
     }
-    process = launcher.start("run", change)
-    metrics = launcher.folder / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 2, what="two steps")
-    os.kill(process.pid, signal.SIGINT)
-    output = finish(process, code=130)
-    assert "interrupted" in output
-    pids = processes_of(launcher.folder / "run" / "log.txt")
-    assert len(pids) == 3
-    wait_for(lambda: not any(map(is_alive, pids)), what="the processes to end")
-
-
-def test_a_stop_on_request_or_by_a_deadline_leaves_a_checkpoint_to_go_on_from(
-    launcher: Launcher,
-) -> None:
-    """The time that the first run took to its second step tells how long the other may take."""
-    change = {
-        "run": {"num_steps": 1000},
-        "actors": {"engine": {"arguments": {"delay_s": 0.05}}},
-    }
     began_s = time.time()
-    process = launcher.start("asked", change)
-    metrics = launcher.folder / "asked" / "metrics.jsonl"
+    process = launcher.start("interrupted", change)
+    metrics = launcher.folder / "interrupted" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 2, what="two steps")
     took_s = time.time() - began_s
-    os.kill(process.pid, signal.SIGTERM)
-    outputs = {"asked": finish(process, code=143)}
+    os.kill(process.pid, signal.SIGINT)
+    assert "interrupted" in finish(process, code=130)
+    pids = processes_of(launcher.folder / "interrupted" / "log.txt")
+    assert len(pids) == 3
+    wait_for(lambda: not any(map(is_alive, pids)), what="the processes to end")
     deadline = {"deadline": str(time.time() + 1.5 * took_s + 5), "deadline_margin_s": 5}
-    outputs["late"] = launcher.run("late", merged(change, {"run": deadline}), code=143)
-    for name, output in outputs.items():
-        assert "go on with --resume" in output
-        folder = launcher.folder / name
-        step = rows(folder / "metrics.jsonl")[-1]["step"]
-        assert 0 < step < 1000
-        assert (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
+    output = launcher.run("late", merged(change, {"run": deadline}), code=143)
+    assert "go on with --resume" in output
+    step = rows(launcher.folder / "late" / "metrics.jsonl")[-1]["step"]
+    assert 0 < step < 1000
+    manifest = launcher.folder / "late" / "checkpoints" / f"step_{step:06d}" / "manifest.json"
+    assert manifest.is_file()
 
 
 BAD_INPUT = [

@@ -51,13 +51,15 @@ def test_a_synchronous_run_killed_twice_ends_with_the_parameters_of_one_that_was
         kill(process)
     launcher.resume("run")
     config = RunConfig.model_validate(merged(SCRIPTED, {"model": TINY} | change))
-    _, parameters = reference_loop(config, launcher.model)
+    losses, parameters = reference_loop(config, launcher.model)
+    metrics = rows(folder / "metrics.jsonl")
+    assert [row["learner/loss"] for row in metrics] == pytest.approx(losses, abs=1e-6, rel=1e-6)
     trained = AutoModelForCausalLM.from_pretrained(
         folder / "checkpoints" / "step_000006" / "model", dtype=torch.float64
     ).state_dict()
     for name, expected in parameters.items():
         assert torch.allclose(trained[name], expected, atol=1e-6, rtol=0), name
-    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_asynchronous_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(
