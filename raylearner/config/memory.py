@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from raylearner.config.kl import AdapterOffReference, FrozenReference
 from raylearner.config.learner import LearnerSection
 from raylearner.config.lora import LoraSection
 
@@ -126,6 +127,24 @@ class MemoryEstimate:
             " learner.max_tokens_per_micro_batch or logprob_chunk_tokens, or set"
             " learner.activation_checkpointing"
         )
+
+
+def estimate_of(config: LearnerSection, folder: Path) -> MemoryEstimate | None:
+    """Of the model in `folder` with the critic and the reference that the section asks for.
+
+    None where the model's files tell no size; a critic or reference without one is left out.
+    """
+    size = ModelSize.of(folder)
+    if size is None:
+        return None
+    critic = reference = None
+    if config.critic is not None and config.critic.trunk == "own":
+        critic = size if config.critic.path is None else ModelSize.of(Path(config.critic.path))
+    kl = config.kl
+    if kl is not None and kl.coefficient > 0 and not isinstance(kl.reference, AdapterOffReference):
+        path = kl.reference.path if isinstance(kl.reference, FrozenReference) else None
+        reference = size if path is None else ModelSize.of(Path(path))
+    return estimate(config, size, critic=critic, reference=reference)
 
 
 def estimate(

