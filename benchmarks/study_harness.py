@@ -27,6 +27,7 @@ from raylearner.config.loader import load
 from raylearner.demonstrations import prepare_tiny_model
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.learner.batch import pack
+from raylearner.learner.layout import StepOutput
 from raylearner.learner.learner import Learner
 from raylearner.learner.weight_source import vocabulary
 from raylearner.observability.spans import Tracer
@@ -39,7 +40,6 @@ from raylearner.types import (
     Probe,
     Prompt,
     Sampling,
-    StepOutput,
     Trajectory,
     TrajectoryGroup,
     WeightUpdate,

@@ -5,9 +5,8 @@ Only the standard library and numpy are imported here, so that every room can im
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -314,67 +313,6 @@ class EpisodeScore:
     error: str | None = None
 
 
-class Shipment(list[list[Trajectory]]):
-    """Episodes, each a list of segments, that pickle as few buffers: many small ones are slow on Ray.
-
-    Arrives as a plain list; its arrays are views of one array per field. What breaks the contract on
-    dtypes or lengths travels unpacked, to be refused by name.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        trajectories = [trajectory for episode in self for trajectory in episode]
-        if not trajectories or not all(_is_packable(trajectory) for trajectory in trajectories):
-            return list, (list(self),)
-        return _unpacked, (
-            [len(episode) for episode in self],
-            [trajectory.num_tokens for trajectory in trajectories],
-            [np.concatenate([getattr(t, name) for t in trajectories]) for name in _ARRAY_TYPES],
-            [_plain_values(trajectory) for trajectory in trajectories],
-            [[_turn_values(turn) for turn in trajectory.turns] for trajectory in trajectories],
-        )
-
-
-_ARRAY_TYPES: Mapping[str, np.dtype[Any]] = {
-    "token_ids": np.dtype(np.int32),
-    "loss_mask": np.dtype(np.bool_),
-    "train_mask": np.dtype(np.bool_),
-    "behavior_logprobs": np.dtype(np.float32),
-    "policy_versions": np.dtype(np.int32),
-}
-_PLAIN_FIELDS = tuple(f.name for f in fields(Trajectory) if f.name not in {*_ARRAY_TYPES, "turns"})
-_TURN_FIELDS = tuple(f.name for f in fields(Turn))
-_plain_values = attrgetter(*_PLAIN_FIELDS)
-_turn_values = attrgetter(*_TURN_FIELDS)
-
-
-def _is_packable(trajectory: Trajectory) -> bool:
-    shape = (trajectory.num_tokens,)
-    arrays = [(getattr(trajectory, name), dtype) for name, dtype in _ARRAY_TYPES.items()]
-    return all(array.dtype == dtype and array.shape == shape for array, dtype in arrays)
-
-
-def _unpacked(
-    num_segments: list[int],
-    lengths: list[int],
-    arrays: list[NDArray[Any]],
-    plain: list[tuple[Any, ...]],
-    turns: list[list[tuple[Any, ...]]],
-) -> list[list[Trajectory]]:
-    trajectories: list[Trajectory] = []
-    start = 0
-    for length, plain_values, turn_values in zip(lengths, plain, turns, strict=True):
-        values: dict[str, Any] = dict(zip(_PLAIN_FIELDS, plain_values, strict=True))
-        for name, array in zip(_ARRAY_TYPES, arrays, strict=True):
-            values[name] = array[start : start + length]
-        values["turns"] = tuple(
-            [Turn(**dict(zip(_TURN_FIELDS, turn, strict=True))) for turn in turn_values]
-        )
-        trajectories.append(Trajectory(**values))
-        start += length
-    rest = iter(trajectories)
-    return [[next(rest) for _ in range(count)] for count in num_segments]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """The finished episodes of one prompt, ordered by sample index and segment."""
@@ -430,84 +368,3 @@ class WeightReceipt:
     pause_s: float
     update_s: float
     proof_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRow:
-    """One packed sequence of a micro-batch on its way to the learner."""
-
-    episode: int
-    trajectory: Trajectory
-    turns: NDArray[np.int32]  # [T] number of the token's turn, -1 before the first
-    anchors: tuple[int, ...]
-    """By turn: equal where turns start from the same state, below 2^48."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MiniBatch:
-    """What one optimizer update sees: one rank's micro-batches, and counts over all ranks."""
-
-    micro_batches: tuple[tuple[TokenRow, ...], ...]
-    num_episodes: int
-    """Episodes over all ranks that have at least one trained token."""
-    num_rows: int
-    """Rows over all ranks that have at least one trained token."""
-    num_trained_tokens: int
-    """Trained tokens over all ranks."""
-    num_tokens: int
-    """All tokens over all ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerBatch:
-    """One take, laid out for one learner rank.
-
-    The episode table (all that is `[E]`) is whole on every rank, since baselines need whole groups;
-    the mini-batches hold this rank's rows, each row's `episode`
-    indexing the table. Every rank has the same number of micro-batches in each mini-batch; an empty
-    one runs a dummy forward and backward.
-    """
-
-    policy_version: PolicyVersion
-    rewards: NDArray[np.float64]  # [E] NaN where no reward applies
-    groups: NDArray[np.int64]  # [E] group ids
-    num_episode_tokens: NDArray[
-        np.int64
-    ]  # [E] trained tokens of the episode, over all its segments
-    num_episode_rows: NDArray[np.int64]  # [E] segments that train
-    greedy_rewards: NDArray[np.float64]  # [E] NaN where no greedy episode was played
-    parts: Mapping[str, NDArray[np.float64]]
-    """Unweighted rewards by function, each `[E]`."""
-    num_sampled_tokens: int
-    num_masked_tokens: Mapping[str, int]
-    """Sampled tokens that do not train, by the rule that keeps them from it."""
-    mini_batches: tuple[MiniBatch, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(mini_batch.num_rows for mini_batch in self.mini_batches)
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return sum(mini_batch.num_trained_tokens for mini_batch in self.mini_batches)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(mini_batch.num_tokens for mini_batch in self.mini_batches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """What a learner step did; the same on every rank."""
-
-    policy_version: PolicyVersion
-    """The version after the step: advanced by one, or unchanged when the step was skipped or trained
-    the critic alone."""
-    is_skipped: bool
-    metrics: Mapping[str, float]
-    advantages: Mapping[TrajectoryKey, float] = field(default_factory=dict[TrajectoryKey, float])
-    """Mean advantage of the tokens that trained; each rank tells of its own trajectories."""
-    logprobs: Mapping[TrajectoryKey, NDArray[np.float32]] = field(
-        default_factory=dict[TrajectoryKey, NDArray[np.float32]]
-    )
-    """The learner's at the start of the step, `[T]` of a trajectory; as above, of a rank's own."""

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.common import ROOT, Result, end, environment, parser, visible_gpus
-from raylearner.types import StepOutput, Trajectory, TrajectoryGroup
+from raylearner.learner.layout import StepOutput
+from raylearner.types import Trajectory, TrajectoryGroup
 
 BYTES = 250
 """Tokens that the random model of `--context` knows, at least."""

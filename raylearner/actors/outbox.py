@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from raylearner.types import Shipment, Trajectory
+from raylearner.shipment import Shipment
+from raylearner.types import Trajectory
 
 Episode = list[Trajectory]
 SendCall = Callable[[list[Episode]], Awaitable[list[str]]]

@@ -12,15 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from raylearner.types import (
-    LearnerBatch,
-    MiniBatch,
-    PolicyVersion,
-    StopReason,
-    TokenRow,
-    Trajectory,
-    TrajectoryGroup,
-)
+from raylearner.learner.layout import LearnerBatch, MiniBatch, TokenRow
+from raylearner.types import PolicyVersion, StopReason, Trajectory, TrajectoryGroup
 
 QUADRATIC_TOKENS = 24_576
 """Length at which attention costs as much as everything else: 12 x hidden size, here of 2,048."""

@@ -31,10 +31,10 @@ from raylearner.config.advantage import (
     VtraceAdvantage,
 )
 from raylearner.learner import advantages, returns
+from raylearner.learner.layout import LearnerBatch
 from raylearner.learner.masked import whiten
 from raylearner.learner.rows import Rows, select, terminal_rewards
 from raylearner.learner.whole_batch import WholeBatch
-from raylearner.types import LearnerBatch
 
 STD_EPSILON = 1e-8
 """Added to the standard deviation of normalized rewards."""

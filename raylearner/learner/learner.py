@@ -28,6 +28,7 @@ from raylearner.errors import CheckpointError, LearnerError
 from raylearner.learner import checkpoint, lora, mesh, metric, optimizer, preparation
 from raylearner.learner.estimator import EpisodeTable
 from raylearner.learner.kl import AdaptiveController
+from raylearner.learner.layout import LearnerBatch, StepOutput
 from raylearner.learner.learner_state import Progress, restore_state, save_state
 from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
@@ -52,7 +53,7 @@ from raylearner.learner.update import (
 )
 from raylearner.learner.writes import Writer, Writes
 from raylearner.observability.spans import Tracer
-from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, TrajectoryKey
+from raylearner.types import PolicyVersion, TrajectoryKey
 
 log = logging.getLogger(__name__)
 

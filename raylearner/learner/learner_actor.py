@@ -16,8 +16,9 @@ import ray
 
 from raylearner.config.schema import LearnerSection, ProfileSection
 from raylearner.config.section import number
+from raylearner.learner.layout import LearnerBatch, StepOutput
 from raylearner.observability.spans import Span, Tracer
-from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, WeightUpdate
+from raylearner.types import PolicyVersion, WeightUpdate
 from raylearner.weights.group import WeightGroup
 
 log = logging.getLogger(__name__)

@@ -27,9 +27,10 @@ from raylearner.errors import (
     RaylearnerError,
     WeightTransferError,
 )
+from raylearner.learner.layout import LearnerBatch, StepOutput
 from raylearner.learner.learner_actor import LearnerActor, Recording
 from raylearner.observability.spans import Span
-from raylearner.types import LearnerBatch, PolicyVersion, StepOutput, WeightUpdate
+from raylearner.types import PolicyVersion, WeightUpdate
 from raylearner.weights.group import WeightGroup
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylearner.learner.images import ImageReader, PackedImages
+from raylearner.learner.layout import TokenRow
 from raylearner.learner.rows import Rows
-from raylearner.types import PolicyVersion, TokenRow
+from raylearner.types import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,12 @@ from raylearner.learner.corrections import log_ratios, m2po_bound
 from raylearner.learner.critic import end_values, prefix_values
 from raylearner.learner.estimator import EpisodeTable, episode_advantages, token_advantages
 from raylearner.learner.kl import kl_in_reward
+from raylearner.learner.layout import TokenRow
 from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
 from raylearner.learner.micro_batch import MicroBatch
 from raylearner.learner.model import Scores
 from raylearner.learner.whole_batch import WholeBatch
-from raylearner.types import TokenRow
 
 ScorePolicy = Callable[[MicroBatch], Scores]
 ScoreTokens = Callable[[MicroBatch], Tensor]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from raylearner.types import LearnerBatch
+from raylearner.learner.layout import LearnerBatch
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 peaks by what a device's name contains."""

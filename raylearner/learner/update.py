@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylearner.learner import diagnostics, metric
+from raylearner.learner.layout import LearnerBatch, TokenRow
 from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
 from raylearner.learner.preparation import Part, Prepared, Take
 from raylearner.observability import transcripts
-from raylearner.types import LearnerBatch, TokenRow, TrajectoryKey
+from raylearner.types import TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

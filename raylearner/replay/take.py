@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raylearner.types import Shipment, Trajectory, TrajectoryGroup
+from raylearner.shipment import Shipment
+from raylearner.types import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from raylearner.config.schema import TinyModel
-from raylearner.types import StepOutput, Trajectory, TrajectoryGroup
+from raylearner.learner.layout import StepOutput
+from raylearner.types import Trajectory, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
+from raylearner.learner.layout import StepOutput
 from raylearner.learner.learner import Learner
-from raylearner.types import StepOutput
 
 
 def play(config: dict[str, Any], model: str, batches: list[Any]) -> tuple[list[StepOutput], dict]:

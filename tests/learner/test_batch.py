@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raylearner.learner.batch import pack, row_cost
+from raylearner.learner.layout import LearnerBatch
 from raylearner.learner.micro_batch import MicroBatch
-from raylearner.types import CompletionStop, LearnerBatch, Trajectory, TrajectoryGroup, Turn
+from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 BUDGET = 64
 

@@ -19,8 +19,9 @@ from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
+from raylearner.learner.layout import StepOutput
 from raylearner.learner.learner import Learner
-from raylearner.types import StepOutput, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 

@@ -16,11 +16,12 @@ from raylearner.config.schema import LearnerSection, RlooAdvantage
 from raylearner.errors import ConfigError, LearnerError
 from raylearner.learner import mesh, optimizer
 from raylearner.learner.batch import pack
+from raylearner.learner.layout import LearnerBatch
 from raylearner.learner.learner import Learner
 from raylearner.learner.loading import load_sharded
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.model import ModelOptions
-from raylearner.types import LearnerBatch, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 

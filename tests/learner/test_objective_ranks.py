@@ -12,8 +12,9 @@ import pytest
 from ranks import run_ranks
 
 from raylearner.learner.batch import pack
+from raylearner.learner.layout import LearnerBatch
 from raylearner.observability.metrics import undocumented
-from raylearner.types import LearnerBatch, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 

@@ -11,8 +11,9 @@ from ranks import run_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch import pack
+from raylearner.learner.layout import LearnerBatch
 from raylearner.learner.learner import Learner
-from raylearner.types import LearnerBatch, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 CONFIG: dict[str, Any] = {"compute_dtype": "float32", "learning_rate": 1e-2}

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raylearner.learner.batch import pack
+from raylearner.learner.layout import StepOutput
 from raylearner.learner.learner import Learner
 from raylearner.learner.learner_state import state_tensors
-from raylearner.types import StepOutput, TrajectoryGroup
+from raylearner.types import TrajectoryGroup
 
 
 def step(learner: Learner, groups: list[TrajectoryGroup], **options: Any) -> StepOutput:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from raylearner.actors.outbox import Outbox
-from raylearner.types import CompletionStop, Shipment, Trajectory, Turn
+from raylearner.shipment import Shipment
+from raylearner.types import CompletionStop, Trajectory, Turn
 
 
 def make_episode(index: int) -> list[Trajectory]:
