@@ -10,23 +10,19 @@ from pathlib import Path
 from raylearner.config.context_checks import check_context
 from raylearner.config.data_checks import check_data
 from raylearner.config.environment_checks import check_environment
-from raylearner.config.files import is_missing_directory
 from raylearner.config.finding import Finding
 from raylearner.config.image_checks import check_images
+from raylearner.config.model_checks import check_model
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
 from raylearner.config.sampling_checks import check_sampling
 from raylearner.config.schema import (
-    PretrainedModel,
     RunConfig,
     TinyModel,
     TransformersEngine,
     VllmEngine,
 )
 from raylearner.config.section import number
-
-MIN_VLLM_HEAD_WIDTH = 32
-"""Narrower attention heads are refused by vLLM's CPU kernels at run time."""
 
 
 def check(config: RunConfig) -> list[Finding]:
@@ -38,7 +34,7 @@ def check(config: RunConfig) -> list[Finding]:
         *_groups(config),
         *_lengths(config),
         *_layout(config),
-        *_model(config),
+        *check_model(config),
         *check_context(config),
         *_lora(config),
         *check_environment(config),
@@ -178,32 +174,6 @@ def _layout(config: RunConfig) -> Iterator[Finding]:
             "needs replay.max_staleness 0, got "
             f"{config.replay.max_staleness}: engines that sleep while the learner steps make "
             "nothing ahead of it; turn it off for asynchronous runs",
-        )
-
-
-def _model(config: RunConfig) -> Iterator[Finding]:
-    model = config.model
-    if isinstance(model, PretrainedModel):
-        if is_missing_directory(model.path):
-            yield Finding(
-                "model.path",
-                f"no such directory {model.path!r}; name a checkpoint directory or a hub id",
-            )
-        return
-    width, rest = divmod(model.hidden_size, model.num_heads)
-    if rest:
-        yield Finding(
-            "model.hidden_size",
-            f"must be a multiple of model.num_heads = {model.num_heads}, got {model.hidden_size}; "
-            f"set it to {(width + 1) * model.num_heads}",
-        )
-    elif width < MIN_VLLM_HEAD_WIDTH and isinstance(config.actors.engine, VllmEngine):
-        num_heads = max(1, model.hidden_size // MIN_VLLM_HEAD_WIDTH)
-        yield Finding(
-            "model.num_heads",
-            f"gives heads {width} wide ({model.hidden_size} / {model.num_heads}), and vLLM wants "
-            f">= {MIN_VLLM_HEAD_WIDTH}; set it to {num_heads}, or model.hidden_size to "
-            f"{MIN_VLLM_HEAD_WIDTH * model.num_heads}",
         )
 
 

@@ -61,8 +61,9 @@ log = logging.getLogger(__name__)
 class Learner:
     """Owns the sharded policy, its optimizer and the policy version.
 
-    Ranks of a context group are given the same batches. A committed step makes the next version. A step is skipped, and the version kept, when none of
-    its optimizer updates had a finite loss and gradient; every rank decides alike.
+    Ranks of a context group are given the same batches. A committed step makes the next version. A
+    step is skipped, and the version kept, when none of its optimizer updates had a finite loss and
+    gradient; every rank decides alike.
     """
 
     def __init__(

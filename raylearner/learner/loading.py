@@ -79,8 +79,8 @@ def model_directory(path: str, *, needs_weights: bool = True) -> Path:
 def load_model(path: str, *, dtype: torch.dtype, chunk_tokens: int = 1024) -> PackedModel:
     """A causal language model on the CPU with weights in `dtype`, packed attention, dropout off."""
     folder = model_directory(path)
+    config = _read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
         name = _attention_name("cpu", dtype, "auto")
         causal_lm = _family(config).from_pretrained(
             folder, dtype=dtype, attn_implementation=_attention(config, name)
@@ -111,8 +111,8 @@ def load_sharded(
     """
     folder = model_directory(path, needs_weights=random_seed is None)
     name = _attention_name(mesh.device_type, compute_dtype, options.attention)
+    config = _read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
         implementation = _attention(config, name)
         with _parameters_on_meta():
             causal_lm = _family(config).from_config(
@@ -301,6 +301,19 @@ def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None
         fault = f"must be 1 for rotary embeddings of type {rope['rope_type']}; set it to 1"
     if fault is not None:
         raise ConfigError(f"{context_checks.KEY}: {folder}: {fault}")
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"model.path: {folder} is quantised, and a learner trains weights as they are; name the"
+            " model that it was made from"
+        )
+    return config
 
 
 def _refuse_logit_changes(causal_lm: PreTrainedModel, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The learner against a naive padded loop, over ranks, and when numbers are not finite."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -227,13 +228,21 @@ def test_a_batch_of_another_version_is_refused(tiny_folder: Path, make_groups: M
         make_learner(tiny_folder).step(one_rank(make_groups(0), version=4))
 
 
-def test_a_model_directory_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+def test_a_model_directory_that_cannot_be_trained_is_a_config_error(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         make_learner(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no config\.json"):
         make_learner(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        make_learner(tmp_path)
+    quantised = json.loads((tiny_folder / "config.json").read_text())
+    quantised["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is quantised"):
         make_learner(tmp_path)
 
 

@@ -163,6 +163,24 @@ def test_a_clash_is_refused_with_its_key_and_a_way_out(
     assert words in finding.text
 
 
+def test_files_of_a_model_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
+    def findings() -> list[str]:
+        model = {"kind": "pretrained", "path": str(tmp_path)}
+        return [f"{f.key} {f.text}" for f in check(make_config(model=model))]
+
+    (said,) = findings()
+    assert said.startswith("model.path")
+    assert "no config.json" in said
+    quantised = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    no_weights, is_quantised = findings()
+    assert "no *.safetensors" in no_weights
+    assert "is quantised (awq)" in is_quantised
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    assert findings() == []
+
+
 def test_a_group_of_one_needs_the_partial_rule_drop() -> None:
     keys = [finding.key for finding in check(make_config(replay={"group_size": 1}))]
     assert keys == ["replay.group_size", "replay.partial_groups"]
@@ -195,12 +213,14 @@ def test_a_missing_directory_below_an_existing_one_is_no_hub_id(
     config = make_config(model={"kind": "pretrained", "path": "models/absent"})
     assert [finding.key for finding in check(config)] == ["model.path"]
     (tmp_path / "models" / "absent").mkdir()
-    assert check(config) == []
+    (finding,) = check(config)
+    assert "no config.json" in finding.text
 
 
 def test_ranks_share_micro_batches_as_the_heads_of_a_checkpoint_allow(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(heads))
+    (tmp_path / "model.safetensors").touch()
     model = {"kind": "pretrained", "path": str(tmp_path)}
     for size in (2, 4):
         learner = {"num_ranks": size, "context_parallel_size": size}
