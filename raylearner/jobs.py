@@ -22,12 +22,13 @@ EXCLUDES = (
 """What is never packaged with a working directory, beside what .gitignore and .rayignore name."""
 STOP_WAIT_S = 180
 """Time from a stop to the kill; Ray's own 3 seconds are too few for a step and a checkpoint."""
-CHATTY = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
-)
-"""Loggers that tell every step of an upload."""
+CHATTY = {
+    "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
+    "ray.dashboard.modules.job.sdk": logging.WARNING,
+    "ray._private.runtime_env.packaging": logging.WARNING,
+    "ray._private.runtime_env.working_dir": logging.ERROR,
+}
+"""Loggers that tell every step of an upload, and the last warns of what it leaves out by design."""
 TOO_LARGE = ("exceeds the maximum size", "Maximum request body size")
 """What Ray says of a working directory beyond 512 MiB, and its job server of one beyond 100 MiB."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -53,8 +54,8 @@ def connect(address: str | None = None) -> Any:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, level in CHATTY.items():
+        logging.getLogger(name).setLevel(level)
     named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     where = named or "this machine"
     try:
