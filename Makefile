@@ -42,7 +42,7 @@ test: ## Set up, then run all tests that need no GPU: one process for each folde
 $(SMALL_PARTS) $(LARGE_PARTS):
 	@echo "== $@"; $(PYTEST) $@
 
-test-unit: ## Run the unit tests alone: no Ray, no engine, under a minute
+test-unit: ## Run the unit tests alone: no Ray, no engine, two minutes
 	$(PYTEST) tests/unit
 
 test-ray: ## Run the tests that start a local Ray
