@@ -293,9 +293,10 @@ class Controller:
 
     async def _reported(self) -> None:
         """Until the last step is on record."""
-        reporting, self._reporting = self._reporting, None
-        if reporting is not None:
-            await reporting
+        if self._reporting is not None:
+            # Whoever cancels the loop does not cancel the report, which `close` waits for.
+            await asyncio.shield(self._reporting)
+            self._reporting = None
 
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps

@@ -57,6 +57,10 @@ class WeightTransferError(RaylearnerError):
     """Weights did not arrive, or the proof says that they are not the learner's."""
 
 
+class PushBroken(WeightTransferError):
+    """An engine was left hanging in a push by another's failure, or by the learner's: not its fault."""
+
+
 class CheckpointError(RaylearnerError):
     """A checkpoint is missing, half-written or belongs to another run."""
 

@@ -19,7 +19,14 @@ from raylearner.config.checks import notes
 from raylearner.config.lora import lora_rank
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
 from raylearner.config.section import number
-from raylearner.errors import ConfigError, EngineError, RaylearnerError
+from raylearner.errors import (
+    ConfigError,
+    EngineError,
+    LearnerDied,
+    PushBroken,
+    RaylearnerError,
+    WeightTransferError,
+)
 from raylearner.observability.spans import Span
 from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 
@@ -183,7 +190,8 @@ class RolloutFleet:
         self._on_loss = on_loss
         self._on_join = on_join
         self._num_started = 0
-        self.num_restarts = 0
+        self.num_restarts = self._num_faults = 0
+        self._innocent: set[str] = set()
         self._is_stopping = False
         self.actors: dict[str, Any] = {}
 
@@ -205,6 +213,8 @@ class RolloutFleet:
     def condemn(self, actor_id: str, error: BaseException) -> None:
         """Kills an actor whose engine failed a push; its watcher replaces it."""
         logger.warning("%s is condemned and will be replaced: %s", actor_id, error)
+        if isinstance(error, PushBroken):
+            self._innocent.add(actor_id)
         if actor := self.actors.get(actor_id):
             ray.kill(actor)
 
@@ -258,7 +268,7 @@ class RolloutFleet:
                 self.condemn(actor_id, outcome)
 
     async def abort(self) -> None:
-        """Ends every running episode; their claims must be void already."""
+        """Ends every running episode: the ledger that is restored next knows nothing of them."""
         await asyncio.gather(
             *(answer(actor.abort.remote()) for actor in self.actors.values()),
             return_exceptions=True,
@@ -323,17 +333,26 @@ class RolloutFleet:
         await self._replace(actor_id, cause)
 
     async def _replace(self, actor_id: str, cause: BaseException) -> None:
-        self.num_restarts += 1
-        ray.kill(self.actors.pop(actor_id))
-        if self._colocation is not None:
-            self._colocation.forget(actor_id)
-        await self._on_loss(actor_id)
-        if self.num_restarts > self._config.max_restarts:
-            raise RaylearnerError(
-                f"{actor_id} died and actors.max_restarts={self._config.max_restarts} is used up;"
-                f" last cause: {cause}"
-            )
-        logger.warning("%s died and is replaced: %s", actor_id, str(cause).splitlines()[0])
-        new_id = await self._launch()
-        await self._on_join(new_id, self.receiver(new_id))
-        self._tasks.create_task(self._watch(new_id))
+        """Until one joins; whoever was left hanging by others is not held against the limit."""
+        while True:
+            self.num_restarts += 1
+            self._num_faults += actor_id not in self._innocent
+            ray.kill(self.actors.pop(actor_id))
+            if self._colocation is not None:
+                self._colocation.forget(actor_id)
+            await self._on_loss(actor_id)
+            if self._num_faults > self._config.max_restarts:
+                raise RaylearnerError(
+                    f"{actor_id} died and actors.max_restarts={self._config.max_restarts} is used up;"
+                    f" last cause: {cause}"
+                )
+            logger.warning("%s died and is replaced: %s", actor_id, str(cause).splitlines()[0])
+            actor_id = await self._launch()
+            try:
+                await self._on_join(actor_id, self.receiver(actor_id))
+            except (WeightTransferError, LearnerDied) as error:
+                # Of a learner that died the controller hears by itself, and rolls back meanwhile.
+                cause = error
+                continue
+            break
+        self._tasks.create_task(self._watch(actor_id))

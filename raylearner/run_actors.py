@@ -134,7 +134,7 @@ class RunActors:
 
     async def restart_learner(self) -> None:
         """After its death: new ranks with the initial policy, episodes under way ended, no push left."""
-        await self.publisher.close()
+        await self.publisher.break_off()
         await self.learner.restart()
         await self.fleet.abort()
 
@@ -187,6 +187,7 @@ class RunActors:
             discard=self.learner.discard,
             settle=self.learner.settle,
             abandon=self.learner.abandon,
+            is_learner_busy=lambda: self.learner.is_stepping,
             on_condemned=self.fleet.condemn,
             deadline_s=self._config.weights.deadline_s,
             tracer=self._tracer,

@@ -131,8 +131,8 @@ class PushActor:
         return self._writer.send(group)
 
     @ray.method(concurrency_group="control")
-    def abandon(self) -> None:
-        self._writer.abandon()
+    def abandon(self, group: WeightGroup) -> None:
+        self._writer.abandon(group)
 
     def peak_gib(self) -> float:
         import torch

@@ -139,7 +139,9 @@ class VllmEngine:
         async with self._receiving:
             llm = self._alive()
             try:
-                await llm.sleep(level=2, mode="keep")
+                # Adapters bring no weights of their base, which the host keeps meanwhile.
+                level = 2 if self._lora_rank is None else 1
+                await llm.sleep(level=level, mode="keep")
             except Exception as error:
                 reason = f"vLLM did not fall asleep: {self._cause(error)}"
                 await self._condemn(reason)

@@ -127,9 +127,9 @@ class LearnerActor:
         self._writer.release()
 
     @ray.method(concurrency_group="control")
-    def abandon(self) -> None:
-        """Beside the `send` that hangs."""
-        self._writer.abandon()
+    def abandon(self, group: WeightGroup) -> None:
+        """Beside the `send` that hangs, or before it."""
+        self._writer.abandon(group)
 
     def save(self, folder: str, should_defer: bool) -> None:
         self._learner.save(Path(folder), should_defer=should_defer)

@@ -87,6 +87,7 @@ class LearnerGroup:
         self._ranks_per_engine = ranks_per_engine
         self._group: WeightGroup | None = None
         self._sending: asyncio.Future[list[Any]] | None = None
+        self._is_stepping = False
         self._address = ""
         self._seed = seed
         self._run_name = run_name
@@ -100,6 +101,11 @@ class LearnerGroup:
     def policy_version(self) -> PolicyVersion:
         """The version that every rank holds."""
         return self._policy_version
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether ranks are in a step, behind which every other call waits."""
+        return self._is_stepping
 
     async def start(self) -> None:
         """Start every rank, wherever Ray places it, and let them meet at rank 0's node."""
@@ -136,7 +142,11 @@ class LearnerGroup:
         """One batch a context group of neighbouring ranks, in order."""
         by_rank = [batch for batch in batches for _ in range(self._config.context_parallel_size)]
         calls = [rank.step.remote(batch) for rank, batch in zip(self._living, by_rank, strict=True)]
-        outputs = await self._gather(calls)
+        self._is_stepping = True
+        try:
+            outputs = await self._gather(calls)
+        finally:
+            self._is_stepping = False
         self._policy_version = outputs[0].policy_version
         return replace(
             outputs[0],
@@ -189,7 +199,7 @@ class LearnerGroup:
         self._group = None
         if self._weights.transport == "nccl" and self._ranks:
             with contextlib.suppress(RayActorError):
-                await _resolve(self._ranks[0].abandon.remote())
+                await _resolve(self._ranks[0].abandon.remote(update.payload["group"]))
 
     async def discard(self, update: WeightUpdate) -> None:
         if update.transport == "ipc":

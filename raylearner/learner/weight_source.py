@@ -69,6 +69,7 @@ class WeightWriter:
         self._seed = seed
         self._sender: Any = None
         self._share: Any = None
+        self._abandoned: str | None = None
 
     def write(
         self, *, members: Sequence[str] = (), group: WeightGroup | None = None
@@ -96,16 +97,23 @@ class WeightWriter:
         )
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
-        """Broadcast to the group: timings, or why it broke off; the learner is unharmed by that."""
-        try:
-            return self._nccl().send(group, deadline_s=self._config.deadline_s)
-        except WeightTransferError as error:
-            return str(error)
+        """Broadcast to the group: timings, or why it broke off, which leaves the learner unharmed.
 
-    def abandon(self) -> None:
-        """End a `send` that hangs; called from another thread."""
+        Raises `LearnerError` where this rank failed by itself.
+        """
+        sender = self._nccl()
+        if group.key == self._abandoned:
+            sender.abandon(group.key)
+        try:
+            return sender.send(group, deadline_s=self._config.deadline_s)
+        except WeightTransferError as error:
+            return f"policy version {self._source.policy_version}: {error}"
+
+    def abandon(self, group: WeightGroup) -> None:
+        """End a `send` that hangs or has not begun yet; called from another thread."""
+        self._abandoned = group.key
         if self._sender is not None:
-            self._sender.abandon()
+            self._sender.abandon(group.key)
 
     def release(self) -> None:
         """Free what was kept on this GPU for the last push."""

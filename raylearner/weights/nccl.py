@@ -4,6 +4,7 @@ Consumes the ranks' shards, layer by layer; waits for every engine of the group,
 tells to receive at the same time. Unblocked by their arrival, or by `abandon`.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from raylearner.errors import WeightTransferError
+from raylearner.errors import LearnerError, WeightTransferError
 from raylearner.weights.group import PACKED_BYTES, WeightGroup
 
 GatherWeights = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -33,25 +34,43 @@ class LayerSource(WeightSource):
         self._meta = [ParamMeta(name, dtype, shape) for name, shape in shapes]
         self._gather = gather
         self._rest: Iterator[tuple[str, Tensor]] = iter(())
-        self.is_abandoned = False
+        self._key: str | None = None
+        self._abandoned: str | None = None
+        self.failure: Exception | None = None
+        """What a gather itself raised: then this rank is out of step with the others."""
 
-    def restart(self) -> None:
+    @property
+    def is_abandoned(self) -> bool:
+        return self._key is not None and self._key == self._abandoned
+
+    def restart(self, key: str) -> None:
+        """For a push to the group of that key, which may be abandoned before it begins."""
         self._rest = self._gather()
-        self.is_abandoned = False
+        self._key = key
+
+    def abandon(self, key: str) -> None:
+        self._abandoned = key
 
     def metadata(self) -> list[ParamMeta]:
         return self._meta
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for item in self._rest:
+        while (item := self._next()) is not None:
             if self.is_abandoned:
                 raise WeightTransferError("the push was abandoned")
             yield item
 
     def drain(self) -> None:
         """Join the gathers that are left: the other ranks are in them."""
-        for _ in self._rest:
+        while self._next() is not None:
             pass
+
+    def _next(self) -> tuple[str, Tensor] | None:
+        try:
+            return next(self._rest, None)
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 class _EnginesAreToldElsewhere:
@@ -80,14 +99,20 @@ class NcclSender:
         self._transfer: Any = None
 
     def send(self, group: WeightGroup, *, deadline_s: float) -> dict[str, float]:
-        """Send to all members; every rank calls it. `WeightTransferError` when it broke off."""
-        torch.cuda.synchronize()
-        self._source.restart()
+        """Send to all members; every rank calls it.
+
+        Raises `WeightTransferError` when it broke off, `LearnerError` where weights could not even be
+        gathered: the ranks are out of step then.
+        """
+        self._source.restart(group.key)
         started = time.monotonic()
-        timer = threading.Timer(deadline_s, self.abandon)
+        timer = threading.Timer(deadline_s, self.abandon, [group.key])
         timer.daemon = True
         timer.start()
         try:
+            torch.cuda.synchronize()
+            if self._source.is_abandoned:
+                raise WeightTransferError("the push was abandoned")
             if group.key != self._key:
                 self._connect(group, deadline_s)
             connected = time.monotonic()
@@ -95,7 +120,7 @@ class NcclSender:
             if self._source.is_abandoned:
                 raise WeightTransferError("the push was abandoned")
         except Exception as error:
-            self._source.drain()
+            self._join_others(error)
             self.close()
             raise WeightTransferError(f"weights could not be sent: {error}") from error
         finally:
@@ -105,9 +130,19 @@ class NcclSender:
             "weights/send_s": time.monotonic() - connected,
         }
 
-    def abandon(self) -> None:
-        """End a push that cannot end by itself. May be called from any thread."""
-        self._source.is_abandoned = True
+    def _join_others(self, cause: Exception) -> None:
+        if self._source.failure is None:
+            with contextlib.suppress(Exception):
+                self._source.drain()
+        failure = self._source.failure
+        if failure is not None:
+            raise LearnerError(f"weights could not be gathered for a push: {failure}") from cause
+
+    def abandon(self, key: str) -> None:
+        """End a push that cannot end by itself, or has not begun. May be called from any thread."""
+        self._source.abandon(key)
+        if self._key != key:
+            return
         communicator = getattr(self._transfer, "model_update_group", None)
         if communicator is not None:
             communicator.destroy()
@@ -147,7 +182,7 @@ class NcclSender:
             meeting.join(0.02)
         if not outcome:
             raise WeightTransferError(
-                f"{len(group.members)} engines did not all join within {deadline_s:g} s"
+                f"of {', '.join(group.members)} not all joined within {deadline_s:g} s"
             )
         if isinstance(outcome[0], Exception):
             raise outcome[0]

@@ -1,18 +1,20 @@
 """Publishes policy versions to every engine, under running generations, one push at a time.
 
 Consumes versions from the controller; produces weight updates for the members' `receive`. Waits
-for the learner's `write` and for every member's receipt, each bounded by the deadline; whoever
-misses it or raises is condemned, which unblocks the push.
+for the learner's `write` and for every member's receipt, each bounded by the deadline (a write may
+queue behind a step, which does not count); whoever misses it or raises is condemned, which unblocks
+the push.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from raylearner.errors import WeightTransferError
+from raylearner.errors import PushBroken, WeightTransferError
 from raylearner.observability.spans import Tracer
 from raylearner.types import PolicyVersion, WeightReceipt, WeightUpdate
 
@@ -24,6 +26,8 @@ Discard = Callable[[WeightUpdate], Awaitable[None]]
 Settle = Callable[[WeightUpdate], Awaitable[Mapping[str, float]]]
 OnCondemned = Callable[[str, WeightTransferError], None]
 
+BUSY_POLL_S = 0.5
+"""Pause between two looks at whether a write that takes long waits for a step."""
 BROKEN_GRACE_S = 5.0
 """In a push that all members take together: time for the others to fail too once one has failed."""
 
@@ -37,8 +41,8 @@ class Publisher:
 
     A collective update is made for the members of one push: the learner sends while they receive,
     and `settle` tells how that went. It cannot outlive the loss of a member: `abandon` ends the
-    learner's side, whoever is left hanging is condemned as well, and the next push meets anew. It
-    is of no use to joiners, who get a push of their own.
+    learner's side, whoever is left hanging is condemned as well, with `PushBroken`, and the next push
+    meets anew. It is of no use to joiners, who get a push of their own.
     """
 
     def __init__(
@@ -50,11 +54,13 @@ class Publisher:
         deadline_s: float,
         settle: Settle | None = None,
         abandon: Discard | None = None,
+        is_learner_busy: Callable[[], bool] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or Tracer("publisher", is_enabled=False)
         self._settle = settle
         self._abandon = abandon
+        self._is_learner_busy = is_learner_busy or (lambda: False)
         self._pushing = asyncio.Lock()
         self._broken: set[str] = set()
         self._write = write
@@ -139,6 +145,23 @@ class Publisher:
             await asyncio.wait([self._running])
             self._raise_failure()
 
+    async def break_off(self) -> None:
+        """After the learner's death: close, and leave no engine in a push.
+
+        Whoever waits for what cannot come is condemned with `PushBroken`; what is written already may
+        be read to the end.
+        """
+        receiving = dict(self._receiving)
+        if self._last is not None and self._last.is_collective:
+            for actor_id in receiving:
+                self._members.pop(actor_id, None)
+                self._on_condemned(
+                    actor_id, PushBroken(f"the learner died while {actor_id} received from it")
+                )
+        elif receiving:
+            await asyncio.wait(list(receiving.values()))
+        await self.close()
+
     async def close(self) -> None:
         """Stop publishing and discard what was written."""
         if self._running is not None:
@@ -167,7 +190,7 @@ class Publisher:
         self, actor_id: str, receive: Receive, policy_version: PolicyVersion
     ) -> None:
         async with self._pushing:
-            update = await self._write(policy_version, (actor_id,))
+            update = await self._written(policy_version, (actor_id,))
             received = asyncio.create_task(
                 self._acknowledged(actor_id, receive(update), update), name="admit"
             )
@@ -191,24 +214,12 @@ class Publisher:
 
     async def _push_alone(self, policy_version: PolicyVersion) -> None:
         started = time.monotonic()
-        try:
-            with self._tracer.span("write"):
-                async with asyncio.timeout(self._deadline_s):
-                    update = await self._write(policy_version, tuple(self._members))
-        except TimeoutError as error:
-            raise WeightTransferError(
-                f"the learner did not write policy version {policy_version} within "
-                f"{self._deadline_s:g} s"
-            ) from error
-        if update.policy_version < policy_version:
-            raise WeightTransferError(
-                f"the learner wrote policy version {update.policy_version}, asked for {policy_version}"
-            )
+        update, members = await self._written_for_members(policy_version)
         write_s = time.monotonic() - started
         if self._last is not None and not self._last.is_collective:
             self._stale.append(self._last)
         self._last = update
-        outcomes, timings = await self._deliver(update, dict(self._members))
+        outcomes, timings = await self._deliver(update, members)
         receipts = [outcome for outcome in outcomes if isinstance(outcome, WeightReceipt)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, WeightTransferError)]
         if update.is_collective:
@@ -224,12 +235,54 @@ class Publisher:
             "weights/num_engines": float(len(receipts)),
             **timings,
         }
-        if errors and not receipts:
+        if not errors or receipts:
+            self._published = update.policy_version
+            return
+        own = [error for error in errors if not isinstance(error, PushBroken)]
+        said = f"policy version {update.policy_version} reached none of {len(outcomes)} engines"
+        if len(own) == len(outcomes):
+            raise WeightTransferError(f"{said}; the first: {own[0]}") from own[0]
+        logger.warning("%s; those that replace them get it", said)
+
+    async def _written_for_members(
+        self, policy_version: PolicyVersion
+    ) -> tuple[WeightUpdate, dict[str, Receive]]:
+        """Once more where members of a push that they take together changed meanwhile."""
+        while True:
+            members = dict(self._members)
+            with self._tracer.span("write"):
+                update = await self._written(policy_version, tuple(members))
+            if not update.is_collective:
+                return update, dict(self._members)
+            if members == self._members:
+                return update, members
+            if self._abandon is not None:
+                await self._abandon(update)
+            with contextlib.suppress(WeightTransferError):
+                await self._settled(update)
+            await self._discard(update)
+
+    async def _written(self, policy_version: PolicyVersion, members: Sequence[str]) -> WeightUpdate:
+        writing = asyncio.ensure_future(self._write(policy_version, members))
+        free_since = time.monotonic()
+        try:
+            while not writing.done():
+                await asyncio.wait([writing], timeout=min(BUSY_POLL_S, self._deadline_s))
+                if self._is_learner_busy():
+                    free_since = time.monotonic()
+                elif not writing.done() and time.monotonic() - free_since > self._deadline_s:
+                    raise WeightTransferError(
+                        f"the learner did not write policy version {policy_version} within "
+                        f"{self._deadline_s:g} s"
+                    )
+        finally:
+            writing.cancel()
+        update = writing.result()
+        if update.policy_version < policy_version:
             raise WeightTransferError(
-                f"policy version {update.policy_version} reached none of {len(errors)} engines; "
-                f"the first: {errors[0]}"
-            ) from errors[0]
-        self._published = update.policy_version
+                f"the learner wrote policy version {update.policy_version}, asked for {policy_version}"
+            )
+        return update
 
     async def _deliver(
         self, update: WeightUpdate, members: Mapping[str, Receive]
@@ -249,8 +302,10 @@ class Publisher:
             await asyncio.gather(*tasks, return_exceptions=True)
         outcomes = [task.result() for task in receipts.values()]
         if settled.cancelled():
+            first = next((o for o in outcomes if isinstance(o, WeightTransferError)), None)
             raise WeightTransferError(
                 f"the learner did not end the push of policy version {update.policy_version}"
+                + (f", which broke because {first}" if first else "")
             )
         error = settled.exception()
         if error is not None and not isinstance(error, WeightTransferError):
@@ -319,7 +374,7 @@ class Publisher:
             return None
         try:
             if is_broken and receiving.cancelled():
-                raise WeightTransferError(
+                raise PushBroken(
                     f"{actor_id} was left hanging when another member of the push of policy version "
                     f"{update.policy_version} failed"
                 )

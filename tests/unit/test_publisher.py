@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from raylearner.errors import WeightTransferError
+from raylearner.errors import PushBroken, WeightTransferError
 from raylearner.types import Probe, WeightReceipt, WeightUpdate
 from raylearner.weights import publisher
 from raylearner.weights.publisher import Publisher
@@ -22,9 +22,11 @@ class Receiver:
     fault: Exception | None = None
     version_offset: int = 0
     versions: list[int] = field(default_factory=list)
+    is_receiving: bool = False
     was_cancelled: bool = False
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
+        self.is_receiving = True
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -48,15 +50,17 @@ class Lab:
     def __init__(self, *, deadline_s: float = 5.0) -> None:
         self.written: list[int] = []
         self.discarded: list[int] = []
-        self.condemned: dict[str, str] = {}
+        self.condemned: dict[str, WeightTransferError] = {}
         self.learner_version: int | None = None
         self.write_gate = asyncio.Event()
         self.write_gate.set()
+        self.is_learner_busy = False
         self.publisher = Publisher(
             write=self.write,
             discard=self.discard,
-            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: str(error)}),
+            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: error}),
             deadline_s=deadline_s,
+            is_learner_busy=lambda: self.is_learner_busy,
         )
 
     async def write(self, policy_version: int, members: Sequence[str]) -> WeightUpdate:
@@ -163,8 +167,8 @@ async def test_whoever_raises_is_condemned_and_the_others_go_on() -> None:
     lab.add("c", version_offset=-1)
     await lab.publisher.publish(4)
     assert lab.publisher.members == {"a"}
-    assert "ValueError: worker died" in lab.condemned["b"]
-    assert "acknowledged policy version 3, sent was 4" in lab.condemned["c"]
+    assert "ValueError: worker died" in str(lab.condemned["b"])
+    assert "acknowledged policy version 3, sent was 4" in str(lab.condemned["c"])
     await lab.publisher.publish(5)
     assert a.versions == [4, 5]
     assert lab.publisher.metrics["weights/num_engines"] == 1
@@ -176,7 +180,7 @@ async def test_whoever_misses_the_deadline_is_condemned() -> None:
     await lab.publisher.publish(1)
     assert lab.publisher.members == {"a"}
     assert slow.was_cancelled
-    assert "did not acknowledge policy version 1 within 0.05 s" in lab.condemned["slow"]
+    assert "did not acknowledge policy version 1 within 0.05 s" in str(lab.condemned["slow"])
     assert a.versions == [1]
 
 
@@ -203,6 +207,34 @@ async def test_a_learner_that_does_not_write_fails_the_push() -> None:
     lab.write_gate.clear()
     with pytest.raises(WeightTransferError, match="did not write policy version 1"):
         await lab.publisher.publish(1)
+
+
+async def test_a_write_that_waits_for_a_step_is_given_its_time() -> None:
+    lab = Lab(deadline_s=0.05)
+    lab.add("a")
+    lab.write_gate.clear()
+    lab.is_learner_busy = True
+    lab.publisher.start(1)
+    await asyncio.sleep(0.2)
+    assert lab.publisher.is_publishing
+    lab.write_gate.set()
+    await lab.publisher.settle()
+    assert lab.publisher.policy_version == 1
+
+
+async def test_what_is_written_is_read_to_the_end_when_the_learner_dies() -> None:
+    lab = Lab()
+    reading = lab.add("a", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: reading.is_receiving)
+    breaking = asyncio.create_task(lab.publisher.break_off())
+    await asyncio.sleep(0.01)
+    assert lab.discarded == []
+    reading.gate.set()
+    await breaking
+    assert reading.versions == [1]
+    assert lab.discarded == [1]
+    assert lab.condemned == {}
 
 
 async def test_a_learner_that_writes_an_older_version_fails_the_push() -> None:
@@ -295,8 +327,7 @@ async def test_close_ends_a_running_push() -> None:
     lab = Lab()
     stuck = lab.add("a", is_open=False)
     lab.publisher.start(1)
-    await until(lambda: lab.written == [1])
-    await asyncio.sleep(0)
+    await until(lambda: stuck.is_receiving)
     await lab.publisher.close()
     assert stuck.was_cancelled
     assert lab.discarded == [1]
@@ -317,7 +348,7 @@ class Collective(Lab):
             discard=self.discard,
             settle=self.settle,
             abandon=self.abandon,
-            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: str(error)}),
+            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: error}),
             deadline_s=deadline_s,
         )
 
@@ -357,10 +388,12 @@ async def test_a_member_that_fails_breaks_a_collective_push_and_the_next_meets_w
     lab.is_sent.clear()
     lab.add("failing", fault=RuntimeError("gone"))
     hanging = lab.add("hanging", is_open=False)
-    with pytest.raises(WeightTransferError, match="reached none"):
-        await lab.publisher.publish(1)
+    await lab.publisher.publish(1)
     assert set(lab.condemned) == {"failing", "hanging"}
-    assert "left hanging" in lab.condemned["hanging"]
+    assert "left hanging" in str(lab.condemned["hanging"])
+    assert isinstance(lab.condemned["hanging"], PushBroken)
+    assert not isinstance(lab.condemned["failing"], PushBroken)
+    assert lab.publisher.policy_version is None
     assert hanging.was_cancelled
     assert lab.num_abandoned == 1
     lab.is_sent.set()
@@ -403,3 +436,42 @@ async def test_a_joiner_that_fails_is_not_admitted_and_hurts_nobody() -> None:
         await lab.publisher.admit("b", joiner.receive)
     await lab.publisher.publish(2)
     assert lab.groups[-1] == ("a",)
+
+
+async def test_members_that_change_while_the_learner_writes_meet_in_another_group() -> None:
+    lab = Collective()
+    lab.add("a")
+    lab.add("b")
+    lab.write_gate.clear()
+    lab.publisher.start(1)
+    await until(lambda: lab.groups == [("a", "b")])
+    lab.publisher.remove("a")
+    lab.write_gate.set()
+    await lab.publisher.settle()
+    assert lab.groups == [("a", "b"), ("b",)]
+    assert lab.num_abandoned == 1
+    assert lab.publisher.policy_version == 1
+    assert lab.condemned == {}
+
+
+async def test_a_learner_that_dies_leaves_no_engine_in_its_push() -> None:
+    lab = Collective()
+    lab.is_sent.clear()
+    stuck = lab.add("a", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: stuck.is_receiving)
+    await lab.publisher.break_off()
+    assert isinstance(lab.condemned["a"], PushBroken)
+    assert lab.publisher.members == frozenset()
+
+
+async def test_a_learner_that_does_not_stop_sending_tells_what_broke_the_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher, "BROKEN_GRACE_S", 0.05)
+    lab = Collective()
+    lab.is_sent.clear()
+    monkeypatch.setattr(lab.is_abandoned, "set", lambda: None)
+    lab.add("failing", fault=RuntimeError("no such tensor"))
+    with pytest.raises(WeightTransferError, match=r"did not end the push .*no such tensor"):
+        await lab.publisher.publish(1)

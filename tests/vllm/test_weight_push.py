@@ -1,10 +1,12 @@
 """Weights land under running generations of a real vLLM, and the proof tells whether they did."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import Sampling
@@ -25,6 +27,31 @@ async def start_running(lab, prompt: list[int], count: int = 16) -> list[asyncio
     running = [asyncio.create_task(lab.engine.generate(prompt, RUNNING)) for _ in range(count)]
     await asyncio.sleep(0.25)
     return running
+
+
+async def test_a_broadcast_can_be_abandoned_before_it_begins_and_tells_whose_fault_it_was() -> None:
+    from raylearner.weights.nccl import LayerSource
+
+    layers = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
+
+    def out_of_memory() -> Iterator[tuple[str, torch.Tensor]]:
+        yield layers[0]
+        raise RuntimeError("out of memory")
+
+    gathers = iter([iter(layers), iter(layers), out_of_memory()])
+    source = LayerSource([("a", (1,)), ("b", (1,))], lambda: next(gathers), torch.float32)
+    source.abandon("first")
+    source.restart("first")
+    with pytest.raises(WeightTransferError, match="abandoned"):
+        list(source)
+    source.drain()
+    source.restart("second")
+    assert [name for name, _ in source] == ["a", "b"]
+    assert source.failure is None
+    source.restart("third")
+    with pytest.raises(RuntimeError):
+        list(source)
+    assert str(source.failure) == "out of memory"
 
 
 @both

@@ -1,0 +1,95 @@
+"""Replacement of rollout actors: who counts against the limit, and joiners that fail to join."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from raylearner import placement
+from raylearner.config.schema import ActorsSection
+from raylearner.errors import LearnerDied, PushBroken, RaylearnerError, WeightTransferError
+from raylearner.placement import RolloutFleet
+
+
+class Loop:
+    """An actor's `run`: ends with the actor."""
+
+    def __init__(self) -> None:
+        self.end = asyncio.Event()
+
+    async def remote(self) -> None:
+        await self.end.wait()
+
+
+class Actor:
+    def __init__(self) -> None:
+        self.run = Loop()
+
+
+class Fleet(RolloutFleet):
+    """With actors that start at once, joins that fail as told, and no Ray."""
+
+    def __init__(self, *, max_restarts: int, join_failures: list[Exception]) -> None:
+        self.join_failures = join_failures
+        self.joined: list[str] = []
+        self.has_joined = asyncio.Event()
+        super().__init__(
+            config=ActorsSection.model_construct(max_restarts=max_restarts, num_actors=2),
+            sections=None,  # type: ignore[arg-type]
+            model_path="",
+            replay=None,
+            on_loss=self.lose,
+            on_join=self.join,
+        )
+
+    async def _launch(self) -> str:
+        self._num_started += 1
+        actor_id = f"rollout-{self._num_started}"
+        self.actors[actor_id] = Actor()
+        return actor_id
+
+    def receiver(self, actor_id: str) -> Any:
+        return None
+
+    async def lose(self, actor_id: str) -> None:
+        pass
+
+    async def join(self, actor_id: str, receive: Any) -> None:
+        if self.join_failures:
+            raise self.join_failures.pop(0)
+        self.joined.append(actor_id)
+        self.has_joined.set()
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.ray, "kill", lambda actor: actor.run.end.set())
+
+
+async def test_a_joiner_that_fails_to_join_is_replaced_too() -> None:
+    fleet = Fleet(
+        max_restarts=3, join_failures=[WeightTransferError("proof"), LearnerDied("rank 0 died")]
+    )
+    await fleet.start()
+    async with asyncio.TaskGroup() as tasks:
+        fleet.play(tasks)
+        fleet.condemn("rollout-1", WeightTransferError("proof"))
+        await asyncio.wait_for(fleet.has_joined.wait(), 2)
+        assert fleet.joined == ["rollout-5"]
+        assert sorted(fleet.actors) == ["rollout-2", "rollout-5"]
+        assert fleet.num_restarts == 3
+        fleet._is_stopping = True
+        for actor in fleet.actors.values():
+            actor.run.end.set()
+
+
+async def test_whoever_was_left_hanging_does_not_use_up_restarts() -> None:
+    fleet = Fleet(max_restarts=0, join_failures=[])
+    await fleet.start()
+    with pytest.RaisesGroup(pytest.RaisesExc(RaylearnerError, match="max_restarts=0 is used up")):
+        async with asyncio.TaskGroup() as tasks:
+            fleet.play(tasks)
+            fleet.condemn("rollout-1", PushBroken("left hanging"))
+            await asyncio.wait_for(fleet.has_joined.wait(), 2)
+            assert fleet.joined == ["rollout-3"]
+            fleet.condemn("rollout-2", WeightTransferError("proof"))
