@@ -103,7 +103,9 @@ class Saver:
                 if self._should_defer:
                     writes.append(self._learner.finish_save())
                 await asyncio.gather(*writes)
-            await asyncio.to_thread(checkpoint.prune, self._folder, keep_last=self._keep_last)
+            await asyncio.to_thread(
+                checkpoint.prune, self._folder, step=step, keep_last=self._keep_last
+            )
         self._metrics["checkpoint/write_s"] = time.monotonic() - started
         logger.info(
             "checkpoint of step %d is whole, %.1f s after it was begun to be written",

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
-_NAME = re.compile(r"step_(\d{6,})")
+_NAME = re.compile(r"step_(\d{6,})((\.replaced)?\.partial)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +96,36 @@ def find_fault(folder: Path) -> str | None:
     return None
 
 
-def prune(checkpoints: Path, *, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last`, and what older crashes left; returns what went."""
+def prune(checkpoints: Path, *, step: int, keep_last: int) -> list[Path]:
+    """Remove all but the newest `keep_last`, and what crashes left; returns what went.
+
+    `step` is that of the checkpoint just written, the newest of the run. Whatever stands at a later
+    step was not whole when the run went back behind it, and is of a future given up since. It goes
+    as the records of its steps went then: it displaces none that is whole, and no resume finds it.
+    """
     folders = _newest_first(checkpoints)
-    whole = [folder for folder in folders if folder.suffix != PARTIAL]
-    newest = _order(whole[0])[0] if whole else -1
-    leftovers = [f for f in folders if f.suffix == PARTIAL and _order(f)[0] <= newest]
-    removed = whole[keep_last:] + leftovers
+    given_up = [folder for folder in folders if _order(folder)[0] > step]
+    past = folders[len(given_up) :]
+    whole = [folder for folder in past if folder.suffix != PARTIAL]
+    leftovers = [folder for folder in past if folder.suffix == PARTIAL]
+    for folder in given_up:
+        log.warning("%s is removed: the run went back and is at step %d now", folder, step)
+    removed = given_up + whole[keep_last:] + leftovers
     for folder in removed:
         shutil.rmtree(folder)
     return removed
 
 
 def _newest_first(checkpoints: Path) -> list[Path]:
-    return sorted(checkpoints.glob("step_*"), key=_order, reverse=True)
+    """Those that are named as here: what users put aside beside them is left alone."""
+    folders = (folder for folder in checkpoints.glob("step_*") if _NAME.fullmatch(folder.name))
+    return sorted(folders, key=_order, reverse=True)
 
 
 def _order(folder: Path) -> tuple[int, bool]:
-    match = _NAME.match(folder.name)
-    return (int(match[1]) if match else -1, folder.suffix != PARTIAL)
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None, folder
+    return (int(match[1]), folder.suffix != PARTIAL)
 
 
 def _start(partial: Path) -> None:

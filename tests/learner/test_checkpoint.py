@@ -225,10 +225,19 @@ async def test_a_step_written_again_replaces_the_old_one(tmp_path: Path) -> None
     assert names_in(tmp_path) == ["step_000001"]
 
 
-async def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
-    for number in (8, 9, 10, 11):
+async def test_pruning_keeps_the_newest_of_the_run_and_nothing_of_a_future_given_up(
+    tmp_path: Path,
+) -> None:
+    """Resumed from 20, since 30 was corrupt, and stopped at 22."""
+    for number in (8, 9, 10, 20, 30, 22):
         await write(tmp_path, number, "text")
-    (tmp_path / "step_000009.partial").mkdir()
-    (tmp_path / "step_000012.partial").mkdir()
-    checkpoint.prune(tmp_path, keep_last=2)
-    assert names_in(tmp_path) == ["step_000010", "step_000011", "step_000012.partial"]
+    (tmp_path / "step_000030" / "inner" / "file.txt").write_text("TEXT")
+    for name in ("step_000009.partial", "step_000012.partial", "step_000031.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000040.mine").mkdir()
+    checkpoint.prune(tmp_path, step=22, keep_last=2)
+    assert names_in(tmp_path) == ["step_000020", "step_000022", "step_000040.mine"]
+    checkpoint.prune(tmp_path, step=22, keep_last=1)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert (found.step, found.skipped) == (22, ())

@@ -88,6 +88,14 @@ async def test_without_deferring_it_is_whole_when_training_goes_on(tmp_path: Pat
     assert saver.drain_metrics().keys() == {"checkpoint/stall_s", "checkpoint/write_s"}
 
 
+async def test_a_step_behind_a_corrupt_checkpoint_is_the_one_that_is_kept(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, FakeLearner(), should_defer=False, keep_last=1)
+    await saver.start(30)
+    (tmp_path / "step_000030" / "number").write_text("corrupt")
+    await saver.start(22)
+    assert (names(tmp_path), checkpoint.faults(tmp_path)) == (["step_000022"], [])
+
+
 async def test_a_write_that_failed_is_told_by_the_next_call_with_the_last_whole_one(
     tmp_path: Path,
 ) -> None:
