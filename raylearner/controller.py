@@ -125,10 +125,7 @@ class Controller:
 
     async def close(self) -> None:
         """Ends every actor and what it started. Safe to call twice."""
-        try:
-            await self._reported()
-        except Exception as error:
-            logger.warning("step %d is not wholly on record: %s", self.step, error)
+        await self._finish_report()
         if self._side_evaluation is not None:
             await self._side_evaluation.cancel()
         if self._saver is not None:
@@ -298,6 +295,14 @@ class Controller:
             await asyncio.shield(self._reporting)
             self._reporting = None
 
+    async def _finish_report(self) -> None:
+        """Where something worse went wrong already."""
+        try:
+            await self._reported()
+        except Exception as error:
+            self._reporting = None
+            logger.warning("step %d is not wholly on record: %s", self.step, error)
+
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
         every = run.checkpoint_every_steps
@@ -374,7 +379,7 @@ class Controller:
     async def _roll_back(self, error: LearnerDied) -> None:
         """Learner, ledger and buffer go back to one cut; engines are set to its version."""
         self._num_learner_restarts += 1
-        await self._reported()
+        await self._finish_report()
         if self._saver is not None:
             await self._saver.cancel()
         latest = await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")

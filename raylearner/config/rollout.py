@@ -126,6 +126,6 @@ class ActorsSection(Section):
     gpus_per_actor: AutoFloat = "auto"
     """GPUs of one actor; a fraction puts several engines on one GPU; auto shares out what there is."""
     max_restarts: NaturalInt = 5
-    """Replacements of dead actors before the run ends with the cause."""
+    """Replacements of dead actors before the run ends with the cause; one that was only left hanging in a push by another's failure does not count."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest an engine may take to start."""
