@@ -5,11 +5,13 @@ import json
 import logging
 import os
 import shlex
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
@@ -31,18 +33,38 @@ CHATTY = {
 """Loggers that tell every step of an upload, and the last warns of what it leaves out by design."""
 TOO_LARGE = ("exceeds the maximum size", "Maximum request body size")
 """What Ray says of a working directory beyond 512 MiB, and its job server of one beyond 100 MiB."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables that name the cluster of jobs, the first one set counts. Runs and sweeps join that of the
+second, as HOST:6379."""
+AUTH_MODES = ("token", "disabled")
+HEAD_TIMEOUT_S = 10.0
+HEAD_PAUSE_S = 0.5
 
 
 def use_token_where_there_is_one() -> None:
-    """Makes this process present Ray's token: the command line leaves authentication off otherwise."""
+    """Makes this process present Ray's token: the command line leaves authentication off otherwise.
+
+    Raises `ConfigError` where the token's file is not there, at which Ray would abort the process.
+    """
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if named and not os.environ.get("RAY_AUTH_TOKEN") and not os.access(named, os.R_OK):
+        raise ConfigError(
+            f"RAY_AUTH_TOKEN_PATH={named}: no such file, or not to be read; unset it, or name the"
+            " file that holds the cluster's token"
+        )
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode is not None and mode.lower() not in AUTH_MODES:
+        raise ConfigError(f"RAY_AUTH_MODE={mode}: Ray knows {' and '.join(AUTH_MODES)} only")
     has_token = (
-        os.environ.get("RAY_AUTH_TOKEN")
-        or os.environ.get("RAY_AUTH_TOKEN_PATH")
-        or (Path.home() / ".ray" / "auth_token").is_file()
+        os.environ.get("RAY_AUTH_TOKEN") or named or (Path.home() / ".ray" / "auth_token").is_file()
     )
     if has_token:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def named_address() -> str | None:
+    """The cluster for jobs that the environment names."""
+    return next((os.environ[name] for name in ADDRESSES if os.environ.get(name)), None)
 
 
 def connect(address: str | None = None) -> Any:
@@ -51,28 +73,64 @@ def connect(address: str | None = None) -> Any:
     Raises `ConfigError` where no cluster answers, or where it does not take our token.
     """
     use_token_where_there_is_one()
-    from ray.exceptions import AuthenticationError
+    import requests
+    from ray.exceptions import AuthenticationError, RpcError
     from ray.job_submission import JobSubmissionClient
 
     for name, level in CHATTY.items():
         logging.getLogger(name).setLevel(level)
-    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    named = address or named_address()
     where = named or "this machine"
     try:
-        return JobSubmissionClient(address)
-    except ConnectionError as error:
-        raise ConfigError(
-            f"cluster at {where}: nothing answers ({_first_line(error)}); start one with"
-            " `ray start --head`, or name the dashboard's address, http://HOST:8265, in RAY_ADDRESS"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"cluster at {where}: {_first_line(error)}; name the dashboard's address, http://HOST:8265"
-        ) from error
+        _probe(named)
+        with _without(ADDRESSES if address else ()):
+            return JobSubmissionClient(address)
+    except (ConnectionError, TimeoutError, socket.gaierror, requests.ConnectionError) as error:
+        raise _silent(where, error) from error
+    except (requests.Timeout, RpcError) as error:
+        raise _silent(where, error) from error
     except (AuthenticationError, RuntimeError) as error:
         if _is_unauthorised(error):
             raise ConfigError(unauthorised(where)) from error
         raise ConfigError(f"cluster at {where}: {_first_line(error)}") from error
+    except (OSError, ValueError, AssertionError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"cluster at {where}: no dashboard of Ray is there ({_first_line(error)}); name its"
+            " address, http://HOST:8265"
+        ) from error
+
+
+def _silent(where: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cluster at {where}: nothing answers ({_first_line(error)}); start one with"
+        " `ray start --head`, or name the dashboard's address, http://HOST:8265, by --address or in"
+        " RAY_API_SERVER_ADDRESS"
+    )
+
+
+def _probe(named: str | None) -> None:
+    """Raises `OSError` where a named cluster does not answer soon: Ray itself waits without end."""
+    if named is None:
+        return
+    import requests
+
+    from raylearner import placement
+
+    if named.startswith(("http://", "https://")):
+        url = f"{named.rstrip('/')}/api/version"
+        requests.get(url, timeout=placement.CONNECT_TIMEOUT_S, stream=True).close()
+    else:
+        placement._knock(named)  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _without(names: Sequence[str]) -> Iterator[None]:
+    """These variables are unset meanwhile: to Ray they count for more than an address that is given."""
+    held = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)
 
 
 def unauthorised(where: str) -> str:
@@ -94,9 +152,50 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_local(client: Any) -> bool:
-    """Whether jobs run on this machine, and so see its files and interpreter."""
-    host: Any = urlsplit(client.get_address()).hostname
-    return host in LOOPBACK
+    """Whether jobs run on this machine, and so see its files and interpreter.
+
+    They run on the head node. It is this machine where it bears the name and an address of it: a
+    dashboard on 127.0.0.1 may be the end of a tunnel, and one elsewhere may be our own. Raises
+    `ConfigError` where the cluster does not tell.
+    """
+    head = _head_node(client)
+    return head["nodeManagerHostname"] == socket.gethostname() and _is_ours(
+        head["nodeManagerAddress"]
+    )
+
+
+def _head_node(client: Any) -> Mapping[str, str]:
+    """What the dashboard knows of the head node; at once after a start it knows none yet."""
+    import requests
+
+    said: object = "it names no head node"
+    deadline_s = time.monotonic() + HEAD_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            answer = client._do_request("GET", "/nodes?view=summary", timeout=HEAD_TIMEOUT_S)
+            answer.raise_for_status()
+            nodes = [node["raylet"] for node in answer.json()["data"]["summary"]]
+            heads = [n for n in nodes if n.get("isHeadNode") and n.get("state") == "ALIVE"]
+            if heads and {"nodeManagerHostname", "nodeManagerAddress"} <= heads[0].keys():
+                return heads[0]
+        except (requests.RequestException, ValueError, LookupError, TypeError) as error:
+            said = _first_line(error)
+        time.sleep(HEAD_PAUSE_S)
+    raise ConfigError(
+        f"cluster at {client.get_address()}: it does not tell which machine its jobs run on ({said});"
+        " look at the Cluster page of its dashboard, and whether it runs this machine's Ray"
+    )
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an IP address is one of this machine's: only then can a socket be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def config_hash(config: RunConfig) -> str:

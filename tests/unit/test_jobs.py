@@ -4,7 +4,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,46 @@ from raylearner.errors import ConfigError
 from raylearner.observability import run_directory
 
 
-class Client:
-    """A Jobs API that takes or refuses a job."""
+class Answer:
+    """One of a dashboard, of its nodes."""
 
-    def __init__(self, error: Exception | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(self, *nodes: dict[str, Any]) -> None:
+        self._nodes = nodes
+
+    def raise_for_status(self) -> None: ...
+
+    def json(self) -> dict[str, Any]:
+        return {"data": {"summary": [{"raylet": node} for node in self._nodes]}}
+
+
+def node(hostname: str, address: str, *, is_head: bool = True) -> dict[str, Any]:
+    names = {"nodeManagerHostname": hostname, "nodeManagerAddress": address}
+    return {**names, "isHeadNode": is_head, "state": "ALIVE"}
+
+
+WORKER_HERE = node(socket.gethostname(), "127.0.0.1", is_head=False)
+
+
+class Client:
+    """A Jobs API that takes or refuses a job; its dashboard is at `host`, its head node is `head`."""
+
+    def __init__(
+        self,
+        error: Exception | None = None,
+        host: str = "127.0.0.1",
+        head: dict[str, Any] | None = None,
+    ) -> None:
         self.error = error
         self.host = host
+        self.head = head or node(socket.gethostname(), "127.0.0.1")
         self.jobs: list[dict[str, Any]] = []
 
     def get_address(self) -> str:
         return f"http://{self.host}:8265"
+
+    def _do_request(self, method: str, endpoint: str, **_: Any) -> Answer:
+        assert (method, endpoint) == ("GET", "/nodes?view=summary")
+        return Answer(WORKER_HERE, self.head)
 
     def submit_job(self, **job: Any) -> str:
         if self.error is not None:
@@ -63,10 +96,24 @@ def test_the_hash_of_a_configuration_is_of_what_it_says_not_of_where_it_writes(
 
 
 def test_a_job_runs_by_this_interpreter_here_and_by_its_own_elsewhere() -> None:
-    here, elsewhere = Client(), Client(host="head.example.com")
+    here = Client(host="head.example.com")
+    elsewhere = Client(head=node("head", "203.0.113.1"))  # by a tunnel that ends here
     assert submit(here) == submit(elsewhere) == "x"
     assert here.jobs[0]["entrypoint"] == f"{sys.executable} -m raylearner train 'a b.yaml'"
     assert elsewhere.jobs[0]["entrypoint"] == "python -m raylearner train 'a b.yaml'"
+
+
+def test_a_machine_is_this_one_by_its_name_and_by_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = socket.gethostname()
+    assert jobs.is_local(Client())
+    assert not jobs.is_local(Client(head=node("another", "127.0.0.1")))
+    assert not jobs.is_local(Client(head=node(ours, "203.0.113.1")))
+    monkeypatch.setattr(jobs, "HEAD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(jobs, "HEAD_PAUSE_S", 0.01)
+    with pytest.raises(ConfigError, match=r"does not tell which machine .*it names no head node"):
+        jobs.is_local(Client(head=WORKER_HERE))
 
 
 @pytest.mark.parametrize(
@@ -110,13 +157,77 @@ def test_runs_and_environments_stay_behind_and_sweep_files_do_not(tmp_path: Path
     assert said.splitlines() == behind
 
 
-def test_a_cluster_that_nobody_answers_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+@pytest.fixture
+def no_cluster_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*jobs.ADDRESSES, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: nothing answers"):
-        jobs.connect(f"http://127.0.0.1:{port}")
+        return free.getsockname()[1]
+
+
+@pytest.mark.usefixtures("no_cluster_named")
+def test_a_cluster_that_nobody_answers_for_is_named_at_once(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=f"http://127.0.0.1:{free_port}: nothing answers"):
+        jobs.connect(f"http://127.0.0.1:{free_port}")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=f"at 127.0.0.1:{free_port}: nothing answers"):
+        jobs.connect()
+    assert time.monotonic() - began_s < 5
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr("raylearner.placement.CONNECT_TIMEOUT_S", 0.2)
+        with pytest.raises(ConfigError, match=r"nothing answers .*timed out"):
+            jobs.connect(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Answers with `code` and Ray's version."""
+
+    code = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+        self.wfile.write(b'{"ray_version": "2.60.0"}')
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.mark.usefixtures("no_cluster_named")
+def test_an_address_that_is_given_counts_and_what_is_no_dashboard_is_said(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in jobs.ADDRESSES:
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port}")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert jobs.connect(address).get_address() == address
+        assert jobs.named_address() == f"http://127.0.0.1:{free_port}"
+        monkeypatch.setattr(Dashboard, "code", 500)
+        with pytest.raises(ConfigError, match=r"no dashboard of Ray is there .500 Server Error"):
+            jobs.connect(address)
+        server.shutdown()
+    with pytest.raises(ConfigError, match="json://x: no dashboard of Ray is there"):
+        jobs.connect("json://x")
+
+
+def test_a_token_that_is_not_there_is_said_before_ray_aborts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_TOKEN_PATH=.*no such file"):
+        jobs.connect()
 
 
 def test_files_outside_the_working_directory_are_refused(
