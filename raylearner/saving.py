@@ -7,11 +7,14 @@ checkpoint before the next one starts, so that only one is ever in flight.
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from raylearner.errors import CheckpointError, LearnerDied
+from ray.exceptions import RayTaskError
+
+from raylearner.errors import CheckpointError, LearnerError
 from raylearner.learner import checkpoint
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability.spans import Tracer
@@ -51,7 +54,7 @@ class Saver:
         """Begin the checkpoint of this step; no step may come before this returns."""
         started = time.monotonic()
         await self.wait()
-        with self._tracer.span("copy", step=step):
+        with self._failures_told(step), self._tracer.span("copy", step=step):
             async with AsyncExitStack() as stack:
                 partial = await stack.enter_async_context(
                     checkpoint.writing(self._folder, step=step)
@@ -72,15 +75,8 @@ class Saver:
         running, self._running = self._running, None
         if running is None:
             return
-        try:
+        with self._failures_told(self.step):
             await running
-        except LearnerDied:
-            raise
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {self.step} was not written: {error};"
-                f" {checkpoint.advice(self._folder / f'step_{self.step:06d}')}"
-            ) from error
 
     async def cancel(self) -> None:
         """Give up the one in flight: ranks that wrote it are gone, or the run is to end at once."""
@@ -94,6 +90,18 @@ class Saver:
         """Of what happened since the last call."""
         drained, self._metrics = self._metrics, {}
         return drained
+
+    @contextmanager
+    def _failures_told(self, step: int) -> Iterator[None]:
+        """As those of the checkpoint of this step; a rank that died stays one that a restart mends."""
+        try:
+            yield
+        except (CheckpointError, LearnerError, OSError) as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written: {cause};"
+                f" {checkpoint.advice(self._folder / f'step_{step:06d}')}"
+            ) from error
 
     async def _finish(self, rest: AsyncExitStack, partial: Path, step: int) -> None:
         started = time.monotonic()

@@ -219,8 +219,8 @@ class Learner:
         controller = self._kl_controller
         if isinstance(controller, AdaptiveController):
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
-        save_state(folder / "learner", self._progress, writes)
         self._models.save(folder, self._progress, writes)
+        save_state(folder / "learner", self._progress, writes)
         if should_defer:
             self._writes = writes
         else:

@@ -106,7 +106,7 @@ class Models:
 
     def save(self, folder: Path, progress: Progress, writes: Writes) -> None:
         """Shards under `learner/`, `critic/` and, if it changes, `reference/`; what others load under
-        `model/` (`from_pretrained`) and `adapter/` (peft)."""
+        `model/` (`from_pretrained`) and `adapter/` (peft). What all ranks write together is first."""
         save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer, writes)
         if self.critic is not None:
             self.critic.save(folder / "critic", writes)

@@ -1,14 +1,20 @@
 """What is still to be written of a checkpoint: at once, or later from copies in host memory.
 
 Waits for: the other ranks, which must begin and finish the same checkpoints in the same order.
+Unblocked by: their writes, or `AGREEMENT_TIMEOUT_S`.
 """
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+AGREEMENT_TIMEOUT_S = 600
+"""How much longer than the fastest rank any other may take to write its shards; the checkpoint fails
+otherwise. No watchdog looks at what is written beside training."""
 
 
 class Writer:
@@ -26,7 +32,7 @@ class Writer:
             use_non_blocking_copy=on_gpu,
         )
         self._stager = DefaultStager(options)
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREEMENT_TIMEOUT_S))
 
     def begin(self, *, should_defer: bool) -> "Writes":
         """The previous one's writes must be finished: its copies are overwritten."""
@@ -47,7 +53,11 @@ class Writes:
         self._pending: list[Callable[[], object]] = []
 
     def add(self, write: Callable[[], object]) -> None:
-        """`write` must hold nothing that training changes: see `kept` and `copied`."""
+        """`write` must hold nothing that training changes: see `kept` and `on_host`.
+
+        What ranks write together comes before what each writes alone: a rank whose disk is full
+        would otherwise keep the others waiting for it.
+        """
         if self._should_defer:
             self._pending.append(write)
         else:

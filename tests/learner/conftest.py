@@ -111,7 +111,7 @@ def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """What two processes did with `steps`: outputs, probe and weights, and their checkpoint."""
+    """What two processes did with `steps`: outputs, probe and weights, and their checkpoints."""
 
     config: dict[str, Any]
     steps: list[list[TrajectoryGroup]]
@@ -119,6 +119,8 @@ class TwoRanks:
     probe: list[list[float]]
     weights: dict[str, Any]
     saved: Path
+    saved_beside: Path
+    """By `finish_save`, while rank 1 had no room for its own files."""
 
 
 @pytest.fixture(scope="session")
@@ -157,4 +159,10 @@ def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tw
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
     run_ranks(Path(__file__).with_name("rank.py"), folder, num_ranks=2)
     result = pickle.loads((folder / "result.pkl").read_bytes())
-    return TwoRanks(config=config, steps=steps, saved=folder / "saved", **result)
+    return TwoRanks(
+        config=config,
+        steps=steps,
+        saved=folder / "saved",
+        saved_beside=folder / "beside",
+        **result,
+    )

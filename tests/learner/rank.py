@@ -2,19 +2,23 @@
 
 Run by `ranks.run_ranks`.
 
-`job.pkl` holds `config`, `model` and `batches`, per step and rank.
+`job.pkl` holds `config`, `model` and `batches`, per step and rank. `saved/` and `beside/` are checkpoints
+of the end; in the second rank 1 could not write its random state.
 """
 
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
+from raylearner.learner import writes
 from raylearner.learner.learner import Learner
 
 
 def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
+    writes.AGREEMENT_TIMEOUT_S = 20
     job = pickle.loads((folder / "job.pkl").read_bytes())
     learner = Learner(
         LearnerSection(**job["config"]),
@@ -25,6 +29,11 @@ def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     )
     outputs = [learner.step(step[rank]) for step in job["batches"]]
     learner.save(folder / "saved")
+    if rank == 1:
+        (folder / "beside" / "learner" / "rng_00001.json").mkdir(parents=True)
+    learner.save(folder / "beside", should_defer=True)
+    with suppress(IsADirectoryError):
+        learner.finish_save()
     result = {
         "outputs": outputs,
         "probe": learner.probe_logprobs([[35, 36, 37], [20, 21, 22, 23]]),

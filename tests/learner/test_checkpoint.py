@@ -21,6 +21,8 @@ from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
 from raylearner.learner.layout import StepOutput
 from raylearner.learner.learner import Learner
+from raylearner.learner.mesh import COLLECTIVE_TIMEOUT_S
+from raylearner.learner.writes import AGREEMENT_TIMEOUT_S
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -85,6 +87,23 @@ def test_two_ranks_are_resumed_by_one(tiny_folder: Path, two_ranks: Any) -> None
     assert learner.policy_version == 3
     for name, tensor in weights_of(learner, "float64").items():
         np.testing.assert_array_equal(tensor, two_ranks.weights[name])
+
+
+def test_a_rank_without_room_for_its_own_files_keeps_no_other_waiting(
+    tiny_folder: Path, two_ranks: Any
+) -> None:
+    assert (two_ranks.saved_beside / "learner" / "rng_00001.json").is_dir()
+    section = LearnerSection(**two_ranks.config)
+    learner = Learner(section, model_path=str(tiny_folder), num_steps=10)
+    learner.restore(two_ranks.saved_beside)
+    for name, tensor in weights_of(learner, "float64").items():
+        np.testing.assert_array_equal(tensor, two_ranks.weights[name])
+
+
+def test_ranks_wait_for_each_others_files_for_less_than_for_a_step(tiny_folder: Path) -> None:
+    group: Any = make_learner(tiny_folder)._writer.group
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    assert timeout.total_seconds() == AGREEMENT_TIMEOUT_S < COLLECTIVE_TIMEOUT_S
 
 
 @pytest.mark.parametrize("model", ["tiny_folder", "untied_folder"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raylearner.errors import CheckpointError, LearnerDied
+from raylearner.errors import CheckpointError, LearnerDied, LearnerError
 from raylearner.learner import checkpoint
 from raylearner.observability.spans import Tracer
 from raylearner.saving import Saver
@@ -30,11 +30,11 @@ class FakeLearner:
 
     async def finish_save(self) -> None:
         await self.may_write.wait()
-        if self.error is not None:
-            raise self.error
         self._write()
 
     def _write(self) -> None:
+        if self.error is not None:
+            raise self.error
         assert self._copied is not None
         folder, number = self._copied
         (folder / "number").write_text(str(number))
@@ -96,18 +96,27 @@ async def test_a_step_behind_a_corrupt_checkpoint_is_the_one_that_is_kept(tmp_pa
     assert (names(tmp_path), checkpoint.faults(tmp_path)) == (["step_000022"], [])
 
 
-async def test_a_write_that_failed_is_told_by_the_next_call_with_the_last_whole_one(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("should_defer", "error"),
+    [
+        (True, CheckpointError("learner rank 1: OSError: no space left on device")),
+        (False, LearnerError("learner rank 1: OSError: no space left on device")),
+    ],
+)
+async def test_a_write_that_failed_is_told_with_its_step_and_the_last_whole_one(
+    tmp_path: Path, should_defer: bool, error: Exception
 ) -> None:
+    """At once, or by the next call where it was made beside training."""
     learner = FakeLearner()
     learner.may_write.set()
-    saver = make_saver(tmp_path, learner)
+    saver = make_saver(tmp_path, learner, should_defer=should_defer)
     await saver.start(1)
     await saver.wait()
-    learner.error = CheckpointError("learner rank 1: OSError: no space left on device")
-    await saver.start(2)
+    learner.error = error
+    if should_defer:
+        await saver.start(2)
     with pytest.raises(CheckpointError) as refused:
-        await saver.start(3)
+        await saver.start(3 if should_defer else 2)
     assert "the checkpoint of step 2 was not written: learner rank 1: OSError" in str(refused.value)
     assert f"the last other whole checkpoint is {tmp_path / 'step_000001'}" in str(refused.value)
 
