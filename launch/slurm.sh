@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # A Ray cluster on SLURM nodes and one run on it:  sbatch launch/slurm.sh CONFIG [key=value..]
 # Change: partition, account, nodes, GPUs and time below. The environment (.venv), models and data must
-# be on storage that all nodes see. A stop (scancel, or the end of the time) is told to the run
-# 180 s before the kill, so that it leaves a checkpoint; `--resume RUN_DIR` goes on from it (add
-# `--or-start-over` where it may have been killed before its first).
+# be on storage that all nodes see. The end of the time is told to the run 180 s before, so that it
+# leaves a checkpoint, and so does `scancel --signal=TERM --batch JOB`; a plain `scancel JOB` kills it.
+# `--resume RUN_DIR` goes on from it (add `--or-start-over` where it may have been killed before its
+# first).
 #SBATCH --job-name=raylearner
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -39,19 +40,19 @@ if [ "$others" -gt 0 ]; then
     "${ray[@]}" --address="$address:$port" &
 fi
 
-# The driver runs on the head node, once all nodes have joined.
+# The driver runs in this shell, which SLURM starts on the head node, once all nodes have joined: an srun
+# that is told to stop kills its tasks.
 export RAY_ADDRESS=$address:$port
-srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
-  "$venv/bin/python" launch/wait_for_nodes.py "${#nodes[@]}"
-srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
-  "$venv/bin/python" -m raylearner train "$@" &
+"$venv/bin/python" launch/wait_for_nodes.py "${#nodes[@]}"
+driver=
+trap 'kill -TERM "$driver" 2>/dev/null || true' TERM
+"$venv/bin/python" -m raylearner train "$@" &
 driver=$!
-trap 'kill -TERM "$driver"' TERM
 status=0
 wait "$driver" || status=$?
-# `wait` returns at the signal: the run still writes its checkpoint.
-if kill -0 "$driver" 2>/dev/null; then
+# `wait` returns at each signal: the run still writes its checkpoint.
+while kill -0 "$driver" 2>/dev/null; do
   status=0
   wait "$driver" || status=$?
-fi
+done
 exit "$status"
