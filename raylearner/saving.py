@@ -12,8 +12,6 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayTaskError
-
 from raylearner.errors import CheckpointError, LearnerError
 from raylearner.learner import checkpoint
 from raylearner.learner.learner_group import LearnerGroup
@@ -97,7 +95,7 @@ class Saver:
         try:
             yield
         except (CheckpointError, LearnerError, OSError) as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
+            cause = getattr(error, "cause", error)  # what crossed Ray says its traceback as well
             raise CheckpointError(
                 f"the checkpoint of step {step} was not written: {cause};"
                 f" {checkpoint.advice(self._folder / f'step_{step:06d}')}"
