@@ -1,10 +1,22 @@
 """A sweep: which trials over which keys, what is compared, when a trial is given up."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from raylearner.config.section import Name, NaturalInt, PositiveInt, Section, Seed
+
+_Items = TypeVar("_Items", bound=tuple[Any, ...])
+
+
+def _not_empty(items: _Items) -> _Items:
+    if not items:
+        raise ValueError("must have at least 1")
+    return items
+
+
+NOT_EMPTY = AfterValidator(_not_empty)
+"""Of a list; unlike a least length it says nothing more of a list whose items are wrong."""
 
 
 class Uniform(Section):
@@ -41,8 +53,8 @@ class Choice(Section):
     """One of several values."""
 
     kind: Literal["choice"]
-    values: Annotated[tuple[Any, ...], Field(min_length=1)]
-    """What is drawn from."""
+    values: Annotated[tuple[Any, ...], NOT_EMPTY]
+    """What is drawn from; one or more."""
 
 
 Draw = Annotated[Uniform | LogUniform | IntUniform | Choice, Field(discriminator="kind")]
@@ -58,7 +70,7 @@ class AxisSection(Section):
     sample: Draw | None = None
     """Drawn anew for each of the `num_samples` trials at a grid point."""
     when: dict[str, tuple[Any, ...]] = Field(default_factory=dict[str, tuple[Any, ...]])
-    """The axis counts only where the earlier axes named here have one of these values."""
+    """The axis counts only where the earlier axes named here have one of these values, drawn or not."""
 
 
 class SweepMetric(Section):
@@ -87,18 +99,18 @@ class SweepSection(Section):
 
     name: Name
     """Names the sweep's folder, `runs/sweeps/<name>`, its jobs and its runs."""
-    base: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Configuration files, merged left to right, as on the command line."""
+    base: Annotated[tuple[str, ...], NOT_EMPTY]
+    """Configuration files, one or more, merged left to right, as on the command line."""
     overrides: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Dotted keys and values that are the same in every trial."""
-    axes: Annotated[tuple[AxisSection, ...], Field(min_length=1)]
-    """What varies."""
+    axes: Annotated[tuple[AxisSection, ...], NOT_EMPTY]
+    """What varies; one axis or more."""
     exclude: tuple[dict[str, Any], ...] = ()
-    """Combinations that are left out: a trial with all values of one of these."""
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] = (0,)
-    """`run.seed` of the repetitions of each combination."""
+    """Combinations that are left out: a trial with all values of one of these, drawn or not."""
+    seeds: Annotated[tuple[Seed, ...], NOT_EMPTY] = (0,)
+    """`run.seed` of the repetitions of each combination, one or more."""
     num_samples: PositiveInt = 1
-    """Trials at each grid point, where an axis is sampled."""
+    """Trials at each grid point, where an axis is sampled; fewer where draws are alike or excluded."""
     sample_seed: NaturalInt = 0
     """Seed of what is drawn."""
     metric: SweepMetric = SweepMetric()

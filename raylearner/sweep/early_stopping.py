@@ -18,12 +18,7 @@ class Asha:
     """Decides on every new value of a trial whether it goes on."""
 
     def __init__(self, config: AshaSection, metric: SweepMetric, *, max_steps: int) -> None:
-        """Raises `ConfigError` where Ray Tune is not installed or no rung fits into the run."""
-        if config.grace_steps >= max_steps:
-            raise ConfigError(
-                f"early_stopping.grace_steps: must be < run.num_steps = {max_steps},"
-                f" got {config.grace_steps}"
-            )
+        """Raises `ConfigError` where Ray Tune is not installed."""
         try:
             from ray.tune.schedulers import ASHAScheduler
         except ImportError as error:

@@ -1,28 +1,23 @@
 """From a sweep file to its trials, every one of them checked before anything starts."""
 
 import json
-import math
-import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from raylearner.config.document import parse
 from raylearner.config.loader import load, load_section
-from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean
+from raylearner.config.problems import ConfigProblems, Problem, Where
 from raylearner.config.schema import RunConfig, TinyModel
-from raylearner.config.sweep import AxisSection, Choice, Draw, IntUniform, LogUniform, SweepSection
-from raylearner.observability.metrics import METRICS, spec_of
+from raylearner.config.sweep import SweepSection
+from raylearner.config.tree import Node
+from raylearner.errors import ConfigError
+from raylearner.sweep.checks import check
+from raylearner.sweep.points import Values, points
 
-SIGNIFICANT_DIGITS = 4
-"""Of numbers that are drawn: enough, and they read well."""
-
-SET_HERE = ("run.seed", "run.dir", "run.name")
-"""Keys that differ from trial to trial without an axis."""
-
-Values = dict[str, Any]
-"""Dotted keys and what they take."""
+UNKNOWN = "unknown key"
+"""Problems that begin so are certain even where some axes could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,141 +52,88 @@ class Plan:
 
 
 def read(path: str) -> Plan:
-    """Every trial of a sweep file. Raises `ConfigProblems` with the problems of all of them."""
+    """Every trial of a sweep file. Raises `ConfigProblems` with the problems of file and trials."""
     sweep = load_section(path, SweepSection)
-    problems = _axis_problems(sweep, path)
-    if problems:
-        raise ConfigProblems(problems)
+    tree, _ = parse(Path(path).read_text(encoding="utf-8-sig"), Where(-1, 0, path))
+    assert tree is not None, "it was read a moment ago"
+    problems = check(sweep, tree)
+    sound = _sound(sweep, problems)
     trials: list[Trial] = []
-    found: dict[str, Problem] = {}
-    for values in points(sweep):
+    try:
+        all_values = points(sound)
+    except ConfigError as error:
+        raise ConfigProblems(
+            [*problems, Problem(tree.place(("axes",)), "axes", str(error))]
+        ) from error
+    found: dict[tuple[Where, str], Problem] = {}
+    for values in all_values:
         for seed in sweep.seeds:
-            overrides = _overrides(sweep, values, seed=seed, number=len(trials))
+            chosen = _chosen(sweep, values, seed=seed, number=len(trials))
+            overrides = tuple(f"{key}={written(value)}" for key, value in chosen.items())
             try:
                 config = load(sweep.base, overrides)
             except ConfigProblems as error:
-                found |= {p.message: p for p in error.problems}
+                placed = [_placed(problem, sweep, chosen, tree) for problem in error.problems]
+                found |= {
+                    (there.where, there.message): there
+                    for there, problem in zip(placed, error.problems, strict=True)
+                    if sound is sweep or problem.text.startswith(UNKNOWN)
+                }
                 continue
             trials.append(
                 Trial(
-                    number=len(trials),
-                    values=values,
-                    seed=seed,
-                    overrides=tuple(overrides),
-                    config=config,
+                    number=len(trials), values=values, seed=seed, overrides=overrides, config=config
                 )
             )
-    if found:
-        raise ConfigProblems(list(found.values()))
-    if not trials:
-        raise ConfigProblems([Problem(Where(0, 0, path), "exclude", "leaves no trial")])
+    problems += found.values()
+    if not all_values and not problems:
+        problems.append(Problem(tree.place(("exclude",)), "exclude", "leaves no trial"))
+    early = sweep.early_stopping
+    if early is not None and trials and sound is sweep:
+        num_steps = min(trial.config.run.num_steps for trial in trials)
+        if early.grace_steps >= num_steps:
+            key = ("early_stopping", "grace_steps")
+            text = f"must be < run.num_steps = {num_steps}, got {early.grace_steps}"
+            problems.append(Problem(tree.place(key), ".".join(key), text))
+    if problems:
+        raise ConfigProblems(problems)
     return Plan(sweep=sweep, trials=tuple(trials))
 
 
-def points(sweep: SweepSection) -> list[Values]:
-    """The grid, each point `num_samples` times where something is drawn at it; no point twice."""
-    grid: list[Values] = [{}]
-    for axis in sweep.axes:
-        grid = [extended for point in grid for extended in _extended(point, axis)]
-    grid = [p for p in grid if not any(_has(p, excluded) for excluded in sweep.exclude)]
-    rng = random.Random(sweep.sample_seed)
-    sampled: list[Values] = []
-    for point in grid:
-        drawn = any(isinstance(value, _Pending) for value in point.values())
-        sampled += [
-            {k: v.draw(rng) if isinstance(v, _Pending) else v for k, v in point.items()}
-            for _ in range(sweep.num_samples if drawn else 1)
-        ]
-    by_text = {json.dumps(point, sort_keys=True): point for point in sampled}
-    return list(by_text.values())
+def _sound(sweep: SweepSection, problems: Sequence[Problem]) -> SweepSection:
+    """The sweep itself, or without the axes and exclusions that have problems."""
+    wrong = {tuple(problem.key.split(".")[:2]) for problem in problems}
+    axes = tuple(a for i, a in enumerate(sweep.axes) if ("axes", str(i)) not in wrong)
+    exclude = tuple(e for i, e in enumerate(sweep.exclude) if ("exclude", str(i)) not in wrong)
+    if (axes, exclude) == (sweep.axes, sweep.exclude):
+        return sweep
+    return sweep.model_copy(update={"axes": axes, "exclude": exclude})
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A value still to be drawn."""
-
-    source: Draw
-
-    def draw(self, rng: random.Random) -> Any:
-        match self.source:
-            case Choice(values=values):
-                return rng.choice(values)
-            case IntUniform(low=low, high=high):
-                return rng.randint(low, high)
-            case LogUniform(low=low, high=high):
-                value = math.exp(rng.uniform(math.log(low), math.log(high)))
-            case source:
-                value = rng.uniform(source.low, source.high)
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-
-
-def _extended(point: Values, axis: AxisSection) -> list[Values]:
-    if any(point.get(key) not in allowed for key, allowed in axis.when.items()):
-        return [point]
-    if axis.sample is not None:
-        return [{**point, axis.key: _Pending(axis.sample)}]
-    return [{**point, axis.key: value} for value in axis.values or ()]
-
-
-def _has(point: Values, excluded: Mapping[str, Any]) -> bool:
-    return all(key in point and point[key] == value for key, value in excluded.items())
-
-
-def _axis_problems(sweep: SweepSection, path: str) -> list[Problem]:
-    problems: list[Problem] = []
-
-    def refuse(key: str, text: str) -> None:
-        problems.append(Problem(Where(0, 0, path), key, text))
-
-    seen: list[str] = []
-    for index, axis in enumerate(sweep.axes):
-        place = f"axes.{index}"
-        if (axis.values is None) == (axis.sample is None):
-            refuse(place, f"axis {axis.key!r} must have either values or sample")
-        if axis.values is not None and not axis.values:
-            refuse(f"{place}.values", f"axis {axis.key!r} has no values")
-        if axis.sample is not None and not isinstance(axis.sample, Choice):
-            low, high = axis.sample.low, axis.sample.high
-            if not low < high:
-                refuse(f"{place}.sample", f"low must be < high, got {low:g} and {high:g}")
-        if axis.key in seen:
-            refuse(f"{place}.key", f"{axis.key!r} is an axis already")
-        if not all(axis.key.split(".")):
-            refuse(f"{place}.key", f"must read section.key, got {axis.key!r}")
-        if axis.key in SET_HERE:
-            refuse(f"{place}.key", f"{axis.key!r} is set by the sweep; repetitions go into seeds")
-        for key in axis.when:
-            if key not in seen:
-                refuse(f"{place}.when", f"{key!r} is no earlier axis")
-        seen.append(axis.key)
-    for key in sweep.overrides:
-        if key in SET_HERE:
-            refuse(f"overrides.{key}", "is set by the sweep; repetitions go into seeds")
-        if key in seen:
-            refuse(f"overrides.{key}", "is an axis, whose values win; remove it here")
-    if len(set(sweep.seeds)) < len(sweep.seeds):
-        refuse("seeds", "a seed stands there twice, and would be the same trial")
-    key = sweep.metric.key
-    if spec_of(key) is None:
-        refuse(
-            "metric.key",
-            f"{key!r} is no metric of a run{did_you_mean(key, METRICS)}; see docs/observability.md",
-        )
-    for excluded in sweep.exclude:
-        for key in excluded:
-            if key not in seen:
-                refuse("exclude", f"{key!r} is no axis")
-    return problems
-
-
-def _overrides(sweep: SweepSection, values: Values, *, seed: int, number: int) -> list[str]:
-    chosen = {
+def _chosen(sweep: SweepSection, values: Values, *, seed: int, number: int) -> Values:
+    return {
         **sweep.overrides,
         **values,
         "run.seed": seed,
         "run.name": f"{sweep.name}-{number:03d}",
     }
-    return [f"{key}={written(value)}" for key, value in chosen.items()]
+
+
+def _placed(problem: Problem, sweep: SweepSection, chosen: Values, tree: Node) -> Problem:
+    """The problem at the line of the sweep's file that gave the override it is about."""
+    if not problem.where.override:
+        return problem
+    key, value = list(chosen.items())[problem.where.rank - len(sweep.base)]
+    index = next((i for i, axis in enumerate(sweep.axes) if axis.key == key), None)
+    if index is not None:
+        values = sweep.axes[index].values
+        choice = ("sample",) if values is None else ("values", values.index(value))
+        path = ("axes", index, *choice)
+    elif key in sweep.overrides:
+        path = ("overrides", key)
+    else:
+        path = ("seeds",) if key == "run.seed" else ("name",)
+    return Problem(tree.place(path), ".".join(map(str, path[:2])), problem.message)
 
 
 def written(value: object) -> str:

@@ -16,9 +16,16 @@ from raylearner.config.sweep import AshaSection, SweepMetric, SweepSection
 from raylearner.errors import ConfigError
 from raylearner.sweep import plan, progress, results
 from raylearner.sweep.early_stopping import Asha
+from raylearner.sweep.points import points
 from raylearner.sweep.state import Status, SweepState
 
 ROOT = Path(__file__).parents[2]
+
+
+RATE = {
+    "key": "learner.learning_rate",
+    "sample": {"kind": "log_uniform", "low": 1e-4, "high": 1e-2},
+}
 
 
 @pytest.fixture
@@ -99,6 +106,58 @@ def test_draws_are_within_bounds_and_the_same_every_time(folder: Path) -> None:
     assert {values["replay.max_staleness"] for values in drawn} == {1, 2, 3}
 
 
+def test_conditions_and_exclusions_hold_for_what_is_drawn(folder: Path) -> None:
+    drawn = {"kind": "choice", "values": ["linear", "cosine"]}
+    axes = [
+        {"key": "learner.schedule", "sample": drawn},
+        {"key": "replay.group_size", "values": [4, 8], "when": {"learner.schedule": ["cosine"]}},
+        {"key": "replay.max_staleness", "sample": {"kind": "int_uniform", "low": 0, "high": 4}},
+    ]
+    exclude = [{"learner.schedule": "linear", "replay.max_staleness": 2}]
+    changes = {"num_samples": 40, "seeds": [0]}
+    found = [t.values for t in read(axes=axes, exclude=exclude, **changes).trials]
+    sizes = {(v["learner.schedule"], v.get("replay.group_size")) for v in found}
+    assert sizes == {("linear", None), ("cosine", 4), ("cosine", 8)}
+    at_two = {v["learner.schedule"] for v in found if v["replay.max_staleness"] == 2}
+    assert at_two == {"cosine"}
+    without = [t.values for t in read(axes=axes, **changes).trials]
+    assert [v for v in without if v in found] == found
+    axes[1]["values"] = [2, 4]
+    again = [t.values for t in read(axes=axes, **changes).trials]
+    of_four = [v for v in without if v.get("replay.group_size") == 4]
+    assert [v for v in again if v.get("replay.group_size") == 4] == of_four
+
+
+def test_problems_of_the_file_and_of_trials_stand_at_its_lines_together(folder: Path) -> None:
+    Path("sweep.yaml").write_text(
+        "name: s\n"
+        "base: [base.yaml]\n"
+        "metric: {key: rollout/reward/man}\n"
+        "axes:\n"
+        "  - key: learner.lr\n"
+        "    values:\n"
+        "      - 1\n"
+        "  - key: replay.group_size\n"
+        "    values: [4]\n"
+        "    sample: {kind: int_uniform, low: 1, high: 2}\n"
+    )
+    with pytest.raises(ConfigProblems) as refused:
+        plan.read("sweep.yaml")
+    assert [line.split(" ", 1)[0] for line in str(refused.value).splitlines()] == [
+        "sweep.yaml:3",
+        "sweep.yaml:7",
+        "sweep.yaml:8",
+        "3",
+    ]
+    assert "sweep.yaml:7  axes.0: learner.lr=1: unknown key" in str(refused.value)
+
+
+def test_a_wrong_seed_is_one_problem(folder: Path) -> None:
+    assert problems(seeds=[-1]).endswith(
+        "seeds.0: must be >= 0, got -1\n1 problem; nothing was started."
+    )
+
+
 def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path) -> None:
     axes = [
         {"key": "learner.learning_rat", "values": [1]},
@@ -118,6 +177,36 @@ def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path
         ({"axes": [{"key": "replay.extra"}]}, "must have either values or sample"),
         ({"axes": [{"key": "replay.extra", "values": []}]}, "has no values"),
         ({"axes": [{"key": "", "values": [1]}]}, "must read section.key, got ''"),
+        (
+            {"axes": [{"key": "a.b", "values": [1, 2]}], "exclude": [{"a.b": 9}]},
+            "exclude.0: 'a.b' is never 9; its values: 1, 2",
+        ),
+        (
+            {
+                "axes": [
+                    {"key": "a.b", "values": [1]},
+                    {"key": "a.c", "values": [1], "when": {"a.b": [2]}},
+                ]
+            },
+            "axes.1.when.a.b: 'a.b' is never 2; its values: 1",
+        ),
+        (
+            {"axes": [RATE, {"key": "a.c", "values": [1], "when": {RATE["key"]: [1e-3]}}]},
+            "is drawn from 0.0001 to 0.01, and never known to be 0.001",
+        ),
+        (
+            {"axes": [RATE], "num_samples": 10**9},
+            "2000000000 trials or more, where a sweep may have",
+        ),
+        ({"axes": [RATE], "num_samples": 900}, "1002 trials or more, where a sweep may have 1000"),
+        ({"base": ["../base.yaml"]}, "base.0: a trial's job is given this directory"),
+        (
+            {
+                "early_stopping": {"kind": "asha", "grace_steps": 10},
+                "overrides": {"run.num_steps": 10},
+            },
+            "early_stopping.grace_steps: must be < run.num_steps = 10, got 10",
+        ),
         ({"axes": []}, "axes: must have at least 1, got []"),
         ({"base": []}, "base: must have at least 1, got []"),
         ({"name": "../s"}, "name: must be a name without '/'"),
@@ -239,11 +328,6 @@ def test_asha_stops_the_worse_at_a_rung_and_nobody_before_or_at_the_end() -> Non
     assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 17)])
 
 
-def test_asha_needs_a_rung_within_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"grace_steps: must be < run.num_steps = 10, got 10"):
-        Asha(AshaSection(kind="asha", grace_steps=10), SweepMetric(), max_steps=10)
-
-
 def test_a_sweep_of_one_axis_needs_no_more() -> None:
     sweep = SweepSection.model_validate(make_sweep(axes=[{"key": "a.b", "values": [1, 1, 2]}]))
-    assert plan.points(sweep) == [{"a.b": 1}, {"a.b": 2}]
+    assert points(sweep) == [{"a.b": 1}, {"a.b": 2}]

@@ -1,0 +1,99 @@
+"""What a sweep's own file gets wrong, beside what its trials' configurations do."""
+
+import os
+from pathlib import Path
+
+from raylearner.config.problems import Problem, did_you_mean, shown
+from raylearner.config.sweep import AxisSection, Choice, IntUniform, SweepSection
+from raylearner.config.tree import Node
+from raylearner.observability.metrics import METRICS, spec_of
+
+SET_HERE = ("run.seed", "run.dir", "run.name")
+"""Keys that differ from trial to trial without an axis."""
+
+
+def check(sweep: SweepSection, tree: Node) -> list[Problem]:
+    """All problems of a sweep; `tree` is its file, which says where each is."""
+    problems: list[Problem] = []
+
+    def refuse(path: tuple[str | int, ...], text: str) -> None:
+        problems.append(Problem(tree.place(path), ".".join(map(str, path)), text))
+
+    here = Path.cwd()
+    for index, base in enumerate(sweep.base):
+        if not os.path.isabs(base) and not Path(os.path.abspath(base)).is_relative_to(here):
+            refuse(
+                ("base", index),
+                f"a trial's job is given this directory; name a file in it, got {base!r}",
+            )
+    earlier: dict[str, AxisSection] = {}
+    for index, axis in enumerate(sweep.axes):
+        place = ("axes", index)
+        if (axis.values is None) == (axis.sample is None):
+            refuse(place, f"axis {axis.key!r} must have either values or sample")
+        if axis.values is not None and not axis.values:
+            refuse((*place, "values"), f"axis {axis.key!r} has no values")
+        if axis.sample is not None and not isinstance(axis.sample, Choice):
+            low, high = axis.sample.low, axis.sample.high
+            if not low < high:
+                refuse((*place, "sample"), f"low must be < high, got {low:g} and {high:g}")
+        if axis.key in earlier:
+            refuse((*place, "key"), f"{axis.key!r} is an axis already")
+        if not all(axis.key.split(".")):
+            refuse((*place, "key"), f"must read section.key, got {axis.key!r}")
+        if axis.key in SET_HERE:
+            refuse((*place, "key"), f"{axis.key!r} is set by the sweep; repetitions go into seeds")
+        for key, allowed in axis.when.items():
+            if key not in earlier:
+                refuse((*place, "when", key), f"{key!r} is no earlier axis")
+            elif not allowed:
+                refuse((*place, "when", key), "names no value, so that the axis would never count")
+            else:
+                for value in allowed:
+                    if said := _never_has(earlier[key], value):
+                        refuse((*place, "when", key), said)
+        earlier.setdefault(axis.key, axis)
+    for key in sweep.overrides:
+        if key in SET_HERE:
+            refuse(("overrides", key), "is set by the sweep; repetitions go into seeds")
+        if key in earlier:
+            refuse(("overrides", key), "is an axis, whose values win; remove it here")
+    if len(set(sweep.seeds)) < len(sweep.seeds):
+        refuse(("seeds",), "a seed stands there twice, and would be the same trial")
+    key = sweep.metric.key
+    if spec_of(key) is None:
+        refuse(
+            ("metric", "key"),
+            f"{key!r} is no metric of a run{did_you_mean(key, METRICS)}; see docs/observability.md",
+        )
+    for index, excluded in enumerate(sweep.exclude):
+        if not excluded:
+            refuse(("exclude", index), "names no axis, and would leave out every trial")
+        for key, value in excluded.items():
+            if key not in earlier:
+                refuse(("exclude", index), f"{key!r} is no axis")
+            elif said := _never_has(earlier[key], value):
+                refuse(("exclude", index), said)
+    return problems
+
+
+def _never_has(axis: AxisSection, value: object) -> str:
+    """Why the axis never takes the value; empty where it may."""
+    match axis.sample:
+        case None:
+            values = axis.values or ()
+        case Choice(values=values):
+            pass
+        case IntUniform(low=low, high=high):
+            is_within = isinstance(value, int) and low <= value <= high
+            return (
+                "" if is_within else f"{axis.key!r} is never {value!r}: {low} to {high} are drawn"
+            )
+        case source:
+            return (
+                f"{axis.key!r} is drawn from {source.low:g} to {source.high:g}, and never known to"
+                f" be {value!r}; narrow its bounds instead"
+            )
+    if value in values or not values:
+        return ""
+    return f"{axis.key!r} is never {value!r}; its values: {', '.join(shown(v) for v in values)}"
