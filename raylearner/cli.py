@@ -7,8 +7,9 @@ request after a checkpoint. This module loads in well under a second: torch, Ray
 by `training`, once needed.
 """
 
+import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -72,7 +73,7 @@ def train(
         logs.set_up()
         _refuse_alone(or_start_over, resume)
         resume = run_directory.durable(resume) if resume is not None else None
-        config = _with_run_dir(_load(arguments or [], resume), resume)
+        config = _with_run_dir(_load(arguments or [], resume, environment=os.environ), resume)
         from raylearner import training
 
         training.run(config, resume=resume, or_start_over=or_start_over)
@@ -103,7 +104,7 @@ def evaluate(arguments: Arguments = None) -> None:
 def check(arguments: Arguments = None) -> None:
     """Validate a configuration, print the numbers that follow from it, start nothing."""
     with _exit_codes():
-        config = _load(arguments or [], None)
+        config = _load(arguments or [], None, environment=os.environ)
         typer.echo(report.report(config))
         for note in notes(config):
             typer.echo(f"note: {note}")
@@ -123,7 +124,10 @@ def submit(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Dashboard, http://HOST:8265; else RAY_ADDRESS.", show_default=False),
+        typer.Option(
+            help="Dashboard, http://HOST:8265; else that of RAY_API_SERVER_ADDRESS or RAY_ADDRESS.",
+            show_default=False,
+        ),
     ] = None,
     pip: Annotated[
         Path | None,
@@ -153,14 +157,18 @@ def submit(
             sweep_file=sweep_file,
         )
 
-        def load_run() -> RunConfig | None:
-            if sweep_file is None:
-                return _load(arguments or [], resume)
-            plan.read(sweep_file)
-            return None
+        def load_runs() -> Sequence[RunConfig]:
+            if sweep_file is not None:
+                return [trial.config for trial in plan.read(sweep_file).trials]
+            config = _load(arguments or [], resume)
+            if resume is not None and not or_start_over:
+                from raylearner import resumption
+
+                resumption.refuse_without_checkpoint(resume)
+            return [config]
 
         submission.submit(
-            request, load_run, address=address, dependencies=pip, should_follow=follow
+            request, load_runs, address=address, dependencies=pip, should_follow=follow
         )
 
 
@@ -226,8 +234,14 @@ def main() -> None:
     app()
 
 
-def _load(arguments: Sequence[str], resume: Path | None) -> RunConfig:
-    overrides = [a for a in arguments if "=" in a and not Path(a).exists()]
+def _load(
+    arguments: Sequence[str],
+    resume: Path | None,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Files and overrides; `environment` is that of the run, where it is known."""
+    overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
     files = [a for a in arguments if a not in overrides]
     if resume is not None:
         saved = resume / "config.yaml"
@@ -235,7 +249,7 @@ def _load(arguments: Sequence[str], resume: Path | None) -> RunConfig:
             raise ConfigError(f"--resume {resume}: not a run directory, it has no config.yaml")
         files = [str(saved), *files]
     config = load(files, overrides)
-    stop_time_s(config.run, {})
+    stop_time_s(config.run, environment or {})
     return config
 
 

@@ -37,6 +37,12 @@ def taken_up(folder: Path, *, or_start_over: bool) -> Iterator[Checkpoint | None
         yield None
 
 
+def refuse_without_checkpoint(folder: Path) -> None:
+    """Raises `ConfigError` where `taken_up` would find nothing to go on from."""
+    if checkpoint.latest(folder / "checkpoints") is None:
+        raise ConfigError(_refusal(folder))
+
+
 def _refusal(folder: Path) -> str:
     found = [f"  {fault}" for fault in checkpoint.faults(folder / "checkpoints")]
     metrics = folder / "metrics.jsonl"

@@ -97,6 +97,38 @@ def test_whatever_the_user_got_wrong_is_said_before_anything_starts(
     assert "Ctrl-C" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_deadline_of_the_environment_is_checked(
+    config_file: str,
+    training: types.ModuleType,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAYLEARNER_DEADLINE", "soon")
+    result = invoke(command, config_file)
+    assert result.exit_code == 2
+    assert "RAYLEARNER_DEADLINE: 'soon' is no time" in result.stderr
+
+
+def test_an_override_may_be_longer_than_a_files_name(config_file: str) -> None:
+    assert invoke("check", config_file, f"data.system_prompt={'x' * 300}").exit_code == 0
+    result = invoke("submit", config_file, f"data.system_prompt={'x' * 300}", "--pip", "none.txt")
+    assert result.stderr == "--pip none.txt: no such file; name a requirements file\n"
+
+
+def test_a_submission_is_told_all_its_faults(config_file: str) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("model/model.safetensors").write_bytes(b"")
+    result = invoke("submit", config_file, "run.num_steps=x", "--pip", "none.txt")
+    assert result.stderr.splitlines()[0].startswith("--pip none.txt: no such file")
+    assert "run.num_steps=x: must be a whole number" in result.stderr
+    result = invoke("submit", config_file, "model={kind: pretrained, path: model}")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("model.path: 'model' is a model in this directory, and weights")
+    assert result.stderr.endswith(f"such as {Path('model').absolute()}\n")
+
+
 def test_without_a_file_it_says_so(config_file: str) -> None:
     result = invoke("check")
     assert result.exit_code == 2

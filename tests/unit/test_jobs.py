@@ -6,15 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from minimal import MINIMAL
+from typer.testing import CliRunner
 
-from raylearner import jobs, submission
+from raylearner import cli, jobs, submission
 from raylearner.config.loader import load
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
@@ -237,7 +238,79 @@ def test_files_outside_the_working_directory_are_refused(
         Path("../other.yaml").write_text("")
         request = submission.Request(arguments=(name,), resume=None, sweep_file=None)
         with pytest.raises(ConfigError, match="a job is given this directory"):
-            submission.submit(request, config, address=None, dependencies=None, should_follow=False)
+            submission.submit(request, list, address=None, dependencies=None, should_follow=False)
+
+
+def submitted(
+    client: Client,
+    request: submission.Request,
+    load_runs: Callable[[], Sequence[RunConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    should_follow: bool = False,
+) -> dict[str, Any]:
+    """The job that `client` is given."""
+    monkeypatch.setattr(jobs, "connect", lambda address: client)
+    submission.submit(
+        request, load_runs, address=None, dependencies=None, should_follow=should_follow
+    )
+    return client.jobs[-1]
+
+
+def test_a_run_elsewhere_is_gone_on_with_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = submission.Request(
+        arguments=("run.seed=1",), resume=Path("runs/a b"), or_start_over=True, sweep_file=None
+    )
+
+    def not_here() -> Sequence[RunConfig]:
+        raise ConfigError("--resume runs/a b: not a run directory")
+
+    elsewhere = Client(head=node("head", "203.0.113.1"))
+    job = submitted(elsewhere, request, not_here, monkeypatch)
+    assert job["entrypoint"] == (
+        "python -m raylearner train --resume 'runs/a b' --or-start-over run.seed=1"
+    )
+    assert job["submission_id"].startswith("runs-a-b-2")
+    assert job["metadata"]["run"] == "runs/a b"
+    with pytest.raises(ConfigError, match="not a run directory"):
+        submitted(Client(), request, not_here, monkeypatch)
+
+
+def test_a_run_without_a_checkpoint_is_not_submitted_again(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client()
+    monkeypatch.setattr(jobs, "connect", lambda address: client)
+    Path("old").mkdir()
+    Path("old/config.yaml").write_text(MINIMAL)
+    result = CliRunner().invoke(cli.app, ["submit", "--resume", "old"])
+    assert (result.exit_code, client.jobs) == (2, [])
+    assert "--resume old: it holds no whole checkpoint" in result.stderr
+    result = CliRunner().invoke(cli.app, ["submit", "--resume", "old", "--or-start-over"])
+    assert (result.exit_code, len(client.jobs)) == (0, 1), result.stderr
+
+
+def test_commands_for_a_job_can_be_pasted_and_an_interrupted_follower_says_that_it_goes_on(
+    config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submission, "_follow", interrupt)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    request = submission.Request(arguments=("config.yaml",), resume=None, sweep_file=None)
+    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
+        submitted(Client(), request, lambda: [config()], monkeypatch, should_follow=True)
+    started, stopping, going_on = [record.getMessage() for record in caplog.records]
+    prefix = "RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 RAY_AUTH_MODE=token ray job"
+    assert f"its log: {prefix} logs -f run-2" in started
+    assert stopping.startswith(f"{prefix} stop run-2")
+    assert f"goes on; {prefix} stop run-2" in going_on
 
 
 def test_a_relative_run_directory_outlives_the_files_of_a_job(
