@@ -23,7 +23,7 @@ from raylearner.sweep import progress, results
 from raylearner.sweep.board import Board
 from raylearner.sweep.early_stopping import Asha
 from raylearner.sweep.plan import Plan, Trial, arguments, commands, read
-from raylearner.sweep.state import Status, SweepState, TrialState
+from raylearner.sweep.state import Status, SweepState, TrialState, refuse_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def run(path: str) -> None:
         for trial in plan.trials:
             placement.refuse_too_large(sizes[trial.number], what=f"trial {trial.number:03d}")
         folder = run_directory.durable(Path("runs/sweeps", plan.sweep.name)).absolute()
+        refuse_file(folder)
         with run_directory.claimed(folder, is_new=False):
             state = SweepState(folder, plan)
             Sweep(plan, state, client, package=package, sizes=sizes).run()

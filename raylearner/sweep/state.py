@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from raylearner import jobs
 from raylearner.errors import ConfigError
 from raylearner.sweep.plan import Plan
 
@@ -48,7 +49,8 @@ class SweepState:
     """Owns a sweep's folder: `sweep.json`, and `trials/NNN`, the run directory of each trial."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        """Takes up what the folder holds. Raises `ConfigError` where that is another sweep."""
+        """Takes up what the folder holds. Raises `ConfigError` where that is another sweep, or no folder."""
+        refuse_file(folder)
         self.folder = folder
         self._plan_hash = plan_hash(plan)
         self.trials = [TrialState(number=trial.number) for trial in plan.trials]
@@ -72,29 +74,43 @@ class SweepState:
     def _load(self, path: Path) -> None:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            plan, trials = record["plan"], _trials(record["trials"])
+            plan, trials = record["plan"], _TRIALS.validate_python(record["trials"])
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, ("trials", *first["loc"])))
+            raise _unreadable(path, f"{where}: {first['msg']}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path}: cannot be read ({error}); remove the folder to start the sweep over"
-            ) from error
+            raise _unreadable(path, str(error)) from error
         if plan != self._plan_hash:
             raise ConfigError(
-                f"{self.folder}: holds trials of a sweep of this name that was another; give the"
-                " changed one another name, or remove the folder"
+                f"{self.folder}: holds trials of a sweep of this name that was another: its axes,"
+                " seeds, metric or base files have changed since; give the changed one another name,"
+                " or remove the folder"
             )
+        if [trial.number for trial in trials] != [trial.number for trial in self.trials]:
+            raise _unreadable(path, f"{len(trials)} trials, expected {len(self.trials)} in order")
         self.trials = trials
 
 
-def _trials(records: Sequence[dict[str, Any]]) -> list[TrialState]:
-    known = {field.name for field in fields(TrialState)}
-    trials = [TrialState(**{k: v for k, v in r.items() if k in known}) for r in records]
-    for trial in trials:
-        trial.status = Status(trial.status)
-    return trials
+_TRIALS = TypeAdapter(list[TrialState])
+
+
+def refuse_file(folder: Path) -> None:
+    """Raises `ConfigError` where something else lies in the place of a sweep's folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: is a file where the sweep's folder should be; move it, or give the sweep"
+            " another name"
+        )
+
+
+def _unreadable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read ({why}); remove the folder to start the sweep over")
 
 
 def plan_hash(plan: Plan) -> str:
-    """Of what decides the trials; how many run at once, and what stops them, may change."""
-    said = [trial.overrides for trial in plan.trials]
-    text = json.dumps([plan.sweep.base, said, plan.sweep.metric.model_dump()], sort_keys=True)
+    """Of what decides the trials, whatever file says it; how many run at once, and what stops them,
+    may change."""
+    said = [[trial.values, jobs.config_hash(trial.config)] for trial in plan.trials]
+    text = json.dumps([said, plan.sweep.metric.model_dump()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

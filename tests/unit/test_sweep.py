@@ -272,9 +272,27 @@ def test_what_was_done_is_taken_up_and_another_sweep_is_refused(folder: Path) ->
     SweepState(folder / "sweep", read(max_concurrent=2))
     with pytest.raises(ConfigError, match="holds trials of a sweep of this name that was another"):
         SweepState(folder / "sweep", read(seeds=[0, 1, 2]))
-    (folder / "sweep" / "sweep.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    Path("base.yaml").write_text(MINIMAL + "run: {num_steps: 7}\n")
+    with pytest.raises(ConfigError, match="metric or base files have changed since"):
         SweepState(folder / "sweep", read())
+
+
+def test_a_record_that_is_damaged_or_in_the_place_of_the_folder_is_refused(folder: Path) -> None:
+    path = folder / "sweep" / "sweep.json"
+    SweepState(path.parent, read())
+    whole = json.loads(path.read_text())
+    for text, said in (
+        ("{", "Expecting property name"),
+        ('{"trials": [1]}', "'plan'"),
+        (json.dumps({**whole, "trials": [1]}), r"trials\.0: "),
+        (json.dumps({**whole, "trials": whole["trials"][:-1]}), "7 trials, expected 8"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"cannot be read \({said}"):
+            SweepState(path.parent, read())
+    (folder / "file").touch()
+    with pytest.raises(ConfigError, match="is a file where the sweep's folder should be"):
+        SweepState(folder / "file", read())
 
 
 def test_a_value_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path: Path) -> None:
