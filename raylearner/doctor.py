@@ -180,16 +180,17 @@ def _ports() -> Iterator[Finding]:
 
 def _token() -> Iterator[Finding]:
     mode = os.environ.get("RAY_AUTH_MODE")
-    has_file = (Path.home() / ".ray" / "auth_token").is_file()
-    has_token = has_file or any(
-        os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    )
+    try:
+        jobs.refuse_bad_authentication()
+    except ConfigError as error:
+        yield Finding("problem", "authentication", str(error))
+        return
     if mode == "disabled":
         advice = "unset RAY_AUTH_MODE: whoever reaches a Ray port runs code as you"
         yield Finding("problem", "authentication", "is switched off", advice)
-    elif not has_token:
+    elif not jobs.has_token():
         yield Finding("ok", "authentication", "no token yet: the first local cluster makes one")
-    elif mode != "token":
+    elif mode is None:
         advice = "`export RAY_AUTH_MODE=token`, or `ray job submit` is answered 401"
         yield Finding("note", "authentication", "a token is here, RAY_AUTH_MODE is not set", advice)
     else:
@@ -197,13 +198,13 @@ def _token() -> Iterator[Finding]:
 
 
 def _cluster() -> Iterator[Finding]:
-    named = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
-    if not named:
+    named = jobs.named_address()
+    if named is None:
         yield Finding("ok", "cluster", "RAY_ADDRESS names none: runs start a local one")
         return
     try:
         client = jobs.connect()
         running = [job for job in client.list_jobs() if job.status.value == "RUNNING"]
         yield Finding("ok", "cluster", f"{named} answers, {len(running)} jobs run")
-    except (ConfigError, RuntimeError) as error:
+    except (ConfigError, RuntimeError, OSError) as error:
         yield Finding("problem", "cluster", str(error).splitlines()[0])

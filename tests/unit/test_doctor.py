@@ -3,6 +3,7 @@
 import json
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -57,7 +58,12 @@ def test_little_shared_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("mode", "token", "verdict"),
-    [("token", "x", "ok"), ("disabled", "x", "problem"), (None, "x", "note")],
+    [
+        ("token", "x", "ok"),
+        ("disabled", "x", "problem"),
+        ("bogus", "x", "problem"),
+        (None, "x", "note"),
+    ],
 )
 def test_authentication(
     monkeypatch: pytest.MonkeyPatch, mode: str | None, token: str, verdict: str
@@ -67,6 +73,22 @@ def test_authentication(
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     assert only(doctor._token()).verdict == verdict
+
+
+def test_a_tokens_file_that_is_not_there_and_a_cluster_that_does_not_answer_are_problems(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    for found in (only(doctor._token()), only(doctor._cluster())):
+        assert found.verdict == "problem"
+        assert found.text.startswith(f"RAY_AUTH_TOKEN_PATH={tmp_path / 'none'}: no such file")
+    (tmp_path / "none").write_text("0" * 64)
+    assert only(doctor._token()).text == "by token"
+    assert "127.0.0.1:1: nothing answers" in only(doctor._cluster()).text
 
 
 def test_problems_make_the_command_fail(monkeypatch: pytest.MonkeyPatch) -> None:
