@@ -63,7 +63,7 @@ def refuse_bad_authentication() -> None:
             " that holds the cluster's token"
         )
     mode = os.environ.get("RAY_AUTH_MODE")
-    if mode is not None and mode.lower() not in AUTH_MODES:
+    if mode and mode.lower() not in AUTH_MODES:
         raise ConfigError(f"RAY_AUTH_MODE={mode}: Ray knows {' and '.join(AUTH_MODES)} only")
 
 

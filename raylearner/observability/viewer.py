@@ -6,11 +6,14 @@ The page holds its data and needs nothing else; `serve` offers it on localhost.
 import base64
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 from tokenizers import Tokenizer
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 MARK = "/*DATA*/null"
 """Where the page's template wants its data."""
+STEP_FILE = re.compile(r"step_[0-9]{6,}\.jsonl")
+TOKEN_KEYS = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
+"""What a trajectory says of each token."""
 
 
 def page(run_dir: Path, *, step: int | None = None) -> str:
@@ -32,13 +38,13 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
     Raises `ConfigError` where the run has no such step, or a file of it is damaged.
     """
     path = _choose(run_dir, step)
-    steps = [int(p.stem.removeprefix("step_")) for p in _files(run_dir)]
+    steps = [_step(file) for file in _files(run_dir)]
     tokenizer = _tokenizer(run_dir)
-    lines = enumerate(read_lines(path), start=1)
+    lines = enumerate(_lines(path), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines]
     data = {
         "run": run_dir.name,
-        "step": int(path.stem.removeprefix("step_")),
+        "step": _step(path),
         "steps": steps,
         "images": _images(path.parent / IMAGES, records),
         "trajectories": [_with_pieces(record, tokenizer) for record in records],
@@ -50,6 +56,10 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
 
 def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:
     """The page as a file. Raises `ConfigError` where it cannot be made or written."""
+    if file.resolve().is_relative_to(run_dir.resolve()) and file.suffix != ".html":
+        raise ConfigError(
+            f"--output {file}: could be a file of the run; name one that ends in .html"
+        )
     text = page(run_dir, step=step)
     try:
         file.write_text(text, encoding="utf-8")
@@ -66,7 +76,7 @@ def serve(
     """
     page(run_dir, step=step)
     try:
-        server = HTTPServer(("127.0.0.1", port), _handler(lambda s: page(run_dir, step=s or step)))
+        server = HTTPServer(("127.0.0.1", port), _handler(run_dir, step))
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; name another") from error
     on_ready()
@@ -74,16 +84,19 @@ def serve(
         server.serve_forever()
 
 
-def _handler(render: Callable[[int | None], str]) -> type[BaseHTTPRequestHandler]:
+def _handler(run_dir: Path, first: int | None) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            number = self.path.rpartition("step=")[2]
+            code, form = 200, "html"
             try:
-                body, code = render(int(number) if number.isdecimal() else None), 200
+                body = page(run_dir, step=_asked(self.path, first))
             except ConfigError as error:
-                body, code = str(error), 404
+                code, form, body = 404, "plain", str(error)
+            except Exception as error:
+                logger.exception("%s cannot be shown", self.path)
+                code, form, body = 500, "plain", f"{type(error).__name__}: {error}"
             self.send_response(code)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Type", f"text/{form}; charset=utf-8")
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -93,11 +106,32 @@ def _handler(render: Callable[[int | None], str]) -> type[BaseHTTPRequestHandler
     return Handler
 
 
+def _asked(target: str, first: int | None) -> int | None:
+    """The step of a request's path and query, else the one shown first."""
+    parts = urlsplit(target)
+    if parts.path != "/":
+        raise ConfigError(f"{parts.path}: nothing is here; /?step=3 shows a step")
+    values = parse_qs(parts.query, keep_blank_values=True).get("step")
+    if values is None:
+        return first
+    if not (values[0].isascii() and values[0].isdecimal()):
+        raise ConfigError(f"step={values[0]}: is no step")
+    return int(values[0])
+
+
 def _files(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "trajectories").glob("step_*.jsonl"))
+    """Of every step, in order."""
+    found = (run_dir / "trajectories").glob("step_*.jsonl")
+    return sorted((p for p in found if STEP_FILE.fullmatch(p.name) and p.is_file()), key=_step)
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
 
 
 def _choose(run_dir: Path, step: int | None) -> Path:
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such directory; name that of a run")
     files = _files(run_dir)
     if not files:
         raise ConfigError(
@@ -118,24 +152,64 @@ def _tokenizer(run_dir: Path) -> Tokenizer | None:
         try:
             config = yaml.load(saved.read_text(encoding="utf-8"), Loader=Loader)
             folders.append(Path(str(config["model"].get("path", ""))))
-        except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        except (
+            *(OSError, ValueError, yaml.YAMLError, RecursionError),
+            *(TypeError, KeyError, AttributeError),
+        ) as error:
             raise ConfigError(f"{saved}: is no run's configuration; restore it") from error
-    for folder in folders:
-        if (folder / "tokenizer.json").is_file():
-            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for file in (os.path.join(folder, "tokenizer.json") for folder in folders):
+        if os.path.isfile(file):
+            try:
+                return Tokenizer.from_file(file)
+            except Exception as error:  # tokenizers raises nothing more special
+                raise ConfigError(f"{file}: is no tokenizer ({error}); restore it") from error
     return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_lines(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}; name another step") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        return json.loads(line)
-    except ValueError as error:
+        record: object = json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON: {error}; name another step") from error
+    fault = _fault(record)
+    if fault:
+        raise ConfigError(f"{where}: is no trajectory, {fault}; name another step")
+    return cast(dict[str, Any], record)
+
+
+def _fault(record: Any) -> str:
+    """What a trajectory lacks to be shown, empty for nothing."""
+    if not isinstance(record, dict):
+        return f"it is of type {type(record).__name__}"
+    values = cast(dict[str, Any], record)
+    for key in (*TOKEN_KEYS, "turns"):
+        if not isinstance(values.get(key), list):
+            return f"{key} is not a list"
+    num_tokens = len(values["token_ids"])
+    for key in TOKEN_KEYS:
+        if len(values[key]) != num_tokens:
+            return f"{key} has another length than token_ids"
+    if not all(type(x) is int and 0 <= x < 2**32 for x in values["token_ids"]):
+        return "token_ids are not all whole numbers from 0"
+    if not all(isinstance(turn, dict) for turn in values["turns"]):
+        return "turns are not all objects"
+    if not all(isinstance(name, str) for name in values.get("images") or ()):
+        return "images are not all names"
+    return ""
 
 
 def _images(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, str]:
     """By name as data URLs; those that are gone are left out."""
-    names = sorted({name for record in records for name in record.get("images", ())})
+    names = sorted({name for record in records for name in record.get("images") or ()})
     return {
         name: f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
         for name in names

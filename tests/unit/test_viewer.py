@@ -2,13 +2,13 @@
 
 import json
 import threading
-import urllib.request
 from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import requests
 
 from raylearner.errors import ConfigError
 from raylearner.observability import transcripts, viewer
@@ -115,14 +115,65 @@ def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
         viewer.page(tmp_path)
 
 
-def test_it_is_served_by_step(run_dir: Path) -> None:
-    handler = viewer._handler(lambda step: viewer.page(run_dir, step=step))
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
+def test_it_is_served_by_step_and_says_what_it_cannot_show(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), viewer._handler(run_dir, 12)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/?step=1"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            assert data_of(answer.read().decode())["step"] == 1
+
+        def get(path: str) -> tuple[int, str]:
+            url = f"http://127.0.0.1:{server.server_port}{path}"
+            answer = requests.get(url, timeout=10)
+            return answer.status_code, answer.text
+
+        assert data_of(get("/?step=1")[1])["step"] == 1
+        assert data_of(get("/")[1])["step"] == 12
+        assert get("/?step=0") == (404, f"{run_dir}: has no step 0; the last one is step_000012")
+        assert get("/?step=x") == (404, "step=x: is no step")
+        assert get("/favicon.ico")[0] == 404
+        monkeypatch.setattr(viewer, "page", lambda *_, **__: 1 / 0)
+        assert get("/") == (500, "ZeroDivisionError: division by zero")
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "is no trajectory, it is of type list"),
+        ("[" * 5000, "is not JSON"),
+        ("{}", "is no trajectory, token_ids is not a list"),
+        (json.dumps(make_record(token_ids=[-1, 2, 3])), "are not all whole numbers from 0"),
+        (json.dumps(make_record(token_ids=["a", 2, 3])), "are not all whole numbers from 0"),
+        (json.dumps(make_record(loss_mask=[True])), "loss_mask has another length"),
+        (json.dumps(make_record(turns=[1])), "turns are not all objects"),
+        ("\udcff", "is not UTF-8 text"),
+    ],
+)
+def test_a_line_that_is_no_trajectory_is_named(run_dir: Path, line: str, said: str) -> None:
+    file = run_dir / "trajectories" / "step_000012.jsonl"
+    file.write_bytes(line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(ConfigError, match=rf"step_000012\.jsonl:.*{said}"):
+        viewer.page(run_dir)
+
+
+def test_what_only_looks_like_a_step_is_left_out_and_files_of_the_run_are_kept(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    (run_dir / "trajectories" / "step_abc.jsonl").write_text("")
+    (run_dir / "trajectories" / "step_000099.jsonl").mkdir()
+    assert data_of(viewer.page(run_dir))["steps"] == [1, 12]
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+        viewer.page(tmp_path / "nowhere")
+    file = run_dir / "trajectories" / "step_000001.jsonl"
+    before = file.read_text()
+    with pytest.raises(ConfigError, match="could be a file of the run"):
+        viewer.write(run_dir, file)
+    assert file.read_text() == before
+    viewer.write(run_dir, run_dir / "page.html")
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is no tokenizer"):
+        viewer.page(run_dir)
 
 
 def test_what_is_damaged_or_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
@@ -134,6 +185,7 @@ def test_what_is_damaged_or_cannot_be_written_is_named(run_dir: Path, tmp_path: 
     damaged.write_text(damaged.read_text() + '{"group_id": 1\n')
     with pytest.raises(ConfigError, match=r"step_000001\.jsonl:2: is not JSON"):
         viewer.page(run_dir, step=1)
-    (run_dir / "config.yaml").write_text("model: [\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml: is no run's configuration"):
-        viewer.page(run_dir)
+    for broken in (b"model: [\n", b"\xff"):
+        (run_dir / "config.yaml").write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"config\.yaml: is no run's configuration"):
+            viewer.page(run_dir)
