@@ -145,7 +145,8 @@ class Controller:
             return model.path
         path = self._folder / "model"
         if not path.exists():
-            loss = await _make_tiny_model.remote(
+            make: Any = _make_tiny_model
+            loss = await make.remote(
                 model,
                 self._config.renderer,
                 self._config.environment,

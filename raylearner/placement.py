@@ -300,7 +300,8 @@ class RolloutFleet:
         }
         if self._colocation is not None:
             options |= self._colocation.engine_options(actor_id)
-        actor = RolloutActor.options(**options).remote(
+        rollout_actor: Any = RolloutActor
+        actor = rollout_actor.options(**options).remote(
             actor_id, self._sections, self._model_path, self._replay
         )
         try:

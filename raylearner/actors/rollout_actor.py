@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 
@@ -69,8 +70,9 @@ class RolloutActor:
         actor_id: str,
         sections: RolloutSections,
         model_path: str,
-        replay: "ray.actor.ActorHandle | None",
+        replay: Any,
     ) -> None:
+        """`replay` is the handle of the replay actor, or None where nothing is kept."""
         self._actor_id = actor_id
         self._sections = sections
         self._model_path = model_path

@@ -7,6 +7,7 @@ length for a token of a sequence of that length. Recomputation and scoring passe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class ModelCost:
     @classmethod
     def of(cls, causal_lm: nn.Module) -> "ModelCost":
         """Of a transformers causal language model, sharded or not."""
-        config = causal_lm.config  # pyright: ignore[reportAttributeAccessIssue]
+        config: Any = causal_lm.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         embedding = causal_lm.get_input_embeddings()  # pyright: ignore[reportCallIssue]
         head = causal_lm.get_output_embeddings()  # pyright: ignore[reportCallIssue]
