@@ -6,9 +6,11 @@ Equals attention one sequence at a time. `raylearner.learner.model` registers it
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -214,3 +216,20 @@ BACKENDS: dict[Backend, Callable[..., Tensor]] = {
     "varlen": _varlen,
     "flash_attn": _flash_attn,
 }
+
+
+def kernels() -> list[Any]:
+    """The operations in which the backends attend, of those that are installed."""
+    import torch.nn.attention.varlen  # registers its own
+
+    with suppress(ImportError):
+        import_module("flash_attn")  # likewise
+    packets = (
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.torch_attn._varlen_attn,
+        getattr(torch.ops.flash_attn, "_flash_attn_varlen_forward", None),
+    )
+    return [packet.default for packet in packets if packet is not None]

@@ -3,7 +3,7 @@
 Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidden width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from raylearner.learner import lora
+from raylearner.learner import attention, lora
 from raylearner.learner.attention import Backend
 from raylearner.learner.context import ContextGroup
 from raylearner.learner.gather import gathered
@@ -37,15 +37,6 @@ DTYPES = {
 
 MAX_RECOMPILATIONS = 64
 """Blocks share their code, and each counts as a recompilation of the first."""
-
-KEPT_OPERATIONS: list[Any] = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-"""What selective activation checkpointing does not recompute."""
 
 
 class Scores(NamedTuple):
@@ -198,13 +189,13 @@ class PackedModel(nn.Module):
         What the compiler fuses it recomputes by itself, so that `selective` adds nothing to it.
         """
         kind = options.activation_checkpointing
+        context = keep_products() if kind == "selective" else noop_context_fn
         for block in self.blocks:
             forward = block.forward
             if options.should_compile:
                 torch._dynamo.config.recompile_limit = MAX_RECOMPILATIONS
                 forward = torch.compile(forward)
             if kind == "full" or (kind == "selective" and not options.should_compile):
-                context = _keep_products if kind == "selective" else noop_context_fn
                 forward = partial(
                     checkpoint,
                     forward,
@@ -303,6 +294,7 @@ def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:
     return head
 
 
-def _keep_products() -> Any:
-    """Selective recomputation: results of matrix products and attention are kept."""
-    return create_selective_checkpoint_contexts(KEPT_OPERATIONS)
+def keep_products() -> Callable[[], Any]:
+    """Contexts of selective recomputation: results of matrix products and attention are kept."""
+    products: list[Any] = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    return partial(create_selective_checkpoint_contexts, products + attention.kernels())

@@ -1,11 +1,20 @@
-"""Packed attention equals one sequence at a time, in values and gradients."""
+"""Packed attention equals one sequence at a time, in values and gradients, and is computed once."""
+
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from raylearner.learner.attention import packed_attention
+from raylearner.learner.attention import BACKENDS, Backend, packed_attention
+from raylearner.learner.model import keep_products
 
 LENGTHS = (5, 1, 17, 16, 40, 3)
 
@@ -57,3 +66,60 @@ def test_a_model_that_drops_the_packing_is_refused() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="does not pass packing on"):
         packed_attention(nn.Identity(), x, x, x, None)
+
+
+class Counts(TorchDispatchMode):
+    """How often each operation is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers what flash-attn does, without its kernel."""
+    if find_spec("flash_attn"):
+        pytest.skip("the real one runs on GPUs only")
+
+    @torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.clone()
+
+    forward.register_fake(lambda q, k, v: torch.empty_like(q))
+    forward.register_autograd(lambda ctx, grad: (grad, None, None))
+    module = ModuleType("flash_attn")
+    vars(module)["flash_attn_varlen_func"] = lambda q, k, v, **_: forward(q, k, v)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize(
+    ("backend", "device", "name"),
+    [
+        ("sdpa", "cpu", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+        ("varlen", "meta", "torch_attn._varlen_attn.default"),
+        ("flash_attn", "meta", "flash_attn._flash_attn_varlen_forward.default"),
+    ],
+)
+def test_selective_checkpointing_recomputes_no_attention(
+    backend: Backend, device: str, name: str
+) -> None:
+    x = torch.ones(2, 10, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 10], dtype=torch.int32, device=device)
+
+    def attend(x: Tensor) -> Tensor:
+        y = x.sin()
+        return BACKENDS[backend](y, y, y, cu_seqlens, 10, None, None).sin()
+
+    with Counts() as counts:
+        checkpoint(attend, x, use_reentrant=False, context_fn=keep_products()).sum().backward()
+    assert x.grad is not None
+    assert counts.calls["aten.sin.default"] > 2, "the rest is recomputed"
+    assert counts.calls[name] == 1
