@@ -20,6 +20,8 @@ _FLOAT = re.compile(
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _TAG = "tag:yaml.org,2002:"
+MAX_DEPTH = 50
+"""Of lists and mappings in each other; the configuration's own are a dozen deep at most."""
 _PLAIN: dict[str, str] = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -48,8 +50,10 @@ for _kind, _pattern in _PLAIN.items():
 
 def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
     """The tree of one document, None where it is empty or broken, and what is wrong with it."""
+    reader = _Reader(where)
     try:
         root = cast(yaml.Node | None, yaml.compose(text, Loader=Loader))  # pyright: ignore[reportUnknownMemberType]
+        tree = root and reader.node(root, (), root.start_mark.line + 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
@@ -62,10 +66,9 @@ def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
     except yaml.YAMLError as error:
         said = " ".join(str(error).split())
         return None, [Problem(where, "", f"is not valid YAML: {said}")]
-    if root is None:
-        return None, []
-    reader = _Reader(where)
-    return reader.node(root, (), root.start_mark.line + 1), reader.problems
+    except RecursionError:
+        return None, [Problem(where, "", f"is nested deeper than {MAX_DEPTH} levels")]
+    return tree, reader.problems
 
 
 def _at(where: Where, line: int) -> Where:
@@ -87,6 +90,8 @@ class _Reader:
         if id(node) in self._open:
             self._refuse(line, path, "refers to itself; write the value out")
             return Node(None, where)
+        if len(path) > MAX_DEPTH:
+            raise RecursionError
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from stat import S_ISDIR, S_ISFIFO, S_ISREG
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -83,6 +84,8 @@ def _read_file(path: Path, where: Where) -> _Read:
         return None, [Problem(Where(where.rank, line, where.label), "", text)]
 
     try:
+        if not _ends(path):
+            return refuse("is no regular file; name a YAML file")
         content = path.read_bytes()
     except FileNotFoundError:
         siblings = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -108,6 +111,13 @@ def _read_file(path: Path, where: Where) -> _Read:
         found = "a list" if isinstance(tree.value, list) else shown(tree.value)
         return refuse(f"must be a mapping of sections, got {found}", tree.where.line)
     return tree, problems
+
+
+def _ends(path: Path) -> bool:
+    """Whether reading comes to an end: of files, and of what the shell gives for `<(command)`."""
+    mode = path.stat().st_mode
+    is_given = path.parent in (Path("/dev/fd"), Path("/proc/self/fd")) or path == Path("/dev/stdin")
+    return S_ISREG(mode) or S_ISDIR(mode) or (S_ISFIFO(mode) and is_given)
 
 
 def _read_override(text: str, rank: int) -> _Read:
@@ -239,7 +249,10 @@ def _bound(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-_PATTERNS = {FILE_NAME: "must be a name without '/', not empty, and not begin with '.' or '-'"}
+_PATTERNS = {
+    FILE_NAME: "must be a name without '/' and blanks, of letters, digits, '.', '_' and '-', not empty,"
+    " and not begin with '.' or '-'"
+}
 
 _EXPECTED = {
     "int_type": "a whole number",

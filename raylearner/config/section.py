@@ -11,9 +11,9 @@ NaturalInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-FILE_NAME = r"^[^./-][^/]*$"
+FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=FILE_NAME)]
-"""A name that folders, actors and jobs bear."""
+"""A name that folders, actors and jobs bear, and so the addresses of their pages."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """What every generator of random numbers takes."""
 AutoFloat = NonNegativeFloat | Literal["auto"]

@@ -1,5 +1,6 @@
 """The loader: merging, YAML's numbers, and every problem at once with its place."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_only_true_and_false_are_booleans(base: str, text: str) -> None:
 
 def test_text_that_yaml_1_1_would_convert_stays_text(base: str) -> None:
     for text in ("on", "no", "2024-01-01", "1:30"):
-        assert load([base], [f"run.name={text}"]).run.name == text
+        assert load([base], [f"data.system_prompt={text}"]).data.system_prompt == text
 
 
 def test_files_merge_left_to_right_and_overrides_win(base: str, tmp_path: Path) -> None:
@@ -224,7 +225,11 @@ def test_broken_files_give_clear_lines(tmp_path: Path, content: bytes, expected:
     ("override", "expected"),
     [
         ("model.path=/x", "unknown key for kind 'tiny', another kind has it; valid here: kind"),
-        ("run.name=../x", "must be a name without '/', not empty"),
+        ("run.name=../x", "must be a name without '/' and blanks, of letters"),
+        ("run.name='a b?#c'", "of letters, digits, '.', '_' and '-', not empty"),
+        ("run.name=é", "must be a name without"),
+        ("data.system_prompt=" + "[" * 60 + "]" * 60, "is nested deeper than 50 levels"),
+        ("data.system_prompt=" + "[" * 1000 + "]" * 1000, "is nested deeper than 50 levels"),
         ("run.name=''", "and not begin with '.' or '-', got ''"),
         ("run.seed=4294967296", "must be < 4294967296, got 4294967296"),
         ("learner.betas=[0.9]", "required, but the list ends before it"),
@@ -243,6 +248,18 @@ def test_a_missing_file_suggests_its_neighbour(base: str) -> None:
     assert line.endswith("no such file; did you mean 'base.yaml'?")
     (line,) = problems([str(Path(base).parent)])
     assert line.endswith("is a directory; name a YAML file")
+
+
+def test_what_never_ends_is_refused_and_what_a_shell_gives_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (str(tmp_path / "fifo"), "/dev/zero"):
+        (line,) = problems([path])
+        assert line.endswith("is no regular file; name a YAML file")
+    reading, writing = os.pipe()
+    os.write(writing, BASE.encode())
+    os.close(writing)
+    assert load([f"/dev/fd/{reading}"], []).environment.kind == "tool_use"
+    os.close(reading)
 
 
 def test_a_removed_key_gives_its_advice_alone(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
