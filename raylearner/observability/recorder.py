@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Recorder:
         self._tracer = Tracer("controller", is_enabled=config.trace)
         self._display = Display(num_steps=num_steps)
         self._sinks = list(sinks)
+        self._sinks_lock = threading.Lock()
         self._zero_s = time.monotonic() - self._recorded_s()
 
     @classmethod
@@ -126,7 +128,8 @@ class Recorder:
     ) -> None:
         """The trajectories of one step: their file and table, where the configuration asks for them.
 
-        `policy_version` is the one that trained on them.
+        `policy_version` is the one that trained on them. Another thread may call this while the
+        recorder's own goes on, for one step after the other.
         """
         if _is_due(self._config.trajectories_every_steps, step):
             transcripts.write(
@@ -157,8 +160,9 @@ class Recorder:
         late = [path for path in files if path.name > transcripts.step_file(path.parent, step).name]
         for path in late:
             path.unlink()
-        for sink in self._sinks:
-            sink.rewind(step)
+        with self._sinks_lock:
+            for sink in self._sinks:
+                sink.rewind(step)
         self._zero_s = time.monotonic() - self._recorded_s()
         if num_rows or num_evaluations or late:
             logger.warning(
@@ -179,13 +183,15 @@ class Recorder:
             self._write_spans([])
             self._trace.close()
             self._trace = None
-        while self._sinks:
-            self._sinks.pop().close()
+        with self._sinks_lock:
+            while self._sinks:
+                self._sinks.pop().close()
         logs.remove(self._log_handler)
 
     def _write(self, record: StepRecord) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        with self._sinks_lock:
+            for sink in self._sinks:
+                sink.write(record)
 
     def _write_spans(self, spans: Iterable[Span]) -> None:
         if self._trace is not None:

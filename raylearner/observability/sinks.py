@@ -26,7 +26,11 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """One place that numbers go to. Called in order of steps, never by two threads at once."""
+    """One place that numbers go to. Called by one thread at a time, not always by the same.
+
+    Steps come in order, each in one record or more; only an evaluation may come after later steps,
+    since it is made beside them.
+    """
 
     def write(self, record: StepRecord) -> None: ...
 

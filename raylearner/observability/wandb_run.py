@@ -10,9 +10,15 @@ from raylearner.config.schema import WandbSection
 from raylearner.errors import ConfigError
 from raylearner.observability.sinks import StepRecord
 
+STEP = "step"
+
 
 class WandbRun:
-    """One W&B run under the name of the run directory, gone on with on a resume."""
+    """One W&B run under the name of the run directory, gone on with on a resume.
+
+    Steps are a metric there, `step`, against which all others are drawn. W&B's own count is left to
+    itself: it drops what comes late, as an evaluation made beside training does.
+    """
 
     def __init__(self, config: WandbSection, run_dir: Path, *, hparams: Mapping[str, Any]) -> None:
         """Raises `ConfigError` where the package is missing."""
@@ -33,17 +39,19 @@ class WandbRun:
             dir=str(run_dir),
             config=dict(hparams),
         )
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def write(self, record: StepRecord) -> None:
-        values: dict[str, Any] = dict(record.scalars)
+        values: dict[str, Any] = {STEP: record.step, **record.scalars}
         values |= {k: self._wandb.Histogram(v) for k, v in record.samples.items()}
         values |= {
             k: self._wandb.Html(f"<pre>{html.escape(v)}</pre>") for k, v in record.texts.items()
         }
-        self._run.log(values, step=record.step)
+        self._run.log(values)
 
     def rewind(self, step: int) -> None:
-        """Steps cannot be taken back there; later ones are refused until the run is past them."""
+        """Rows cannot be taken back there: a step that is made again has those of both times."""
 
     def close(self) -> None:
         self._run.finish()

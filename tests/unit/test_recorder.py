@@ -3,20 +3,26 @@
 import json
 import logging
 import math
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from raylearner.config.schema import ObservabilitySection
+from raylearner.config.schema import ObservabilitySection, WandbSection
 from raylearner.observability import logs
 from raylearner.observability.display import Display, step_line
 from raylearner.observability.jsonl import JsonlFile, dumps, read_lines
 from raylearner.observability.recorder import Recorder
+from raylearner.observability.sinks import StepRecord
 from raylearner.observability.spans import Tracer
+from raylearner.observability.wandb_run import WandbRun
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
 NO_EXTRAS = ObservabilitySection(tensorboard=False, trace=False)
@@ -218,6 +224,92 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert b"&lt;calc>1+1&lt;/calc>2" in text.tensor_proto.string_val[0]
     hparams = events.PluginTagToContent("hparams")
     assert set(hparams) == {"_hparams_/session_start_info", "_hparams_/session_end_info"}
+
+
+class FakeWandbRun:
+    """Rows as W&B 0.31 makes them: what names a step that is past is dropped."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._axes: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        self._step = 0
+
+    def define_metric(self, name: str, *, step_metric: str | None = None) -> None:
+        if step_metric is not None:
+            self._axes[name.removesuffix("*")] = step_metric
+
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        if step is not None and step < self._step:
+            return
+        if step is not None and step > self._step:
+            self._flush(step)
+        self._open |= data
+        if commit or (commit is None and step is None):
+            self._flush(self._step + 1)
+
+    def finish(self) -> None:
+        self._flush(self._step + 1)
+
+    def points(self, key: str) -> list[tuple[int, Any]]:
+        """As they are drawn."""
+        (axis,) = (axis for prefix, axis in self._axes.items() if key.startswith(prefix))
+        return [(row[axis], row[key]) for row in self.rows if key in row]
+
+    def _flush(self, step: int) -> None:
+        if self._open:
+            self.rows.append(self._open)
+        self._open, self._step = {}, step
+
+
+def test_wandb_keeps_an_evaluation_that_comes_late_and_what_it_comes_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeWandbRun()
+    wandb = SimpleNamespace(init=lambda **_: run, Histogram=list, Html=str)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = WandbRun(WandbSection(), tmp_path / "run", hparams={})
+    with Recorder(tmp_path / "run", NO_EXTRAS, num_steps=10, sinks=[sink]) as recorder:
+        for step in range(1, 5):
+            recorder.step(step, {"policy_version": step, "learner/loss": step / 8})
+            if step == 3:
+                for late in (1, 2):
+                    recorder.evaluation({"step": late, "policy_version": late, "reward/mean": 0.5})
+            recorder.trajectories(step, [make_trajectory()], policy_version=4)
+    assert run.points("learner/loss") == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
+    assert run.points("evaluation/reward/mean") == [(1, 0.5), (2, 0.5)]
+    assert [step for step, _ in run.points("rollout/reward")] == [1, 2, 3, 4]
+
+
+def test_sinks_are_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    """The trajectories of a step are written beside the loop, which an evaluation may reach."""
+
+    class Slow:
+        num_inside = most_inside = num_written = 0
+
+        def write(self, record: StepRecord) -> None:
+            self.num_inside += 1
+            self.most_inside = max(self.most_inside, self.num_inside)
+            time.sleep(0.02)
+            self.num_inside -= 1
+            self.num_written += 1
+
+        def rewind(self, step: int) -> None: ...
+
+        def close(self) -> None: ...
+
+    sink = Slow()
+    with Recorder(tmp_path / "run", NO_EXTRAS, num_steps=10, sinks=[sink]) as recorder:
+        beside = threading.Thread(
+            target=lambda: recorder.trajectories(1, [make_trajectory()], policy_version=4)
+        )
+        beside.start()
+        for step in range(5):
+            recorder.evaluation({"step": step, "policy_version": step, "reward/mean": 0.5})
+        beside.join()
+    assert (sink.num_written, sink.most_inside) == (6, 1)
 
 
 def test_stages_and_spans_end_up_in_one_trace(tmp_path: Path) -> None:
