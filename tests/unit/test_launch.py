@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -88,6 +89,31 @@ def test_a_slurm_job_starts_a_head_and_workers_then_the_run_and_passes_a_stop_on
     assert said.splitlines()[-1] == "stopped"
 
 
+def test_files_for_a_job_are_named_from_where_its_user_is(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    shutil.copy(LAUNCH / "submit.sh", tmp_path / "launch")
+    (tmp_path / "launch" / "setup.sh").write_text("")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "a b.yaml").write_text("")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$PWD" "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    given = ["a b.yaml", "../configs", "run.seed=1", "--resume", "runs/elsewhere", "/dev/null"]
+    done = subprocess.run(
+        ["bash", "../launch/submit.sh", *given],
+        cwd=tmp_path / "configs",
+        env={key: value for key, value in os.environ.items() if key != "RAYLEARNER_VENV"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        *(str(tmp_path), "-m", "raylearner", "submit", "configs/a b.yaml", "configs", "run.seed=1"),
+        *("--resume", "runs/elsewhere", "/dev/null"),
+    ]
+
+
 def test_the_cluster_file_fits_rays_schema() -> None:
     import jsonschema
     import ray.autoscaler
@@ -97,6 +123,10 @@ def test_the_cluster_file_fits_rays_schema() -> None:
     cluster = yaml.safe_load((LAUNCH / "cluster.yaml").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["head_node_type"] in cluster["available_node_types"]
+    workers = cluster["available_node_types"]["rollout"]
+    assert workers["min_workers"] == workers["max_workers"] == cluster["max_workers"]
+    for kind in cluster["available_node_types"].values():
+        assert kind["node_config"]["ImageId"].startswith("ami-")
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert any("RAY_AUTH_MODE=token ray start" in line for line in cluster[commands])
 
@@ -113,7 +143,7 @@ def test_the_rayjob_is_whole() -> None:
     assert cluster["authOptions"] == {"mode": "token"}
     pods: list[dict[str, Any]] = [cluster["headGroupSpec"]["template"]["spec"]]
     for group in cluster["workerGroupSpecs"]:
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
         pods.append(group["template"]["spec"])
     for pod in pods:
         volumes = {volume["name"] for volume in pod["volumes"]}
