@@ -37,16 +37,17 @@ class Asha:
         self._last_steps: dict[int, int] = {}
 
     def should_stop(self, number: int, curve: list[tuple[int, float]]) -> bool:
-        """Tells the scheduler what is new of trial `number`."""
+        """Tells the scheduler all that is new of trial `number`: others are compared with it."""
         trial = _TuneTrial(str(number))
         if number not in self._last_steps:
             self._scheduler.on_trial_add(None, trial)
             self._last_steps[number] = 0
+        should_stop = False
         for step, value in curve:
             if step <= self._last_steps[number]:
                 continue
             self._last_steps[number] = step
             result = {"step": step, "value": value}
             if self._scheduler.on_trial_result(None, trial, result) == "STOP":
-                return step < self._max_steps
-        return False
+                should_stop |= step < self._max_steps
+        return should_stop

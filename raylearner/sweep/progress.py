@@ -2,46 +2,64 @@
 
 import json
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raylearner.config.sweep import SweepMetric
-from raylearner.observability.jsonl import read_lines
 
 EVALUATION = "evaluation/"
 
 
-def curve(run_dir: Path, metric: SweepMetric) -> list[tuple[int, float]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a run's files say by now."""
+
+    num_steps: int
+    """Learner steps on record."""
+    curve: list[tuple[int, float]]
     """Step and value so far, in order; the value at a step is the mean over the last few."""
+    num_damaged: int
+    """Lines that are no rows; they are passed over."""
+
+
+def read(run_dir: Path, metric: SweepMetric) -> Progress:
+    rows, num_damaged = _rows(run_dir / "metrics.jsonl")
+    num_steps = rows[-1]["step"] if rows else 0
+    curve: list[tuple[int, float]] = []
     if metric.key.startswith(EVALUATION):
         key = metric.key.removeprefix(EVALUATION)
-        rows = _rows(run_dir / "eval.jsonl")
-        return [
-            (row["step"], value) for row in rows if (value := _number(row.get(key))) is not None
-        ]
-    found: list[tuple[int, float]] = []
+        evaluations, also_damaged = _rows(run_dir / "eval.jsonl")
+        num_damaged += also_damaged
+        for row in evaluations:
+            value = _number(row.get(key))
+            if value is not None:
+                curve.append((row["step"], value))
+        return Progress(num_steps=num_steps, curve=curve, num_damaged=num_damaged)
     recent: list[float] = []
-    for row in _rows(run_dir / "metrics.jsonl"):
+    for row in rows:
         value = _number(row.get(metric.key))
         if value is not None:
             recent = [*recent, value][-metric.last_steps :]
-            found.append((row["step"], sum(recent) / len(recent)))
-    return found
+            curve.append((row["step"], sum(recent) / len(recent)))
+    return Progress(num_steps=num_steps, curve=curve, num_damaged=num_damaged)
 
 
-def num_steps(run_dir: Path) -> int:
-    """Learner steps on record, which are in order."""
-    lines = _lines(run_dir / "metrics.jsonl")
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, _lines(path))
-
-
-def _lines(path: Path) -> list[str]:
-    return read_lines(path) if path.is_file() else []
+def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows in order, and how many lines are none."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last one is being written
+    except FileNotFoundError:
+        return [], 0
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):  # pyright: ignore[reportUnknownMemberType]
+            rows.append(row)  # pyright: ignore[reportUnknownArgumentType]
+    return rows, len(lines) - len(rows)
 
 
 def _number(value: object) -> float | None:

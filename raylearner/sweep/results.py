@@ -1,6 +1,7 @@
 """What a sweep found: a CSV of trials, a Markdown table of combinations, plots."""
 
 import csv
+import importlib.util
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,12 @@ from raylearner.sweep.plan import Plan, Trial, axis_keys, shown
 from raylearner.sweep.state import Status, SweepState, TrialState
 
 Pair = tuple[Trial, TrialState]
+
+
+def refuse_without_matplotlib() -> None:
+    """Raises `ConfigError`, before a sweep starts: the plots come at its end."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("plots: matplotlib is not installed; `pip install matplotlib`")
 
 
 def write(plan: Plan, state: SweepState, commands: Mapping[int, str]) -> None:
@@ -115,11 +122,9 @@ def _summary(group: Sequence[Pair]) -> list[str]:
 
 def plot(plan: Plan, pairs: Sequence[Pair], folder: Path) -> list[Path]:
     """For each axis the metric against it: a line for each combination of the others, seeds as dots,
-    a band of one standard deviation; crosses are trials that did not run to their end. Raises `ConfigError` where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("plots: matplotlib is not installed; `pip install matplotlib`") from error
+    a band of one standard deviation; crosses are trials that did not run to their end."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -43,6 +43,8 @@ class TrialState:
     step: int = 0
     value: float | None = None
     error: str | None = None
+    is_given_up: bool = False
+    """Early stopping chose it, and its job is to end."""
 
 
 class SweepState:

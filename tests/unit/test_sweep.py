@@ -301,14 +301,19 @@ def test_a_value_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path: 
     (tmp_path / "eval.jsonl").write_text(
         '{"step": 0, "reward/mean": 0.1}\n{"step": 4, "reward/mean": 0.7}\n'
     )
-    assert progress.curve(tmp_path, SweepMetric(key="r", last_steps=2)) == [
-        (1, 1.0),
-        (2, 1.5),
-        (3, 2.5),
-    ]
-    assert progress.curve(tmp_path, SweepMetric(key="evaluation/reward/mean"))[-1] == (4, 0.7)
-    assert progress.num_steps(tmp_path) == 4
-    assert progress.curve(tmp_path / "none", SweepMetric()) == []
+    read = progress.read(tmp_path, SweepMetric(key="r", last_steps=2))
+    assert read.curve == [(1, 1.0), (2, 1.5), (3, 2.5)]
+    assert (read.num_steps, read.num_damaged) == (4, 0)
+    evaluated = progress.read(tmp_path, SweepMetric(key="evaluation/reward/mean"))
+    assert evaluated.curve[-1] == (4, 0.7)
+    assert progress.read(tmp_path / "none", SweepMetric()).curve == []
+
+
+def test_a_damaged_line_of_metrics_is_passed_over(tmp_path: Path) -> None:
+    lines = [b'{"step": 1, "r": 1}', b'{"step": 2, "r"', b"\xff", b"[3]", b'{"step": 4, "r": 4}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    read = progress.read(tmp_path, SweepMetric(key="r", last_steps=1))
+    assert (read.num_steps, read.curve, read.num_damaged) == (4, [(1, 1.0), (4, 4.0)], 3)
 
 
 def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> None:
