@@ -17,6 +17,7 @@ from typing import Any
 from raylearner.errors import PushBroken, WeightTransferError
 from raylearner.observability.spans import Tracer
 from raylearner.types import PolicyVersion, WeightReceipt, WeightUpdate
+from raylearner.weights.deadlines import acknowledged, sent, written
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,6 @@ Discard = Callable[[WeightUpdate], Awaitable[None]]
 Settle = Callable[[WeightUpdate], Awaitable[Mapping[str, float]]]
 OnCondemned = Callable[[str, WeightTransferError], None]
 
-BUSY_POLL_S = 0.5
-"""Pause between two looks at whether a write that takes long waits for a step."""
 BROKEN_GRACE_S = 5.0
 """In a push that all members take together: time for the others to fail too once one has failed."""
 
@@ -119,7 +118,7 @@ class Publisher:
             update = self._last
             self._readers[id(update)] += 1
             try:
-                await self._acknowledged(actor_id, receive(update), update)
+                await acknowledged(actor_id, receive(update), update, deadline_s=self._deadline_s)
             finally:
                 self._readers[id(update)] -= 1
                 await self._discard_stale()
@@ -192,7 +191,8 @@ class Publisher:
         async with self._pushing:
             update = await self._written(policy_version, (actor_id,))
             received = asyncio.create_task(
-                self._acknowledged(actor_id, receive(update), update), name="admit"
+                acknowledged(actor_id, receive(update), update, deadline_s=self._deadline_s),
+                name="admit",
             )
             settled = asyncio.create_task(self._settled(update), name="settle")
             try:
@@ -263,26 +263,12 @@ class Publisher:
             await self._discard(update)
 
     async def _written(self, policy_version: PolicyVersion, members: Sequence[str]) -> WeightUpdate:
-        writing = asyncio.ensure_future(self._write(policy_version, members))
-        free_since = time.monotonic()
-        try:
-            while not writing.done():
-                await asyncio.wait([writing], timeout=min(BUSY_POLL_S, self._deadline_s))
-                if self._is_learner_busy():
-                    free_since = time.monotonic()
-                elif not writing.done() and time.monotonic() - free_since > self._deadline_s:
-                    raise WeightTransferError(
-                        f"the learner did not write policy version {policy_version} within "
-                        f"{self._deadline_s:g} s"
-                    )
-        finally:
-            writing.cancel()
-        update = writing.result()
-        if update.policy_version < policy_version:
-            raise WeightTransferError(
-                f"the learner wrote policy version {update.policy_version}, asked for {policy_version}"
-            )
-        return update
+        return await written(
+            self._write(policy_version, members),
+            policy_version,
+            deadline_s=self._deadline_s,
+            is_busy=self._is_learner_busy,
+        )
 
     async def _deliver(
         self, update: WeightUpdate, members: Mapping[str, Receive]
@@ -348,20 +334,15 @@ class Publisher:
     async def _settled(self, update: WeightUpdate) -> Mapping[str, float]:
         if self._settle is None or not update.is_collective:
             return {}
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._settle(update)
-        except TimeoutError as error:
-            raise WeightTransferError(
-                f"the learner did not send policy version {update.policy_version} within "
-                f"{self._deadline_s:g} s"
-            ) from error
+        return await sent(self._settle(update), update, deadline_s=self._deadline_s)
 
     async def _receipt(
         self, actor_id: str, receive: Receive, update: WeightUpdate
     ) -> WeightReceipt | WeightTransferError | None:
         """The receipt, the error that condemned the engine, or None for one removed meanwhile."""
-        receiving = asyncio.ensure_future(self._acknowledged(actor_id, receive(update), update))
+        receiving = asyncio.ensure_future(
+            acknowledged(actor_id, receive(update), update, deadline_s=self._deadline_s)
+        )
         self._receiving[actor_id] = receiving
         try:
             await asyncio.wait([receiving])
@@ -384,31 +365,6 @@ class Publisher:
             del self._members[actor_id]
             self._on_condemned(actor_id, error)
             return error
-
-    async def _acknowledged(
-        self, actor_id: str, receiving: Awaitable[WeightReceipt], update: WeightUpdate
-    ) -> WeightReceipt:
-        version = update.policy_version
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                receipt = await receiving
-        except TimeoutError as error:
-            raise WeightTransferError(
-                f"{actor_id} did not acknowledge policy version {version} within "
-                f"{self._deadline_s:g} s"
-            ) from error
-        except WeightTransferError:
-            raise
-        except Exception as error:
-            raise WeightTransferError(
-                f"{actor_id} failed to receive policy version {version}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if receipt.policy_version != version:
-            raise WeightTransferError(
-                f"{actor_id} acknowledged policy version {receipt.policy_version}, sent was {version}"
-            )
-        return receipt
 
     async def _discard_stale(self) -> None:
         ready = [update for update in self._stale if self._readers[id(update)] == 0]
