@@ -202,28 +202,6 @@ class ReplayBuffer:
             self._closer.settle(group)
         return len(touched)
 
-    def rollback(self, policy_version: PolicyVersion) -> int:
-        """Goes back to an earlier policy: what later versions sampled is dropped and played again.
-
-        Running samples are void, leases end. Returns how many episodes were dropped.
-        """
-        self.ledger.policy_version = policy_version
-        self.ledger.release()
-        self.ledger.void_running()
-        self._wanted = None
-        self._wait.end()
-        above = self.store.sampled_above(policy_version)
-        for group_id, indices in above.items():
-            group = self.ledger.find(group_id)
-            assert group is not None
-            for index in indices:
-                self.store.remove(group_id, index)
-            self._closer.forget(group_id)
-            self.ledger.reopen(group, indices, self._clock())
-        num_dropped = sum(map(len, above.values()))
-        self.tally.rolled_back += num_dropped
-        return num_dropped
-
     def score_requests(self) -> list[ScoreRequest]:
         """Groups that became complete since the last call and await `put_scores`."""
         return self._closer.score_requests()
@@ -267,9 +245,15 @@ class ReplayBuffer:
         prompt_order: NDArray[np.int64],
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Takes over a dump, whatever was here; see `Ledger.restore` for what ran or was leased."""
+        """Takes over a dump; see `Ledger.restore` for what ran or was leased.
+
+        Of what was here, episodes that are not in the dump are dropped and counted: they were stored
+        after it, and a run that goes back to it plays their samples again.
+        """
+        lost = self.store.episode_keys() - {t.episode_key for t in trajectories}
         self.ledger.restore(ledger, prompt_order, now_s=self._clock())
         self.tally.restore(tally)
+        self.tally.rolled_back += len(lost)
         self.store.restore(trajectories)
         self._last_take = take_metrics([], [], 0)
         self._wanted = None
@@ -282,7 +266,7 @@ class ReplayBuffer:
         if policy_version < self.policy_version:
             raise ReplayError(
                 f"the learner is at policy version {policy_version}, the replay at "
-                f"{self.policy_version}: load the learner's checkpoint here or roll back first"
+                f"{self.policy_version}: load the replay's part of the learner's checkpoint first"
             )
         self.ledger.policy_version = policy_version
 

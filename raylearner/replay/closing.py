@@ -59,11 +59,6 @@ class GroupCloser:
             if group.awaits_scores:
                 self._close(group)
 
-    def forget(self, group_id: int) -> None:
-        """Scores of this group are wanted no longer."""
-        if self._desk is not None:
-            self._desk.forget(group_id)
-
     def settle(self, group: GroupRecord) -> None:
         """Closes a running group that is complete, or that nothing can complete any more."""
         if group.is_playing_greedy:
@@ -134,7 +129,8 @@ class GroupCloser:
     def drop(self, group: GroupRecord, why: str) -> None:
         if why == "zero_variance":
             self._ledger.observe([self.seen(group, is_trained=False)])
-        self.forget(group.group_id)
+        if self._desk is not None:
+            self._desk.forget(group.group_id)
         self._ledger.drop(group, why)
         self._store.pop_group(group.group_id)
         if why == "stale":

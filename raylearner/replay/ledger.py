@@ -227,23 +227,6 @@ class Ledger:
         self.counts.trained += 1
         return group
 
-    def reopen(self, group: GroupRecord, indices: Sequence[int], now_s: float) -> None:
-        """Plays done samples of a held or running group again, within a fresh time limit."""
-        if self.held.pop(group.group_id, None) is not None:
-            self._held_order.remove(group.group_id)
-        self.running.pop(group.group_id, None)
-        group.is_partial = group.awaits_scores = False
-        group.admitted_at_s = now_s
-        self.running[group.group_id] = group
-        for index in indices:
-            self._reissue(group, index)
-
-    def void_running(self) -> None:
-        """All that runs is pending again under attempts never issued before."""
-        for group, index, sample in self.running_samples():
-            self._cancel(group, index, sample)
-        self._renumber()
-
     def state(self) -> tuple[dict[str, Any], NDArray[np.int64]]:
         """JSON-able metadata and the order of prompts in this epoch."""
         prompts, order = self._prompts.state()
@@ -347,7 +330,6 @@ class Ledger:
     def _reissue(self, group: GroupRecord, index: int) -> None:
         sample = group.samples[index]
         sample.state, sample.claimant, sample.version = SampleState.PENDING, None, None
-        sample.is_failed = False
         sample.attempt = max(sample.attempt + 1, self._first_attempt)
         self.counts.reissued += 1
         heappush(self._pending, (group.group_id, index))

@@ -125,12 +125,6 @@ class ReplayActor:
         self._wake()
         return num_samples
 
-    async def rollback(self, policy_version: int) -> int:
-        """How many episodes a later policy had sampled; see `ReplayBuffer.rollback`."""
-        num_dropped = self._buffer.rollback(policy_version)
-        self._wake()
-        return num_dropped
-
     async def metrics(self) -> dict[str, float]:
         return self._buffer.metrics()
 

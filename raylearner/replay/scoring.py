@@ -50,7 +50,7 @@ class ScoreDesk:
         return self._wanted.get(request.group_id) == request.number
 
     def forget(self, group_id: int) -> None:
-        """The group was answered, dropped or opened again."""
+        """The group was answered or dropped."""
         self._wanted.pop(group_id, None)
 
     def clear(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raylearner.types import EpisodeScore, PolicyVersion, StopReason, Trajectory
+from raylearner.types import EpisodeScore, StopReason, Trajectory
 
 Episode = tuple[Trajectory, ...]
 """The segments of one episode, in order."""
@@ -28,30 +28,18 @@ class EpisodeStore:
         self.num_trajectories += len(owned)
         return owned
 
-    def remove(self, group_id: int, index: int) -> None:
-        self._release(self.groups[group_id].pop(index))
-
     def pop_group(self, group_id: int) -> list[Episode]:
         episodes = list(self.groups.pop(group_id, {}).values())
         for episode in episodes:
             self._release(episode)
         return episodes
 
+    def episode_keys(self) -> set[tuple[int, int, int]]:
+        return {e[0].episode_key for episodes in self.groups.values() for e in episodes.values()}
+
     def reward(self, group_id: int, index: int) -> float | None:
         episode = self.groups.get(group_id, {}).get(index)
         return None if episode is None else episode[0].reward
-
-    def sampled_above(self, policy_version: PolicyVersion) -> dict[int, list[int]]:
-        """Sample indices of episodes that a later policy had a part in, by group_id."""
-        above = {
-            group_id: [
-                index
-                for index, episode in episodes.items()
-                if any(segment.max_policy_version > policy_version for segment in episode)
-            ]
-            for group_id, episodes in self.groups.items()
-        }
-        return {group_id: indices for group_id, indices in above.items() if indices}
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """By sample index and segment."""

@@ -401,7 +401,7 @@ def test_a_learner_behind_the_replay_must_load_first() -> None:
     fill(buffer, 2)
     buffer.take(2, 0)
     buffer.commit([0, 1], 3)
-    with pytest.raises(ReplayError, match="roll back first"):
+    with pytest.raises(ReplayError, match="load the replay"):
         buffer.take(2, 2)
 
 
@@ -678,14 +678,15 @@ def test_the_error_window_survives_a_resume() -> None:
         resumed.take(9, 0)
 
 
-def test_rollback_plays_again_what_a_lost_policy_sampled() -> None:
+def test_a_run_that_goes_back_plays_again_what_came_after_the_dump_and_counts_it() -> None:
     buffer = make_buffer()
     old, new, running = claim(buffer, 3)
-    buffer.commit([], 1)
     buffer.put(make_episode(old, versions=(0, 0)))
+    metadata, arrays = snapshot.cut(buffer).state()
+    buffer.commit([], 1)
     buffer.put(make_episode(new, versions=(0, 1)))
     assert buffer.metrics()["buffer/groups/held"] == 1
-    assert buffer.rollback(0) == 1
+    snapshot.restore(buffer, json.loads(json.dumps(metadata)), arrays, {})
     assert buffer.metrics()["buffer/dropped/rolled_back"] == 1
     assert buffer.policy_version == 0
     assert buffer.claim("a", 1, 9).claims == [], "the engine still holds the lost policy"

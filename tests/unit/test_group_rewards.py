@@ -153,18 +153,6 @@ def test_scores_that_come_after_a_restore_are_ignored_and_asked_for_again() -> N
     assert buffer.take(1, 0) is not None
 
 
-def test_a_rollback_voids_what_was_asked_of_a_group_that_is_played_again() -> None:
-    buffer = make_buffer(max_staleness=1)
-    buffer.ledger.policy_version = 1
-    versions = np.array([-1, 1], np.int32)
-    request = play(buffer, policy_versions=versions)
-    assert buffer.rollback(0) == 2
-    buffer.put_scores(request, scores(0.0, 1.0))
-    assert buffer.metrics()["buffer/groups/running"] == 1
-    again = play(buffer)
-    assert again.group_id == request.group_id
-
-
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("user_groups")

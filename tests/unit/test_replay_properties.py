@@ -282,19 +282,6 @@ class ReplayMachine(RuleBasedStateMachine):
         self.model.leased, self.model.leased_episodes = [], set()
         self.saved = None
 
-    @precondition(lambda self: self.model.policy_version > 0)
-    @rule(back=st.integers(0, 2))
-    def roll_back(self, back: int) -> None:
-        model = self.model
-        model.policy_version = max(model.policy_version - back, 0)
-        self.buffer.rollback(model.policy_version)
-        self.void(model.open_claims)
-        model.leased, model.leased_episodes = [], set()
-        for serial, episode in list(model.accepted.items()):
-            is_above = any(s.max_policy_version > model.policy_version for s in episode)
-            if is_above and serial not in model.trained_episodes:
-                del model.accepted[serial]
-
     @invariant()
     def ledger_balances(self) -> None:
         ledger, model = self.buffer.ledger, self.model
@@ -375,8 +362,8 @@ TestReplay.settings = settings(
 def random_operation(machine: ReplayMachine, dice: random.Random) -> None:
     model = machine.model
     match dice.choices(
-        ["claim", "put", "take", "commit", "wait", "fail", "lose", "save", "load", "roll_back"],
-        weights=[20, 60, 12, 12, 4, 1, 1, 1, 1, 1],
+        ["claim", "put", "take", "commit", "wait", "fail", "lose", "save", "load"],
+        weights=[20, 60, 12, 12, 4, 1, 1, 1, 1],
     )[0]:
         case "claim":
             machine.claim(dice.choice(ACTORS), dice.choice([0, 0, 0, 1, 2, 3]), dice.randint(0, 9))
@@ -399,8 +386,6 @@ def random_operation(machine: ReplayMachine, dice: random.Random) -> None:
             machine.save()
         case "load" if machine.saved is not None:
             machine.load(is_fresh=dice.random() < 0.5)
-        case "roll_back" if model.policy_version > 0:
-            machine.roll_back(dice.randint(0, 2))
         case _:
             pass
 
