@@ -190,7 +190,7 @@ def _token() -> Iterator[Finding]:
         yield Finding("problem", "authentication", "is switched off", advice)
     elif not jobs.has_token():
         yield Finding("ok", "authentication", "no token yet: the first local cluster makes one")
-    elif mode is None:
+    elif not mode:
         advice = "`export RAY_AUTH_MODE=token`, or `ray job submit` is answered 401"
         yield Finding("note", "authentication", "a token is here, RAY_AUTH_MODE is not set", advice)
     else:

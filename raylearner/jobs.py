@@ -15,7 +15,7 @@ from typing import Any
 
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
-from raylearner.errors import ConfigError
+from raylearner.errors import ConfigError, RaylearnerError
 
 EXCLUDES = (
     *(".git", ".venv*", "venv", "__pycache__", ".*_cache", ".hypothesis"),
@@ -118,13 +118,15 @@ def _silent(where: str, error: Exception) -> ConfigError:
 
 
 def _probe(named: str | None) -> None:
-    """Raises `OSError` where a named cluster does not answer soon: Ray itself waits without end."""
-    if named is None:
-        return
+    """Raises `OSError` where a cluster does not answer soon: Ray itself waits for long, or without end."""
     import requests
+    from ray._private.services import find_bootstrap_address  # of the last `ray start` here
 
     from raylearner import placement
 
+    named = named or find_bootstrap_address(None)
+    if named is None:
+        return
     if named.startswith(("http://", "https://")):
         url = f"{named.rstrip('/')}/api/version"
         requests.get(url, timeout=placement.CONNECT_TIMEOUT_S, stream=True).close()
@@ -255,7 +257,8 @@ def submit(
 ) -> str:
     """Starts `python -m raylearner ARGUMENTS` as a job; returns its id.
 
-    Raises `ConfigError` where the working directory is too large or the cluster refuses.
+    Raises `ConfigError` where the working directory is too large or the cluster refuses, and
+    `RaylearnerError` where the connection breaks.
     """
     try:
         return client.submit_job(
@@ -272,3 +275,5 @@ def submit(
                 " belong on storage that the cluster sees, named by absolute paths"
             ) from error
         raise ConfigError(f"the cluster refused the job: {_first_line(error)}") from error
+    except OSError as error:
+        raise RaylearnerError(f"the job could not be handed over: {_first_line(error)}") from error

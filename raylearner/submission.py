@@ -166,9 +166,16 @@ def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) ->
 
 
 async def _follow(client: Any, job: str) -> None:
-    async for part in client.tail_job_logs(job):
-        sys.stdout.write(part)
-        sys.stdout.flush()
-    status = client.get_job_status(job).value
+    from aiohttp import ClientError
+
+    try:
+        async for part in client.tail_job_logs(job):
+            sys.stdout.write(part)
+            sys.stdout.flush()
+        status = client.get_job_status(job).value
+    except (ClientError, OSError) as error:
+        raise RaylearnerError(
+            f"the log of job {job} broke off, the job may go on: {error}"
+        ) from error
     if status != "SUCCEEDED":
         raise RaylearnerError(f"job {job} ended as {status}")

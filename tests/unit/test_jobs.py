@@ -19,7 +19,7 @@ from raylearner import cli, jobs, submission
 from raylearner.config.loader import load
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
-from raylearner.errors import ConfigError
+from raylearner.errors import ConfigError, RaylearnerError
 from raylearner.observability import run_directory
 
 
@@ -126,10 +126,11 @@ def test_a_machine_is_this_one_by_its_name_and_by_an_address(
             "too large",
         ),
         (RuntimeError("Request failed: submission id used"), "refused the job: .*id used"),
+        (ConnectionResetError("reset by peer"), "could not be handed over: reset by peer"),
     ],
 )
 def test_what_the_cluster_refuses_is_told_with_what_to_do(error: Exception, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(RaylearnerError, match=said):
         submit(Client(error))
 
 
@@ -180,6 +181,11 @@ def test_a_cluster_that_nobody_answers_for_is_named_at_once(
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=f"at 127.0.0.1:{free_port}: nothing answers"):
+        jobs.connect()
+    monkeypatch.delenv("RAY_ADDRESS")
+    last = f"127.0.0.1:{free_port}"
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: last)
+    with pytest.raises(ConfigError, match="at this machine: nothing answers"):
         jobs.connect()
     assert time.monotonic() - began_s < 5
     with socket.socket() as silent:
