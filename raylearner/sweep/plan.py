@@ -65,7 +65,7 @@ def read(path: str) -> Plan:
         raise ConfigProblems(
             [*problems, Problem(tree.place(("axes",)), "axes", str(error))]
         ) from error
-    found: dict[tuple[Where, str], Problem] = {}
+    found: dict[tuple[str, str, str], Problem] = {}
     for values in all_values:
         for seed in sweep.seeds:
             chosen = _chosen(sweep, values, seed=seed, number=len(trials))
@@ -73,12 +73,10 @@ def read(path: str) -> Plan:
             try:
                 config = load(sweep.base, overrides)
             except ConfigProblems as error:
-                placed = [_placed(problem, sweep, chosen, tree) for problem in error.problems]
-                found |= {
-                    (there.where, there.message): there
-                    for there, problem in zip(placed, error.problems, strict=True)
-                    if sound is sweep or problem.text.startswith(UNKNOWN)
-                }
+                for problem in error.problems:
+                    if sound is sweep or problem.text.startswith(UNKNOWN):
+                        said = (str(problem.where), problem.key, problem.text)
+                        found.setdefault(said, _placed(problem, sweep, chosen, tree))
                 continue
             trials.append(
                 Trial(

@@ -121,6 +121,7 @@ class Sweep:
             raise RaylearnerError(
                 f"{len(failed)} of {len(self._state.trials)} trials failed, the others are done:\n"
                 + "\n".join(f"  {found.number:03d}: {found.error}" for found in failed)
+                + "\nonce the cause is mended, the same command tries them again"
             )
 
     # -- what runs ---------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_problems_of_the_file_and_of_trials_stand_at_its_lines_together(folder: 
         "  - key: learner.lr\n"
         "    values:\n"
         "      - 1\n"
+        "      - 2\n"
         "  - key: replay.group_size\n"
         "    values: [4]\n"
         "    sample: {kind: int_uniform, low: 1, high: 2}\n"
@@ -146,7 +147,7 @@ def test_problems_of_the_file_and_of_trials_stand_at_its_lines_together(folder: 
     assert [line.split(" ", 1)[0] for line in str(refused.value).splitlines()] == [
         "sweep.yaml:3",
         "sweep.yaml:7",
-        "sweep.yaml:8",
+        "sweep.yaml:9",
         "3",
     ]
     assert "sweep.yaml:7  axes.0: learner.lr=1: unknown key" in str(refused.value)
@@ -349,6 +350,14 @@ def test_asha_stops_the_worse_at_a_rung_and_nobody_before_or_at_the_end() -> Non
     assert not asha.should_stop(1, [(s, 0.1) for s in range(1, 4)])
     assert asha.should_stop(1, [(s, 0.1) for s in range(1, 5)])
     assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 17)])
+
+
+def test_asha_compares_with_all_that_a_stopped_trial_had_written() -> None:
+    config = AshaSection(kind="asha", grace_steps=4, reduction_factor=2)
+    asha = Asha(config, SweepMetric(), max_steps=16)
+    assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 5)])
+    assert asha.should_stop(1, [(s, 0.1) for s in range(1, 9)])
+    assert asha.should_stop(0, [(s, 0.05) for s in range(1, 9)])
 
 
 def test_a_sweep_of_one_axis_needs_no_more() -> None:
