@@ -6,6 +6,7 @@ from pathlib import Path
 from raylearner.config.problems import Problem, did_you_mean, shown
 from raylearner.config.sweep import AxisSection, Choice, IntUniform, SweepSection
 from raylearner.config.tree import Node
+from raylearner.observability import run_directory
 from raylearner.observability.metrics import METRICS, spec_of
 
 SET_HERE = ("run.seed", "run.dir", "run.name")
@@ -20,8 +21,10 @@ def check(sweep: SweepSection, tree: Node) -> list[Problem]:
         problems.append(Problem(tree.place(path), ".".join(map(str, path)), text))
 
     here = Path.cwd()
+    is_package = run_directory.JOB_FILES in here.parts
     for index, base in enumerate(sweep.base):
-        if not os.path.isabs(base) and not Path(os.path.abspath(base)).is_relative_to(here):
+        is_inside = Path(os.path.abspath(base)).is_relative_to(here)
+        if not is_inside and (is_package or not os.path.isabs(base)):
             refuse(
                 ("base", index),
                 f"a trial's job is given this directory; name a file in it, got {base!r}",

@@ -153,6 +153,17 @@ def test_problems_of_the_file_and_of_trials_stand_at_its_lines_together(folder: 
     assert "sweep.yaml:7  axes.0: learner.lr=1: unknown key" in str(refused.value)
 
 
+def test_a_job_takes_no_base_from_outside_of_its_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = str(folder / "base.yaml")
+    assert len(read(base=[outside]).trials) == 8
+    package = folder / "working_dir_files" / "_ray_pkg"
+    package.mkdir(parents=True)
+    monkeypatch.chdir(package)
+    assert "base.0: a trial's job is given this directory" in problems(base=[outside])
+
+
 def test_a_wrong_seed_is_one_problem(folder: Path) -> None:
     assert problems(seeds=[-1]).endswith(
         "seeds.0: must be >= 0, got -1\n1 problem; nothing was started."
