@@ -188,10 +188,10 @@ class LearnerGroup:
         if sending is None:
             return {}
         outcomes = await sending
-        failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        if failures:
-            self._group = None
-            raise WeightTransferError(failures[0])
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, str):
+                self._group = None
+                raise WeightTransferError(f"learner rank {rank}: {outcome}")
         return outcomes[0]
 
     async def abandon(self, update: WeightUpdate) -> None:
@@ -225,15 +225,21 @@ class LearnerGroup:
         await self._all("save", str(folder), should_defer)
 
     async def finish_save(self) -> None:
-        """Beside training. Raises `CheckpointError` where a rank could not write, and kills none."""
+        """Beside training. Raises `CheckpointError` where ranks could not write, and kills none."""
         calls = [_resolve(rank.finish_save.remote()) for rank in self._living]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        failures: list[str] = []
+        raised: BaseException | None = None
         for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, RayActorError):
                 raise LearnerDied(f"learner rank {rank} died: {outcome}") from outcome
-        failures = [outcome for outcome in outcomes if outcome is not None]
+            if isinstance(outcome, BaseException):
+                raised, cause = outcome, _unwrapped(outcome)
+                failures.append(f"learner rank {rank}: {type(cause).__name__}: {cause}")
+            elif outcome is not None:
+                failures.append(outcome)
         if failures:
-            raise CheckpointError("; ".join(str(failure) for failure in failures))
+            raise CheckpointError("; ".join(failures)) from raised
 
     async def restore(self, folder: Path) -> None:
         versions = await self._all("restore", str(folder))
@@ -307,11 +313,16 @@ def _cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
         if isinstance(error, RayActorError):
             return _chained(LearnerDied(f"learner rank {rank} died: {error}"), error)
     for _, error in errors:
-        cause = error.cause if isinstance(error, RayTaskError) else error
+        cause = _unwrapped(error)
         if isinstance(cause, RaylearnerError):
             return cause
     rank, error = errors[0]
     return _chained(LearnerError(f"learner rank {rank} failed: {error}"), error)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What a rank raised, without the traceback that Ray makes part of the message."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def _chained(error: BaseException, cause: BaseException) -> BaseException:
