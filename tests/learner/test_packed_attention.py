@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -82,8 +83,8 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def flash_attn() -> Iterator[None]:
     """Registers what flash-attn does, without its kernel."""
     if find_spec("flash_attn"):
         pytest.skip("the real one runs on GPUs only")
@@ -96,7 +97,9 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     forward.register_autograd(lambda ctx, grad: (grad, None, None))
     module = ModuleType("flash_attn")
     vars(module)["flash_attn_varlen_func"] = lambda q, k, v, **_: forward(q, k, v)
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", module)
+        yield
 
 
 @pytest.mark.usefixtures("flash_attn")
