@@ -90,7 +90,7 @@ def config(
     engine: dict[str, Any] = {
         "kind": "vllm",
         "dtype": "float32" if cpu else "bfloat16",
-        "max_model_tokens": 128 if cpu else 1152,
+        "max_model_tokens": 256 if cpu else 1152,
         "max_sequences": 16 if cpu else 256,
     }
     if not cpu and graphs:
@@ -108,7 +108,7 @@ def config(
         "model": {"kind": "pretrained", "path": model},
         "data": {"train": {"kind": "jsonl", "path": str(prompts)}},
         "environment": {"kind": "single_turn"},
-        "renderer": {"max_prompt_tokens": 64, "max_response_tokens": longest},
+        "renderer": {"max_prompt_tokens": 128, "max_response_tokens": longest},
         "sampling": {"max_turn_tokens": longest},
         "rewards": {"functions": [{"kind": "benchmarks.stories:length_reward"}]},
         "actors": {

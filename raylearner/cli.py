@@ -21,7 +21,7 @@ from raylearner.config.checks import notes
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.deadline import stop_time_s
-from raylearner.errors import ConfigError, RaylearnerError, RunStopped
+from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes
 from raylearner.observability import logs, run_directory
 from raylearner.observability.run_directory import OR_START_OVER
 
@@ -282,23 +282,13 @@ def _exit_codes() -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:
-        causes = list(_causes(error))
-        if not all(isinstance(cause, RaylearnerError) for cause in causes):
+        found = list(causes(error))
+        if not all(isinstance(cause, RaylearnerError) for cause in found):
             traceback.print_exception(error)
             _leave(f"failed: {type(error).__name__}: {error}", FAILED)
-        is_input = all(isinstance(cause, ConfigError) for cause in causes)
-        said = "\n".join(dict.fromkeys(str(cause) for cause in causes))
+        is_input = all(isinstance(cause, ConfigError) for cause in found)
+        said = "\n".join(dict.fromkeys(str(cause) for cause in found))
         _leave(said if is_input else f"the run failed: {said}", BAD_INPUT if is_input else FAILED)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """What lies inside task groups and inside Ray's errors, which carry the original as `cause`."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _causes(inner)
-        return
-    cause = getattr(error, "cause", None)
-    yield cause if isinstance(cause, RaylearnerError) else error
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -1,5 +1,7 @@
 """Every error that raylearner raises on purpose; all of them pickle, since they cross Ray."""
 
+from collections.abc import Iterator
+
 
 class RaylearnerError(Exception):
     """Base of the family: the message alone tells what, where and what to do."""
@@ -83,3 +85,14 @@ class EvaluationIncomplete(RaylearnerError):
 
 class RunStopped(RaylearnerError):
     """The run ended on request, after a checkpoint."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """What lies inside task groups and inside Ray's errors, which carry the original as `cause`."""
+    if isinstance(error, BaseExceptionGroup):
+        inside: tuple[BaseException, ...] = error.exceptions  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        for inner in inside:
+            yield from causes(inner)
+        return
+    cause = getattr(error, "cause", None)
+    yield cause if isinstance(cause, RaylearnerError) else error

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raylearner import reachable
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
@@ -122,16 +123,14 @@ def _probe(named: str | None) -> None:
     import requests
     from ray._private.services import find_bootstrap_address  # of the last `ray start` here
 
-    from raylearner import placement
-
     named = named or find_bootstrap_address(None)
     if named is None:
         return
     if named.startswith(("http://", "https://")):
         url = f"{named.rstrip('/')}/api/version"
-        requests.get(url, timeout=placement.CONNECT_TIMEOUT_S, stream=True).close()
+        requests.get(url, timeout=reachable.CONNECT_TIMEOUT_S, stream=True).close()
     else:
-        placement._knock(named)  # pyright: ignore[reportPrivateUsage]
+        reachable.knock(named)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +27,13 @@ from raylearner.errors import (
     WeightTransferError,
 )
 from raylearner.observability.spans import Span
+from raylearner.reachable import knock
 from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
 CALLS_BESIDE_EPISODES = 64
 """Concurrent calls an actor takes for weights, evaluation and reports."""
-CONNECT_TIMEOUT_S = 10.0
-"""Longest a cluster may take to answer at its port; Ray itself tries for minutes."""
 DRAIN_TIMEOUT_S = 20.0
 """Longest a step's report waits for an actor."""
 STOP_TIMEOUT_S = 20.0
@@ -53,7 +51,7 @@ def connect(config: ClusterSection) -> str:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if address:
         try:
-            _knock(address)
+            knock(address)
             return ray.init(address=address, **common).dashboard_url or ""
         except (OSError, RuntimeError, ValueError) as error:
             key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
@@ -72,13 +70,6 @@ def connect(config: ClusterSection) -> str:
         **common,
     )
     return context.dashboard_url or ""
-
-
-def _knock(address: str) -> None:
-    """Raises `OSError` where nobody listens at `host:port`; other forms are Ray's to read."""
-    host, _, port = address.rpartition(":")
-    if host and "/" not in address and port.isdecimal() and int(port) < 2**16:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def resolve(config: RunConfig) -> RunConfig:

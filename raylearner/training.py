@@ -19,7 +19,7 @@ from raylearner import deadline, placement, resumption
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.controller import Controller
 from raylearner.environments.catalogue import wait_for_services
-from raylearner.errors import RunStopped
+from raylearner.errors import RunStopped, causes
 from raylearner.learner.checkpoint import Checkpoint
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
@@ -95,7 +95,8 @@ async def _train(
             await controller.close()
     except* Exception as group:
         if not isinstance(group.exceptions[0], RunStopped):
-            logger.error("the run ended at step %d: %s", controller.step, group.exceptions[0])
+            cause = next(causes(group))
+            logger.error("the run ended at step %d: %s", controller.step, cause)
             await controller.finish_checkpoint()
         raise group.exceptions[0] from group.exceptions[0].__cause__
     finally:

@@ -191,7 +191,7 @@ def test_a_cluster_that_nobody_answers_for_is_named_at_once(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        monkeypatch.setattr("raylearner.placement.CONNECT_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("raylearner.reachable.CONNECT_TIMEOUT_S", 0.2)
         with pytest.raises(ConfigError, match=r"nothing answers .*timed out"):
             jobs.connect(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
