@@ -13,6 +13,9 @@ from raylearner.sweep.state import Status, SweepState, TrialState
 
 Pair = tuple[Trial, TrialState]
 
+LOG_SCALE_FROM = 5.0
+"""An axis is drawn on a logarithmic scale where its values differ by this factor."""
+
 
 def refuse_without_matplotlib() -> None:
     """Raises `ConfigError`, before a sweep starts: the plots come at its end."""
@@ -147,9 +150,12 @@ def plot(plan: Plan, pairs: Sequence[Pair], folder: Path) -> list[Path]:
 def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> None:
     places, ticks = _places([trial.values[key] for trial, _ in pairs])
     lines: dict[str, dict[float, list[float]]] = {}
+    has_crosses = False
     for trial, found in pairs:
         if found.value is not None and found.status is not Status.DONE:
-            axes.plot(places[shown(trial.values[key])], found.value, "x", color="gray")
+            label = None if has_crosses else "ended before its last step"
+            has_crosses = True
+            axes.plot(places[shown(trial.values[key])], found.value, "x", color="gray", label=label)
         elif found.value is not None:
             there = [other for other in others if other in trial.values]
             named = [f"{o.rsplit('.', 1)[-1]}={shown(trial.values[o])}" for o in there]
@@ -167,9 +173,9 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
             axes.plot([x] * len(by_place[x]), by_place[x], ".", color=drawn.get_color(), alpha=0.6)
     if ticks is not None:
         axes.set_xticks(list(range(len(ticks))), ticks)
-    elif _spans_decades(list(places.values())):
+    elif _spans_much(list(places.values())):
         axes.set_xscale("log")
-    if any(lines):
+    if has_crosses or any(lines):
         axes.legend(fontsize="small")
 
 
@@ -181,5 +187,5 @@ def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | Non
     return {name: float(index) for index, name in enumerate(names)}, names
 
 
-def _spans_decades(places: Sequence[float]) -> bool:
-    return min(places) > 0 and max(places) / min(places) >= 10
+def _spans_much(places: Sequence[float]) -> bool:
+    return min(places) > 0 and max(places) / min(places) >= LOG_SCALE_FROM
