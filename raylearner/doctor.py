@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from raylearner import jobs
+from raylearner import jobs, reachable
 from raylearner.config.report import versions
 from raylearner.errors import ConfigError
 
@@ -181,7 +181,7 @@ def _ports() -> Iterator[Finding]:
 def _token() -> Iterator[Finding]:
     mode = os.environ.get("RAY_AUTH_MODE")
     try:
-        jobs.refuse_bad_authentication()
+        reachable.refuse_bad_authentication()
     except ConfigError as error:
         yield Finding("problem", "authentication", str(error))
         return

@@ -37,14 +37,13 @@ TOO_LARGE = ("exceeds the maximum size", "Maximum request body size")
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables that name the cluster of jobs, the first one set counts. Runs and sweeps join that of the
 second, as HOST:6379."""
-AUTH_MODES = ("token", "disabled")
 HEAD_TIMEOUT_S = 10.0
 HEAD_PAUSE_S = 0.5
 
 
 def use_token_where_there_is_one() -> None:
     """Makes this process present Ray's token: the command line leaves authentication off otherwise."""
-    refuse_bad_authentication()
+    reachable.refuse_bad_authentication()
     if has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -53,23 +52,6 @@ def has_token() -> bool:
     """Whether there is a token to present."""
     is_named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     return is_named or (Path.home() / ".ray" / "auth_token").is_file()
-
-
-def refuse_bad_authentication() -> None:
-    """Raises `ConfigError` for variables at which Ray would abort the process, or do as if not set."""
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if path and not os.environ.get("RAY_AUTH_TOKEN") and not _is_readable(path):
-        raise ConfigError(
-            f"RAY_AUTH_TOKEN_PATH={path}: no such file, or not to be read; unset it, or name the file"
-            " that holds the cluster's token"
-        )
-    mode = os.environ.get("RAY_AUTH_MODE")
-    if mode and mode.lower() not in AUTH_MODES:
-        raise ConfigError(f"RAY_AUTH_MODE={mode}: Ray knows {' and '.join(AUTH_MODES)} only")
-
-
-def _is_readable(path: str) -> bool:
-    return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
 def named_address() -> str | None:

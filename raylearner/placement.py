@@ -27,7 +27,7 @@ from raylearner.errors import (
     WeightTransferError,
 )
 from raylearner.observability.spans import Span
-from raylearner.reachable import knock
+from raylearner.reachable import knock, refuse_bad_authentication
 from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def connect(config: ClusterSection) -> str:
 
     Returns the `host:port` of its dashboard, empty where it has none. Raises `ConfigError` when the cluster cannot be reached.
     """
+    refuse_bad_authentication()
     address = os.environ.get("RAY_ADDRESS") or config.address
     # What actors print stays in Ray's log files; what matters of it comes back as errors and metrics.
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}

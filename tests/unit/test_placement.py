@@ -31,3 +31,12 @@ def test_an_address_from_the_environment_is_called_that(
     monkeypatch.setenv("RAY_ADDRESS", unused)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS '{unused}' cannot be joined"):
         placement.connect(ClusterSection())
+
+
+def test_a_token_file_that_is_not_there_is_told_before_ray_aborts(
+    unused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH=/nowhere/token: no such file"):
+        placement.connect(ClusterSection(address=unused))
