@@ -17,12 +17,10 @@ STAGES = (
     "pushes_2.3B_1to1",
     "agreement_context",
     "broadcast",
-    "stories",
 )
-"""One of each kind; the others take the same ways with other numbers."""
+"""One of each kind that starts no whole run, as other tests here do."""
 
 
-@pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_stages_run_on_the_cpu_and_ranks_of_a_context_group_agree(tmp_path: Path) -> None:
