@@ -74,7 +74,7 @@ async def test_a_joiner_that_fails_to_join_is_replaced_too() -> None:
     async with asyncio.TaskGroup() as tasks:
         fleet.play(tasks)
         fleet.condemn("rollout-1", WeightTransferError("proof"))
-        await asyncio.wait_for(fleet.has_joined.wait(), 2)
+        await asyncio.wait_for(fleet.has_joined.wait(), 30)
         assert fleet.joined == ["rollout-5"]
         assert sorted(fleet.actors) == ["rollout-2", "rollout-5"]
         assert fleet.num_restarts == 3
@@ -90,6 +90,6 @@ async def test_whoever_was_left_hanging_does_not_use_up_restarts() -> None:
         async with asyncio.TaskGroup() as tasks:
             fleet.play(tasks)
             fleet.condemn("rollout-1", PushBroken("left hanging"))
-            await asyncio.wait_for(fleet.has_joined.wait(), 2)
+            await asyncio.wait_for(fleet.has_joined.wait(), 30)
             assert fleet.joined == ["rollout-3"]
             fleet.condemn("rollout-2", WeightTransferError("proof"))

@@ -222,18 +222,18 @@ async def test_trl_functions_of_groups_get_one_entry_an_episode(
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "timeout_s", "words"),
     [
-        (lambda episodes: [1.0], "must return a list of 2 values"),
-        (lambda episodes: {}[1], "raised KeyError: 1"),
-        (lambda episodes: asyncio.sleep(9), "took longer than 0.05 s"),
+        (lambda episodes: [1.0], 30.0, "must return a list of 2 values"),
+        (lambda episodes: {}[1], 30.0, "raised KeyError: 1"),
+        (lambda episodes: asyncio.sleep(9), 0.05, "took longer than 0.05 s"),
     ],
 )
 async def test_a_failing_function_is_an_error_of_every_episode(
-    functions: types.ModuleType, function: Any, words: str
+    functions: types.ModuleType, function: Any, timeout_s: float, words: str
 ) -> None:
     functions.fails = function
-    scorer = make_scorer({"kind": "user_groups:fails", "per": "group"}, timeout_s=0.05)
+    scorer = make_scorer({"kind": "user_groups:fails", "per": "group"}, timeout_s=timeout_s)
     found = await scorer.score(PROMPTS[2], make_group("a", "abc"))
     assert sorted(found) == [0, 1]
     assert all(s.error is not None and words in s.error for s in found.values())

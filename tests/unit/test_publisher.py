@@ -85,7 +85,7 @@ class Lab:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0)
 

@@ -204,11 +204,17 @@ async def test_a_row_that_no_function_applies_to_is_named_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("breaks", "raised KeyError"), ("words", "finite number or None"), ("hangs", "longer than")],
+    ("name", "timeout_s", "words"),
+    [
+        ("breaks", 30.0, "raised KeyError"),
+        ("words", 30.0, "finite number or None"),
+        ("hangs", 0.05, "longer than"),
+    ],
 )
-async def test_a_failing_function_is_a_reward_error_with_its_name(name: str, words: str) -> None:
-    scorer = make_scorer(f"user_rewards:{name}", timeout_s=0.05)
+async def test_a_failing_function_is_a_reward_error_with_its_name(
+    name: str, timeout_s: float, words: str
+) -> None:
+    scorer = make_scorer(f"user_rewards:{name}", timeout_s=timeout_s)
     with pytest.raises(RewardError, match=f"'{name}'.*{words}"):
         await scorer.score(make_view("x"))
 
