@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from raylearner.config.files import is_missing_directory, read_json
+from raylearner.config.files import is_missing_directory, model_faults
 from raylearner.config.finding import Finding
 from raylearner.config.schema import PretrainedModel, RunConfig, TinyModel, VllmEngine
 
@@ -14,28 +14,16 @@ MIN_VLLM_HEAD_WIDTH = 32
 def check_model(config: RunConfig) -> Iterator[Finding]:
     """A hub id is looked at when it is loaded."""
     if isinstance(config.model, PretrainedModel):
-        for fault in _faults(config.model.path):
+        path = config.model.path
+        folder = Path(path).expanduser()
+        if is_missing_directory(path):
+            fault = f"no such directory {path!r}; name a checkpoint directory or a hub id"
             yield Finding("model.path", fault)
+        elif folder.is_dir():
+            for fault in model_faults(folder):
+                yield Finding("model.path", fault)
     else:
         yield from _tiny(config.model, is_for_vllm=isinstance(config.actors.engine, VllmEngine))
-
-
-def _faults(path: str) -> Iterator[str]:
-    folder = Path(path).expanduser()
-    if is_missing_directory(path):
-        yield f"no such directory {path!r}; name a checkpoint directory or a hub id"
-    elif folder.is_dir() and not (folder / "config.json").is_file():
-        yield f"{path!r} has no config.json; name a directory that `save_pretrained` wrote"
-    elif folder.is_dir():
-        if not any(folder.glob("*.safetensors")):
-            yield f"{path!r} has no *.safetensors file; save the model in that form"
-        quantization = read_json(folder / "config.json").get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method", "unknown")
-            yield (
-                f"{path!r} is quantised ({method}), and a learner trains weights as they are, with "
-                "learner.lora too; name the model that it was made from"
-            )
 
 
 def _tiny(model: TinyModel, *, is_for_vllm: bool) -> Iterator[Finding]:

@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.config import context_checks
+from raylearner.config.files import model_faults
 from raylearner.config.lora import LoraSection
 from raylearner.errors import ConfigError
 from raylearner.learner import attention, lora, optimizer
@@ -55,7 +56,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def model_directory(path: str, *, needs_weights: bool = True) -> Path:
-    """The local directory of a model given as one or as a hub id; ConfigError where there is none."""
+    """The local directory of a model given as one or as a hub id; ConfigError without, or with faults."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
@@ -69,18 +70,16 @@ def model_directory(path: str, *, needs_weights: bool = True) -> Path:
             raise ConfigError(
                 f"model.path: {path!r} is no directory, and not to be had as a hub id either: {error}"
             ) from error
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} has no config.json")
-    if needs_weights and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path: {folder} has no *.safetensors file")
+    for fault in model_faults(folder, needs_weights=needs_weights):
+        raise ConfigError(f"model.path: {fault}")
     return folder
 
 
 def load_model(path: str, *, dtype: torch.dtype, chunk_tokens: int = 1024) -> PackedModel:
     """A causal language model on the CPU with weights in `dtype`, packed attention, dropout off."""
     folder = model_directory(path)
-    config = _read_config(folder)
     try:
+        config = AutoConfig.from_pretrained(folder)
         name = _attention_name("cpu", dtype, "auto")
         causal_lm = _family(config).from_pretrained(
             folder, dtype=dtype, attn_implementation=_attention(config, name)
@@ -111,8 +110,8 @@ def load_sharded(
     """
     folder = model_directory(path, needs_weights=random_seed is None)
     name = _attention_name(mesh.device_type, compute_dtype, options.attention)
-    config = _read_config(folder)
     try:
+        config = AutoConfig.from_pretrained(folder)
         implementation = _attention(config, name)
         with _parameters_on_meta():
             causal_lm = _family(config).from_config(
@@ -301,19 +300,6 @@ def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None
         fault = f"must be 1 for rotary embeddings of type {rope['rope_type']}; set it to 1"
     if fault is not None:
         raise ConfigError(f"{context_checks.KEY}: {folder}: {fault}")
-
-
-def _read_config(folder: Path) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"model.path: {folder} is quantised, and a learner trains weights as they are; name the"
-            " model that it was made from"
-        )
-    return config
 
 
 def _refuse_logit_changes(causal_lm: PreTrainedModel, folder: Path) -> None:
