@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,10 @@ def connect(address: str | None = None) -> Any:
         _probe(named)
         with _without(ADDRESSES if address else ()):
             return JobSubmissionClient(address)
-    except (ConnectionError, TimeoutError, socket.gaierror, requests.ConnectionError) as error:
-        raise _silent(where, error) from error
-    except (requests.Timeout, RpcError) as error:
+    except (
+        *(ConnectionError, TimeoutError, socket.gaierror, RpcError),
+        *(requests.ConnectionError, requests.Timeout),
+    ) as error:
         raise _silent(where, error) from error
     except (AuthenticationError, RuntimeError) as error:
         if _is_unauthorised(error):
@@ -143,8 +145,9 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+@lru_cache(maxsize=1)
 def is_local(client: Any) -> bool:
-    """Whether jobs run on this machine, and so see its files and interpreter.
+    """Whether jobs run on this machine, and so see its files and interpreter; asked once of a client.
 
     They run on the head node. It is this machine where it bears the name and an address of it: a
     dashboard on 127.0.0.1 may be the end of a tunnel, and one elsewhere may be our own. Raises
