@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -122,10 +124,10 @@ def load_sharded(
         raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
     if options.context is not None:
         _refuse_slices(config, folder, size=options.context.size)
-    reader = None if random_seed is not None else TensorReader(folder)
+    reader = None if random_seed is not None else TensorReader(folder, causal_lm)
     unknown = [] if reader is None else reader.missing(n for n, _ in causal_lm.named_parameters())
     if unknown:
-        # Checkpoints whose tensors transformers renames or merges: it must load them whole.
+        # Checkpoints whose tensors transformers merges or turns: it must load them whole.
         log.warning("%s is loaded whole by every rank: it has no %s", folder, unknown[0])
         causal_lm = _family(config).from_pretrained(
             folder, dtype=dtype, attn_implementation=implementation
@@ -229,27 +231,55 @@ def _fill(causal_lm: nn.Module, reader: "TensorReader | None", random_seed: int 
 
 
 class TensorReader:
-    """Rows of the tensors in a directory's safetensors files; nothing else of them is read."""
+    """Rows of the tensors in a directory's safetensors files; nothing else of them is read.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, Path] = {}
+    Tensors go by the names that they have in the model, whatever the files call them: checkpoints of
+    vision models are often older than the names that transformers gives their parts today.
+    """
+
+    def __init__(self, folder: Path, causal_lm: PreTrainedModel) -> None:
+        files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
+                files |= dict.fromkeys(file.keys(), path)
+        self._places = {
+            name: (files[key], key) for name, key in _names_in_model(files, causal_lm).items()
+        }
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name not in self._files]
+        return [name for name in names if name not in self._places]
 
     def rows(self, name: str, start: int, count: int, shape: tuple[int, ...]) -> Tensor:
-        with safe_open(self._files[name], "pt") as file:
-            view = file.get_slice(name)
+        path, key = self._places[name]
+        with safe_open(path, "pt") as file:
+            view = file.get_slice(key)
             found = tuple(view.get_shape())
             if found != shape:
                 raise ConfigError(
-                    f"model.path: {self._files[name]}: {name} is {found}, config.json makes it {shape}"
+                    f"model.path: {path}: {key} is {found}, config.json makes it {shape}"
                 )
             return view[start : start + count]
+
+
+def _names_in_model(keys: Iterable[str], causal_lm: PreTrainedModel) -> dict[str, str]:
+    """The keys of a checkpoint by the names that transformers loads them under.
+
+    Those of which it makes other tensors are left out.
+    """
+    changes = get_model_conversion_mapping(causal_lm)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    expected = causal_lm.state_dict()
+    names: dict[str, str] = {}
+    for key in sorted(keys):  # as transformers goes through them: some renamings look back
+        name, conversion = rename_source_key(
+            key, renamings, converters, causal_lm.base_model_prefix, expected
+        )
+        if name not in expected and key in expected:
+            name, conversion = key, None
+        if conversion is None:
+            names[name] = key
+    return names
 
 
 def _attention_name(device_type: str, dtype: torch.dtype, wanted: Literal["auto"] | Backend) -> str:

@@ -14,6 +14,7 @@ import torch
 from learners import step, weights_of
 from PIL import Image
 from ranks import run_ranks
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from raylearner.config.schema import LearnerSection, TinyModel
@@ -22,7 +23,7 @@ from raylearner.learner import images as images_module
 from raylearner.learner.batch import pack
 from raylearner.learner.images import ImageReader
 from raylearner.learner.learner import Learner
-from raylearner.learner.loading import load_model
+from raylearner.learner.loading import TensorReader, load_model
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.pixels import PixelLoader
 from raylearner.tokenization.vision import Vision, load_image_processor
@@ -142,6 +143,24 @@ def glm4v_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     size = {"shortest_edge": 2 * 784, "longest_edge": 200_000}
     Glm4vImageProcessorPil(size=size).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
+def test_each_rank_reads_its_rows_whatever_the_files_call_their_tensors(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(family)
+    causal_lm = load_model(str(folder), dtype=torch.float32).causal_lm
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        keys = set(file.keys())
+    named = dict(causal_lm.named_parameters())
+    # Qwen2.5-VL's parts are saved under the names that they have on the hub.
+    assert ("visual.merger.ln_q.weight" in keys) == (family == "qwen2_5_folder")
+    reader = TensorReader(folder, causal_lm)
+    assert reader.missing(named) == []
+    for name, parameter in named.items():
+        rows = reader.rows(name, 1, 2, tuple(parameter.shape))
+        assert torch.equal(rows, parameter[1:3]), name
 
 
 def make_sequences(vision: Vision) -> list[tuple[np.ndarray, tuple[bytes, ...]]]:
