@@ -62,8 +62,11 @@ def pack(
     trained = [episode for episode in episodes if episode.num_trained_tokens]
     bounds = np.linspace(0, len(trained), min(num_mini_batches, len(trained)) + 1).round()
     per_rank: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    numbers: dict[bytes, int] = {}
     for start, end in zip(bounds[:-1].astype(int), bounds[1:].astype(int), strict=True):
-        shares = _pack_mini_batch(trained[start:end], num_ranks, max_tokens_per_micro_batch)
+        shares = _pack_mini_batch(
+            trained[start:end], num_ranks, max_tokens_per_micro_batch, numbers
+        )
         for mini_batches, share in zip(per_rank, shares, strict=True):
             mini_batches.append(share)
     names = sorted({name for episode in episodes for name in episode.parts})
@@ -135,7 +138,7 @@ def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
     return episodes
 
 
-def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
+def _row(episode: _Episode, trajectory: Trajectory, numbers: dict[bytes, int]) -> TokenRow:
     """The arrays up to the last trained token: what follows it can change nothing that is learned."""
     end = int(np.flatnonzero(trajectory.train_mask)[-1]) + 1
     if trajectory.train_mask[0]:
@@ -143,7 +146,7 @@ def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
             f"group {trajectory.group_id}, sample {trajectory.sample_index}: the first token is "
             "trained, but nothing precedes it"
         )
-    turns, anchors = _turns(trajectory)
+    turns, anchors = _turns(trajectory, numbers)
     cut = replace(
         trajectory,
         token_ids=trajectory.token_ids[:end],
@@ -161,16 +164,24 @@ def _row(episode: _Episode, trajectory: Trajectory) -> TokenRow:
     return TokenRow(episode=episode.index, turns=turns[:end], anchors=anchors, trajectory=cut)
 
 
-def _turns(trajectory: Trajectory) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+def _turns(
+    trajectory: Trajectory, numbers: dict[bytes, int]
+) -> tuple[NDArray[np.int32], tuple[int, ...]]:
     """Each token's turn, and what the turn starts from: the reply before it, the prompt for the first.
 
-    A trajectory that names no turns has one for each run of sampled tokens, all of unlike state.
+    Images of replies go by their `numbers`, which new ones are given here. A trajectory that names
+    no turns has one for each run of sampled tokens, all of unlike state.
     """
     starts = np.zeros(trajectory.num_tokens, np.int32)
     if trajectory.turns:
         np.add.at(starts, [turn.start for turn in trajectory.turns if turn.start < len(starts)], 1)
-        replies = [f"reply {turn.reply}" for turn in trajectory.turns[:-1]]
-        anchors = [_hash(state) for state in (f"start {trajectory.segment}", *replies)]
+        begins = np.diff(trajectory.is_placeholder.astype(np.int8), prepend=0) == 1
+        num_before = np.concatenate([[0], begins.cumsum()])
+        anchors = [_hash(f"start {trajectory.segment}")]
+        for turn in trajectory.turns[:-1]:
+            images = trajectory.images[num_before[turn.end] : num_before[turn.reply_end]]
+            shown = [numbers.setdefault(image, len(numbers)) for image in images]
+            anchors.append(_hash(f"reply {shown} {turn.reply}"))
     else:
         starts[1:] = trajectory.loss_mask[1:] & ~trajectory.loss_mask[:-1]
         starts[0] = trajectory.loss_mask[0]
@@ -187,10 +198,10 @@ def _hash(text: str) -> int:
 
 
 def _pack_mini_batch(
-    episodes: Sequence[_Episode], num_ranks: int, max_tokens: int
+    episodes: Sequence[_Episode], num_ranks: int, max_tokens: int, numbers: dict[bytes, int]
 ) -> list[MiniBatch]:
     rows = [
-        _row(episode, segment)
+        _row(episode, segment, numbers)
         for episode in episodes
         for segment in episode.segments
         if segment.num_trained_tokens

@@ -248,6 +248,56 @@ def test_rows_tell_turns_and_what_they_start_from(
     assert micro.anchors[6:12].tolist() == [first.anchors[1]] * 3 + [first.anchors[2]] * 3
 
 
+def test_turns_after_unlike_images_start_from_unlike_states(
+    make_trajectory: Callable[..., Trajectory],
+) -> None:
+    """The words of both replies are the same; each shows two images, the second in two tokens."""
+
+    def episode(index: int, images: tuple[bytes, ...]) -> Trajectory:
+        t = make_trajectory(np.random.default_rng(0), sample_index=index, num_tokens=12)
+        mask = np.isin(np.arange(12), [3, 9, 11])
+        places = np.isin(np.arange(12), [1, 5, 7, 8, 10])
+        turns = tuple(
+            Turn(
+                start=start,
+                end=start + 1,
+                reply_end=reply_end,
+                text="",
+                reply=reply,
+                stop_reason=CompletionStop.END,
+                min_policy_version=0,
+                max_policy_version=0,
+            )
+            for start, reply_end, reply in ((3, 9, "see"), (9, 11, "see"), (11, 12, ""))
+        )
+        return replace(
+            t,
+            token_ids=np.where(places, 5, t.token_ids).astype(np.int32),
+            loss_mask=mask,
+            train_mask=mask,
+            turns=turns,
+            images=images,
+            image_token_id=5,
+        )
+
+    shown = (b"pabc", b"pabd", b"pabc", b"pacb")
+    group = TrajectoryGroup(
+        group_id=0,
+        prompt_id="0",
+        policy_version=0,
+        trajectories=tuple(
+            episode(index, tuple(bytes([letter]) for letter in letters))
+            for index, letters in enumerate(shown)
+        ),
+    )
+    (batch,) = pack([group], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
+    (rows,) = batch.mini_batches[0].micro_batches
+    first, second, again, turned = (row.anchors for row in rows)
+    assert first == again
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False]
+    assert [a == b for a, b in zip(first, turned, strict=True)] == [True, False, False]
+
+
 def test_a_penalty_that_some_episodes_have_is_0_for_the_others(
     make_trajectory: Callable[..., Trajectory],
 ) -> None:
