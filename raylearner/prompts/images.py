@@ -2,11 +2,14 @@
 
 import base64
 import binascii
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+
+from PIL import UnidentifiedImageError
 
 from raylearner.config.tools import ImageSection
 from raylearner.errors import ConfigError
@@ -15,6 +18,8 @@ from raylearner.types import IMAGE_MARK, Message, Prompt
 
 LIMITS = ImageSection()
 """Of images in data, as of those that services send."""
+SHOWN_CHARACTERS = 200
+"""Characters of a path that an error quotes."""
 _FORMS = "encoded bytes, a path, a data URL, or a list of these"
 
 
@@ -37,19 +42,28 @@ def _read(value: object, folder: Path, where: str) -> bytes:
         raise ConfigError(f"{where}: an image is {_FORMS}; got {type(value).__name__}")
     if value.startswith("data:"):
         return _from_data_url(value, where)
-    path = folder / value
+    return _from_file(folder / value, f"{where}: image {value[:SHOWN_CHARACTERS]!r}")
+
+
+def _from_file(path: Path, which: str) -> bytes:
+    """A device or a pipe would give bytes without end, or none ever."""
     try:
-        if path.stat().st_size > LIMITS.max_bytes:
-            raise ConfigError(f"{where}: image {value!r} is longer than {LIMITS.max_bytes} bytes")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{which} is no file")
+        if status.st_size > LIMITS.max_bytes:
+            raise ConfigError(f"{which} is longer than {LIMITS.max_bytes} bytes")
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{where}: image {value!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{which} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{which} cannot be read: {error}") from error
 
 
 def _from_data_url(url: str, where: str) -> bytes:
-    head, _, content = url.partition(",")
+    head, comma, content = url.partition(",")
     try:
-        if not head.endswith(";base64"):
+        if not comma or not head.endswith(";base64"):
             raise ValueError("it is not in base64")
         return base64.b64decode(content, validate=True)
     except (ValueError, binascii.Error) as error:
@@ -98,5 +112,11 @@ def _problem(prompt: Prompt, where: str, max_images: int | None) -> str | None:
         try:
             check_image(image, LIMITS)
         except BadImage as error:
-            return f"{where}: image {number} of {len(images)}: {error}"
+            return f"{where}: image {number} of {len(images)}: {error}{_reason(error)}"
     return None
+
+
+def _reason(error: BadImage) -> str:
+    """What the codec says; of bytes in no format it knows, it says nothing more."""
+    cause = error.__cause__
+    return "" if cause is None or isinstance(cause, UnidentifiedImageError) else f": {cause}"

@@ -32,6 +32,8 @@ async def image_from_text(contents: str, section: ImageSection) -> bytes:
 
 def check_image(encoded: bytes, section: ImageSection) -> None:
     """Raises `BadImage` unless the image decodes; its size is checked before that costs memory."""
+    if len(encoded) > section.max_bytes:
+        raise BadImage(f"image longer than {section.max_bytes} bytes")
     try:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             width, height = image.size

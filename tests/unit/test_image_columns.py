@@ -19,6 +19,7 @@ from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.errors import ConfigError
 from raylearner.prompts import load_prompts
+from raylearner.prompts.images import LIMITS
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.tokenization.images import fit_image
 from raylearner.types import IMAGE_MARK, Prompt
@@ -146,8 +147,9 @@ def test_the_generators_pages_are_read_by_their_own_column(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        (plain()[:45], "does not decode as PNG, JPEG, WEBP"),
-        (b"no image", "does not decode as PNG, JPEG, WEBP"),
+        (plain()[:45], "does not decode as PNG, JPEG, WEBP: .*truncated"),
+        (b"no image", "does not decode as PNG, JPEG, WEBP$"),
+        (bytes(LIMITS.max_bytes + 1), f"image longer than {LIMITS.max_bytes} bytes"),
         (encoded(Image.new("RGB", (16, 12)), "GIF"), "does not decode as PNG, JPEG, WEBP"),
         (b"", "does not decode"),
         (plain(1, 1), "image of 1x1 is smaller than 8 pixels"),
@@ -161,7 +163,7 @@ def test_the_generators_pages_are_read_by_their_own_column(tmp_path: Path) -> No
             "image of 16x12 is animated",
         ),
     ],
-    ids=["cut", "text", "gif", "empty", "tiny", "wide", "animated"],
+    ids=["cut", "text", "long", "gif", "empty", "tiny", "wide", "animated"],
 )
 def test_an_image_that_cannot_be_shown_is_named_by_its_row(
     tmp_path: Path, image: bytes, words: str
@@ -210,6 +212,13 @@ def test_unusual_images_are_taken_and_made_plain(
     [
         ({"prompt": "a"}, r"no column 'image' \(image_column\); the row has: prompt"),
         ({"prompt": "a", "image": "nowhere.png"}, "'nowhere.png' cannot be read: No such file"),
+        ({"prompt": "a", "image": "/dev/zero"}, "image '/dev/zero' is no file"),
+        ({"prompt": "a", "image": "a\0b"}, "cannot be read: embedded null byte"),
+        (
+            {"prompt": "a", "image": "a" * 9999},
+            r"image 'a{200}' cannot be read: File name too long",
+        ),
+        ({"prompt": "a", "image": "data:image/png;base64"}, "it is not in base64"),
         ({"prompt": "a", "image": 7}, "an image is encoded bytes, a path.*; got int"),
         ({"prompt": "a", "image": "data:image/png,x"}, "it is not in base64"),
         ({"prompt": "a", "image": "data:image/png;base64,%"}, "data URL"),
