@@ -167,17 +167,15 @@ class Renderer:
 
     def _content(self, messages: Sequence[Message]) -> list[int]:
         """Texts and images of an observation; of its text at most `max_observation_tokens`."""
-        content, images = "\n".join(m.content for m in messages), images_of(messages)
         room = self.config.max_observation_tokens
-        if not images:
-            return self._cut(self.encode(content), room)
-        assert self.vision is not None, "only a model that sees has images fitted"
         token_ids: list[int] = []
-        for text, image in zip_longest(_texts(content, len(images)), images):
+        for text, image in zip_longest(texts_of(messages), images_of(messages)):
             text_ids = self._cut(self.encode(text), room)
             room -= len(text_ids)
             token_ids += text_ids
-            token_ids += [] if image is None else self.vision.block(image)
+            if image is not None:
+                assert self.vision is not None, "only a model that sees has images fitted"
+                token_ids += self.vision.block(image)
         return token_ids
 
     def _cut(self, content_ids: list[int], limit: int) -> list[int]:
@@ -254,9 +252,23 @@ def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
     return tuple(image for message in messages for image in message.images)
 
 
-def _texts(content: str, num_images: int) -> list[str]:
-    """What stands before, between and behind images. Raises `RenderError` when counts differ."""
-    texts = content.split(IMAGE_MARK)
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """What stands before, between and behind all images of the messages, which are a line apart.
+
+    Raises `RenderError` when a message has other marks than images.
+    """
+    texts: list[str] = []
+    for message in messages:
+        first, *others = _texts(message)
+        texts[-1:] = [f"{texts[-1]}\n{first}" if texts else first, *others]
+    return texts
+
+
+def _texts(message: Message) -> list[str]:
+    """Of one message, in which marks without images are text like any other."""
+    if not message.images:
+        return [message.content]
+    texts, num_images = message.content.split(IMAGE_MARK), len(message.images)
     if len(texts) != num_images + 1:
         raise RenderError(f"{len(texts) - 1} marks in the content for {num_images} images")
     return texts
@@ -267,7 +279,7 @@ def _template_content(message: Message) -> str | list[dict[str, str]]:
     if not message.images:
         return message.content
     parts: list[dict[str, str]] = []
-    for index, text in enumerate(_texts(message.content, len(message.images))):
+    for index, text in enumerate(_texts(message)):
         parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts

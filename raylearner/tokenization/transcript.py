@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from raylearner.errors import RenderError
-from raylearner.tokenization.renderer import Renderer, images_of
+from raylearner.tokenization.renderer import Renderer, images_of, texts_of
 from raylearner.types import (
     IMAGE_MARK,
     Claim,
@@ -146,7 +146,7 @@ class Transcript:
             ends = self._fitting_ends(reply_ids, image_room)
             reply_ids, images = reply_ids[: max(ends, default=0)], images[: len(ends)]
             self.num_left_out += max(0, num_shown - len(images))
-            reply = "".join(f"{text}{IMAGE_MARK}" for text in reply.split(IMAGE_MARK)[: len(ends)])
+            reply = "".join(f"{text}{IMAGE_MARK}" for text in texts_of(messages)[: len(ends)])
         self.images.extend(images)
         self.end_turn(reply_ids, reply=reply, tool=tool, is_valid=is_valid)
         return fits

@@ -279,6 +279,28 @@ async def test_a_reply_keeps_its_best_images_that_fit_and_ends_the_episode(
     assert not trajectory.loss_mask[trajectory.is_placeholder].any()
 
 
+@pytest.mark.parametrize("room", [4_000, 45])
+async def test_marks_in_the_text_of_one_tool_are_no_images_beside_those_of_another(
+    qwen2_5_folder: Path, room: int
+) -> None:
+    """A turn that calls two tools gets both results in one reply, with room for all or one image."""
+    renderer = make_renderer(qwen2_5_folder, max_response_tokens=room, observation_role="inline")
+    image = make_image(np.random.default_rng(0), 112, 140)  # 20 placeholders
+    transcript = await opened(renderer, Message(role="user", content="q"))
+    say(transcript, "x")
+    passage = Message(role="tool", content=f"a{IMAGE_MARK}b")
+    page = Message(role="tool", content=f"1{IMAGE_MARK}2{IMAGE_MARK}3", images=(image,) * 2)
+    fits = transcript.add_reply(await renderer.fit_images([passage, page, passage]))
+    assert fits == (room == 4_000)
+    trajectory = closed(transcript)
+    assert len(trajectory.images) == 1 + fits
+    shown = f"a{IMAGE_MARK}b\n1{IMAGE_MARK}" + f"2{IMAGE_MARK}3\na{IMAGE_MARK}b" * fits
+    assert trajectory.turns[0].reply == shown
+    block = "<|vision_start|><|image_pad|><|vision_end|>"
+    pages = f"a{IMAGE_MARK}b\n1{block}" + f"2{block}3\na{IMAGE_MARK}b" * fits
+    assert transcript.response_text == f"x<|im_end|>{pages}"
+
+
 async def test_more_images_than_the_limit_truncate_like_a_full_context(
     qwen2_5_folder: Path,
 ) -> None:
