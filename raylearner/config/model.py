@@ -33,7 +33,7 @@ class TinyVision(Section):
     """The eyes of a tiny model: a Qwen2.5-VL vision tower."""
 
     hidden_size: PositiveInt = 64
-    """Width; at least 32 per attention head for vLLM's CPU kernels."""
+    """Width; at least 32 per attention head, in steps of 4."""
     num_layers: PositiveInt = 2
     """Vision blocks; the last sees the whole image, the others windows of it."""
     num_heads: PositiveInt = 2
@@ -47,7 +47,7 @@ class TinyModel(Section):
 
     kind: Literal["tiny"]
     hidden_size: PositiveInt = 128
-    """Width; at least 32 per attention head for vLLM's CPU kernels."""
+    """Width; a multiple of 32 per attention head, for vLLM's CPU kernels."""
     num_layers: PositiveInt = 2
     """Transformer blocks."""
     num_heads: PositiveInt = 4

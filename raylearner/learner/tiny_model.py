@@ -8,6 +8,7 @@ from tokenizers import pre_tokenizers
 from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from raylearner.config.model_checks import head_faults
 from raylearner.config.schema import TinyModel
 from raylearner.errors import ConfigError
 
@@ -18,9 +19,6 @@ TAGS = tuple(tag for name in TAG_NAMES for tag in (f"<{name}>", f"</{name}>"))
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
 SPECIAL = (PAD, "<|im_start|>", END_OF_TURN)
-
-MIN_HEAD_SIZE = 32
-"""Narrower heads are refused by vLLM's CPU kernels."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,19 +58,10 @@ def make_tokenizer(
     return tokenizer
 
 
-def check_heads(key: str, hidden_size: int, num_heads: int) -> None:
-    """Raises `ConfigError` naming the section for heads that no kernel takes."""
-    head_size, rest = divmod(hidden_size, num_heads)
-    if rest or head_size < MIN_HEAD_SIZE or head_size % 2:
-        raise ConfigError(
-            f"{key}.num_heads: {num_heads} heads of hidden_size {hidden_size} must be "
-            f"even, equal and at least {MIN_HEAD_SIZE} wide"
-        )
-
-
 def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
     """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
-    check_heads("model", config.hidden_size, config.num_heads)
+    for fault in head_faults(config):
+        raise ConfigError(f"{fault.key}: {fault.text}")
     if config.vision is not None:
         from raylearner.learner.tiny_vision_model import make_tiny_vision_model
 

@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TinyModel, TinyVision
-from raylearner.learner.tiny_model import END_OF_TURN, PAD, check_heads, make_tokenizer
+from raylearner.learner.tiny_model import END_OF_TURN, PAD, make_tokenizer
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -35,7 +35,6 @@ def make_tiny_vision_model(
     config: TinyModel, vision: TinyVision, folder: Path, *, seed: int
 ) -> Path:
     """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
-    check_heads("model.vision", vision.hidden_size, vision.num_heads)
     tokenizer = make_tokenizer(
         config.max_length,
         special=(VISION_START, VISION_END, IMAGE, VIDEO),

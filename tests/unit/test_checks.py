@@ -102,7 +102,17 @@ def test_the_defaults_clash_with_nothing() -> None:
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature", "must be > 0"),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps", "data.evaluation"),
         ({"model": {"kind": "tiny", "num_heads": 8}}, "model.num_heads", "set it to 4"),
-        ({"model": {"kind": "tiny", "num_heads": 3}}, "model.hidden_size", "set it to 129"),
+        ({"model": {"kind": "tiny", "num_heads": 3}}, "model.hidden_size", "set it to 192"),
+        (
+            {"model": {"kind": "tiny", "hidden_size": 99, "num_heads": 3}},
+            "model.hidden_size",
+            "must be a multiple of 32 * model.num_heads = 96, got 99; set it to 192",
+        ),
+        (
+            {"model": {"kind": "tiny", "hidden_size": 30, "num_heads": 1}},
+            "model.num_heads",
+            "gives heads 30 wide (30 / 1), and they must be >= 32; set model.hidden_size to 32",
+        ),
         (
             {"learner": {"num_ranks": 2, "gpus_per_rank": 0.5}},
             "learner.gpus_per_rank",
@@ -192,7 +202,7 @@ def test_a_group_of_one_needs_the_partial_rule_drop() -> None:
         {"replay": {"max_staleness": 0, "on_stale": "mask"}},
         {"replay": {"max_staleness": 0}, "weights": {"every_steps": 1}},
         {
-            "model": {"kind": "tiny", "num_heads": 8, "warm_start": {}},
+            "model": {"kind": "tiny", "warm_start": {}},
             "actors": {"engine": {"kind": "scripted", "script": "a:B"}},
         },
         {"model": {"kind": "pretrained", "path": "owner/name"}},

@@ -252,6 +252,16 @@ def test_a_row_that_does_not_fit_its_images_is_refused(
             "environment.tools.0.contents",
             "'image' needs a model that sees",
         ),
+        (
+            ["model.vision={hidden_size: 68}"],
+            "model.vision.hidden_size",
+            "must be a multiple of 4 * model.vision.num_heads = 8, got 68; set it to 72",
+        ),
+        (
+            ["model.vision={hidden_size: 100, num_heads: 4}"],
+            "model.vision.num_heads",
+            "gives heads 25 wide (100 / 4), and they must be >= 32; set it to 1, or",
+        ),
         (["model.vision={}"], "renderer.images.max_pixels", "must be <= 1003520 for a tiny model"),
         (
             ["model.vision={}", "renderer.images={min_pixels: 100, max_pixels: 800}"],
