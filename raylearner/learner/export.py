@@ -125,11 +125,12 @@ def _write_rest(
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    loader = "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
     (folder / "README.md").write_text(
         f"---\nlibrary_name: transformers\ntags: [raylearner, reinforcement-learning]\n---\n"
         f"# {source.name}, policy version {policy_version}\n\n"
         f"Trained with raylearner from `{source.name}`. Load it with "
-        f"`AutoModelForCausalLM.from_pretrained`.\n"
+        f"`{loader}.from_pretrained`.\n"
     )
     if len(files) > 1:
         index = {

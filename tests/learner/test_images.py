@@ -380,6 +380,23 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights_of(whole).items())
 
 
+def test_the_exported_model_loads_with_its_image_processor(
+    glm4v_folder: Path, make_groups: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    section = LearnerSection.model_validate({"compute_dtype": "float32", "learning_rate": 1e-2})
+    learner = Learner(section, model_path=str(glm4v_folder), num_steps=1)
+    step(learner, make_groups(0), max_tokens_per_micro_batch=64)
+    learner.save(tmp_path)
+    folder = tmp_path / "model"
+    exported = dict(AutoModelForImageTextToText.from_pretrained(folder).named_parameters())
+    for name, tensor in learner.named_weights("float32"):
+        assert torch.equal(exported[name], tensor), name
+    assert Vision.from_pretrained(str(folder)) == Vision.from_pretrained(str(glm4v_folder))
+    assert "`AutoModelForImageTextToText.from_pretrained`" in (folder / "README.md").read_text()
+
+
 @pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_a_frozen_tower_gets_no_adapters(qwen2_5_folder: Path, tower: str) -> None:
     section = LearnerSection.model_validate(
