@@ -26,6 +26,24 @@ LOGIT_COPIES = 4
 GATHERED_BLOCKS = 2
 """The block that computes, and the one that is fetched meanwhile."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)\.(?:weight|bias)$")
+_TOWER = re.compile(r"^(?:model\.)?visual\.")
+
+Linears = tuple[tuple[str, int, int], ...]
+"""Of all blocks: name within its block, inputs, outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerSize:
+    """The vision tower within a model, its projector included. Numbers count elements."""
+
+    num_parameters: int
+    num_blocks: int
+    hidden_size: int
+    intermediate_size: int
+    attention_size: int
+    patches_per_token: int
+    """Positions of the tower that become one of the model's."""
+    linears: Linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +61,32 @@ class ModelSize:
     attention_size: int
     """Widths of queries, keys and values together."""
     vocab_size: int
-    linears: tuple[tuple[str, int, int], ...]
-    """Of all blocks: name within its block, inputs, outputs."""
+    linears: Linears
+    """Without those of a vision tower."""
+    tower: TowerSize | None = None
+    """Counted in the parameters too."""
 
     @classmethod
     def of(cls, folder: Path) -> "ModelSize | None":
         """None where the files are not here, or no transformer that this can tell the size of."""
         try:
             config = json.loads((folder / "config.json").read_text())
-            return _size(config.get("text_config", config), shapes(folder))
+            return _size(config, shapes(folder))
         except (OSError, ValueError, KeyError, TypeError, struct.error):
             return None
 
-    def num_adapters(self, lora: LoraSection) -> int:
+    def num_trained(self, *, is_tower_frozen: bool) -> int:
+        """Parameters that are trained where there are no adapters."""
+        frozen = 0 if self.tower is None or not is_tower_frozen else self.tower.num_parameters
+        return self.num_parameters - frozen
+
+    def num_adapters(self, lora: LoraSection, *, is_tower_frozen: bool = False) -> int:
         """Parameters of the adapters that would be trained."""
         targets = lora.target_modules
+        of_tower = () if self.tower is None or is_tower_frozen else self.tower.linears
         return sum(
             lora.rank * (inputs + outputs)
-            for name, inputs, outputs in self.linears
+            for name, inputs, outputs in (*self.linears, *of_tower)
             if targets == "all-linear" or name.rpartition(".")[2] in targets
         )
 
@@ -158,29 +184,40 @@ def estimate(
     shards = config.shard_size or config.num_ranks
     compute = BYTES[config.compute_dtype]
     master = 8 if config.compute_dtype == "float64" else 4
-    trained = size.num_parameters if config.lora is None else size.num_adapters(config.lora)
-    frozen = 0 if config.lora is None else size.num_parameters
+    is_tower_frozen = config.vision_tower == "frozen"
+    if config.lora is None:
+        held, trained = size.num_parameters, size.num_trained(is_tower_frozen=is_tower_frozen)
+        frozen = 0
+    else:
+        held = trained = size.num_adapters(config.lora, is_tower_frozen=is_tower_frozen)
+        frozen = size.num_parameters
     if critic is not None:
-        trained += critic.num_parameters
+        held += critic.num_parameters
+        trained += critic.num_trained(is_tower_frozen=is_tower_frozen)
     of_reference = 0 if reference is None else reference.num_parameters
     whole = GATHERED_BLOCKS * size.num_block + size.num_rest
     if not config.should_reshard:
         whole = size.num_parameters
     unreduced = size.num_block * compute + size.num_rest * master if config.lora is None else 0
+    kept = _kept_per_token(size, config.activation_checkpointing)
+    if size.tower is not None and not is_tower_frozen:
+        # As though images that are shown once filled the micro-batch: no more can come together.
+        of_patch = _kept_per_token(size.tower, config.activation_checkpointing)
+        kept += size.tower.patches_per_token * of_patch
     tokens = math.ceil(config.max_tokens_per_micro_batch / config.context_parallel_size)
     chunk = min(config.logprob_chunk_tokens, tokens)
     return MemoryEstimate(
-        masters=((trained + of_reference) * master + frozen * compute) // shards,
+        masters=((held + of_reference) * master + frozen * compute) // shards,
         moments=2 * trained * master // shards,
         gradients=trained * master // shards,
         gathered=whole * compute + unreduced,
-        activations=tokens * compute * _kept_per_token(size, config.activation_checkpointing),
+        activations=tokens * compute * kept,
         logits=LOGIT_COPIES * chunk * size.vocab_size * master,
         is_offloaded=config.should_offload,
     )
 
 
-def _kept_per_token(size: ModelSize, checkpointing: str) -> int:
+def _kept_per_token(size: ModelSize | TowerSize, checkpointing: str) -> int:
     """Elements that the blocks keep for the backward of one token."""
     hidden, inner, attention = size.hidden_size, size.intermediate_size, size.attention_size
     products = (
@@ -194,8 +231,9 @@ def _kept_per_token(size: ModelSize, checkpointing: str) -> int:
     return size.num_blocks * kept + everything
 
 
-def _size(config: dict[str, Any], found: dict[str, tuple[int, ...]]) -> ModelSize:
-    is_tied = config.get("tie_word_embeddings", False)
+def _size(whole: dict[str, Any], found: dict[str, tuple[int, ...]]) -> ModelSize:
+    config = whole.get("text_config", whole)
+    is_tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     counts: Counter[str] = Counter()
     linears: list[tuple[str, int, int]] = []
     for name, shape in found.items():
@@ -203,7 +241,7 @@ def _size(config: dict[str, Any], found: dict[str, tuple[int, ...]]) -> ModelSiz
             continue
         match = _BLOCK.match(name)
         counts[match[1] if match else ""] += math.prod(shape)
-        if match and len(shape) == 2:
+        if match and len(shape) == 2 and not _TOWER.match(name):
             linears.append((match[2], shape[1], shape[0]))
     rest = counts.pop("", 0)
     heads = config["num_attention_heads"]
@@ -219,6 +257,21 @@ def _size(config: dict[str, Any], found: dict[str, tuple[int, ...]]) -> ModelSiz
         attention_size=(heads + 2 * kv_heads) * width,
         vocab_size=config["vocab_size"],
         linears=tuple(linears),
+        tower=_tower(whole["vision_config"], found) if "vision_config" in whole else None,
+    )
+
+
+def _tower(config: dict[str, Any], found: dict[str, tuple[int, ...]]) -> TowerSize:
+    inside = {name: shape for name, shape in found.items() if _TOWER.match(name)}
+    blocks = ((_BLOCK.match(name), shape) for name, shape in inside.items() if len(shape) == 2)
+    return TowerSize(
+        num_parameters=sum(map(math.prod, inside.values())),
+        num_blocks=config["depth"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        attention_size=3 * config["hidden_size"],
+        patches_per_token=config["spatial_merge_size"] ** 2,
+        linears=tuple((match[2], shape[1], shape[0]) for match, shape in blocks if match),
     )
 
 

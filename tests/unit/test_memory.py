@@ -63,6 +63,37 @@ def test_parameters_are_counted_by_block_and_a_tied_head_once(folder: Path) -> N
     assert size.num_adapters(LoraSection(rank=3, target_modules=("q_proj",))) == 2 * 3 * (8 + 8)
 
 
+def test_a_tower_counts_as_it_is_trained_or_frozen(folder: Path) -> None:
+    tower = {
+        "visual.patch_embed.weight": [6, 5],
+        "visual.blocks.0.attn.qkv.weight": [18, 6],
+        "visual.blocks.1.attn.qkv.weight": [18, 6],
+    }
+    blind = size_of(folder)
+    write(folder / "model-4.safetensors", tower)
+    vision = {"depth": 2, "hidden_size": 6, "intermediate_size": 9, "spatial_merge_size": 2}
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vision_config": vision}))
+    size, num_tower = size_of(folder), 30 + 2 * 108
+    assert size.num_parameters == blind.num_parameters + num_tower
+    assert (size.num_blocks, size.linears) == (blind.num_blocks, blind.linears)
+    trained, frozen = (
+        estimate(LearnerSection(vision_tower=kind), size) for kind in ("trained", "frozen")
+    )
+    assert trained.moments == 8 * size.num_parameters
+    assert (frozen.moments, frozen.gradients) == (
+        8 * blind.num_parameters,
+        4 * blind.num_parameters,
+    )
+    assert frozen.masters == trained.masters == 4 * size.num_parameters
+    assert frozen.activations == estimate(LearnerSection(), blind).activations
+    of_patch = 2 * (18 + 3 * 6 + 2 * 9 + 8 * 6 + 2 * 9)
+    assert trained.activations - frozen.activations == 8192 * 2 * 4 * of_patch
+    lora = LoraSection(rank=3)
+    num_adapters = size.num_adapters(lora) - size.num_adapters(lora, is_tower_frozen=True)
+    assert num_adapters == 2 * 3 * (6 + 18)
+    assert size.num_adapters(lora, is_tower_frozen=True) == blind.num_adapters(lora)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 4, b"\xff" * 16, b"\5\0\0\0\0\0\0\0{}x[]"])
 def test_what_cannot_be_told_is_not_guessed(folder: Path, content: bytes) -> None:
     (folder / "model-1.safetensors").write_bytes(content)
