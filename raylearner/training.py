@@ -16,6 +16,7 @@ from pathlib import Path
 import ray
 
 from raylearner import deadline, placement, resumption
+from raylearner.config.image_checks import refuse_blindness
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.controller import Controller
 from raylearner.environments.catalogue import wait_for_services
@@ -46,7 +47,9 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     if not isinstance(config.model, TinyModel):
-        Renderer.from_pretrained(config.model.path, config.renderer)
+        renderer = Renderer.from_pretrained(config.model.path, config.renderer)
+        if renderer.vision is None:
+            refuse_blindness(config)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     with ExitStack() as held:

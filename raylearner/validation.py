@@ -15,6 +15,7 @@ from rich.table import Table
 
 from raylearner import placement
 from raylearner.actors.reward_actor import RewardActors
+from raylearner.config.image_checks import refuse_blindness
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
@@ -47,7 +48,8 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
     asyncio.run(wait_for_services(config.environment))
-    Renderer.from_pretrained(model, config.renderer)
+    if Renderer.from_pretrained(model, config.renderer).vision is None:
+        refuse_blindness(config)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     placement.connect(config.cluster)

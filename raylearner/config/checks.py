@@ -11,7 +11,7 @@ from raylearner.config.context_checks import check_context
 from raylearner.config.data_checks import check_data
 from raylearner.config.environment_checks import check_environment
 from raylearner.config.finding import Finding
-from raylearner.config.image_checks import check_images
+from raylearner.config.image_checks import check_images, image_notes
 from raylearner.config.model_checks import check_model
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
@@ -71,6 +71,7 @@ def notes(config: RunConfig) -> list[str]:
             "replay.on_stale: 'train' puts no bound on staleness; watch buffer/staleness/max"
         )
     found.extend(objective_notes(config))
+    found.extend(image_notes(config))
     return found
 
 

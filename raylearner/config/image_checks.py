@@ -1,53 +1,103 @@
-"""Whether what shows images and what sees them fit together. Only a tiny model is known before it is
-loaded; others are looked at when a run starts.
+"""Whether what shows images and what sees them fit together, as far as a tiny model's section or the files
+of a checkpoint on this machine tell; others are looked at when a run starts.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from raylearner.config.data import HubData, JsonlData, ParquetData
+from raylearner.config.files import read_json
 from raylearner.config.finding import Finding
-from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS
+from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
 from raylearner.config.tools import PageFetchTool, PageSearchTool
+from raylearner.errors import ConfigError
 
-NEEDS_EYES = "a model that sees; add `model.vision: {}`"
+NUM_MARKS = 2
+"""Tokens of one image besides those of its pixels: its start and its end."""
 
 
 def check_images(config: RunConfig) -> list[Finding]:
-    """Images, or a rate of the tower, for what reads text alone; sizes that a tiny model refuses."""
-    return [*_columns(config), *_tools(config), *_sizes(config), *_rate(config)]
+    """Images, or a rate of the tower, for what reads text alone; sizes that no image can have."""
+    return [
+        *(_blind_findings(config) if _is_blind(config) else ()),
+        *_text_programs(config),
+        *_tiny_sizes(config),
+        *_tokens(config),
+        *_rate(config),
+    ]
+
+
+def image_notes(config: RunConfig) -> Iterator[str]:
+    """Images that the policy could be sent and would not be shown."""
+    pixels, room = config.renderer.images.max_pixels, config.renderer.max_response_tokens
+    per_token = _token_pixels(config)
+    if per_token is None or not any(_pages(config)):
+        return
+    most = pixels // per_token + NUM_MARKS
+    if most > room:
+        yield (
+            f"renderer.images.max_pixels: pages of {pixels:,} pixels are {most:,} tokens, and "
+            f"renderer.max_response_tokens is {room:,}: such pages are left out and end episodes"
+        )
+
+
+def refuse_blindness(config: RunConfig) -> None:
+    """For a model that turned out to read text alone. Raises `ConfigError` with each key that shows
+    images."""
+    if findings := list(_blind_findings(config)):
+        raise ConfigError("\n".join(f"{finding.key}: {finding.text}" for finding in findings))
+
+
+def _blind_findings(config: RunConfig) -> Iterator[Finding]:
+    if isinstance(config.model, TinyModel):
+        needs = "a model that sees; add `model.vision: {}`"
+    else:
+        needs = f"a model that sees, and model.path {config.model.path!r} reads text alone; name another"
+    for key in _columns(config):
+        yield Finding(key, f"needs {needs}, or leave this out")
+    for key in _pages(config):
+        yield Finding(key, f"'image' needs {needs}, or set this to 'text'")
+    if config.learner.vision_learning_rate is not None:
+        yield Finding("learner.vision_learning_rate", f"needs {needs}, or remove it")
 
 
 def _is_blind(config: RunConfig) -> bool:
-    return isinstance(config.model, TinyModel) and config.model.vision is None
+    if isinstance(config.model, TinyModel):
+        return config.model.vision is None
+    found = _read(config, "config.json")
+    return bool(found) and "vision_config" not in found
 
 
-def _columns(config: RunConfig) -> Iterator[Finding]:
+def _read(config: RunConfig, file: str) -> dict[str, object]:
+    assert not isinstance(config.model, TinyModel), "has no files before it is made"
+    return read_json(Path(config.model.path).expanduser() / file)
+
+
+def _columns(config: RunConfig) -> Iterator[str]:
     for part, sources in (("train", config.data.train), ("evaluation", config.data.evaluation)):
         for index, source in enumerate(sources or ()):
-            if not isinstance(source, JsonlData | ParquetData | HubData) or not source.image_column:
-                continue
-            key = f"data.{part}.{index}.image_column"
-            if _is_blind(config):
-                yield Finding(key, f"needs {NEEDS_EYES}, or leave this out")
-            if isinstance(config.environment, OpenAiProxy):
-                yield Finding(
-                    key, "environment.kind 'openai_proxy' hands programs text alone; leave it out"
-                )
+            if isinstance(source, JsonlData | ParquetData | HubData) and source.image_column:
+                yield f"data.{part}.{index}.image_column"
 
 
-def _tools(config: RunConfig) -> Iterator[Finding]:
-    if not isinstance(config.environment, ToolUse) or not _is_blind(config):
+def _pages(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config.environment, ToolUse):
         return
     for index, tool in enumerate(config.environment.tools):
         if isinstance(tool, PageSearchTool | PageFetchTool) and tool.contents == "image":
+            yield f"environment.tools.{index}.contents"
+
+
+def _text_programs(config: RunConfig) -> Iterator[Finding]:
+    if isinstance(config.environment, OpenAiProxy):
+        for key in _columns(config):
             yield Finding(
-                f"environment.tools.{index}.contents",
-                f"'image' needs {NEEDS_EYES}, or set this to 'text'",
+                key, "environment.kind 'openai_proxy' hands programs text alone; leave it out"
             )
 
 
-def _sizes(config: RunConfig) -> Iterator[Finding]:
+def _tiny_sizes(config: RunConfig) -> Iterator[Finding]:
     images = config.renderer.images
     if not isinstance(config.model, TinyModel) or config.model.vision is None:
         return
@@ -63,14 +113,45 @@ def _sizes(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _rate(config: RunConfig) -> Iterator[Finding]:
-    if config.learner.vision_learning_rate is None:
+def _token_pixels(config: RunConfig) -> int | None:
+    """Pixels of one token, where they are known."""
+    if isinstance(config.model, TinyModel):
+        return None if config.model.vision is None else TINY_TOKEN_PIXELS
+    found = _read(config, "preprocessor_config.json")
+    patch, merge = found.get("patch_size"), found.get("merge_size")
+    return (patch * merge) ** 2 or None if type(patch) is int and type(merge) is int else None
+
+
+def _tokens(config: RunConfig) -> Iterator[Finding]:
+    per_token, renderer = _token_pixels(config), config.renderer
+    if per_token is None:
         return
-    key = "learner.vision_learning_rate"
-    if _is_blind(config):
-        yield Finding(key, f"needs {NEEDS_EYES}, or remove it")
-    elif config.learner.vision_tower == "frozen":
+    least, most = renderer.images.min_pixels, renderer.images.max_pixels
+    smallest = -(-least // per_token)
+    if smallest * per_token > most:
         yield Finding(
-            key,
+            "renderer.images.max_pixels",
+            f"must be >= {smallest * per_token}, got {most}: images are whole tokens of {per_token} "
+            f"pixels, and none are between {least} and {most}",
+        )
+        return
+    rooms = (
+        ("max_prompt_tokens", renderer.max_prompt_tokens, any(_columns(config))),
+        ("max_response_tokens", renderer.max_response_tokens, any(_pages(config))),
+    )
+    for key, room, has_images in rooms:
+        if has_images and smallest + NUM_MARKS > room:
+            yield Finding(
+                f"renderer.{key}",
+                f"must be >= {smallest + NUM_MARKS}, got {room}: so many tokens are the smallest "
+                f"image of renderer.images.min_pixels = {least}; raise it or lower that",
+            )
+
+
+def _rate(config: RunConfig) -> Iterator[Finding]:
+    learner = config.learner
+    if learner.vision_learning_rate is not None and learner.vision_tower == "frozen":
+        yield Finding(
+            "learner.vision_learning_rate",
             "means nothing with learner.vision_tower 'frozen'; remove it, or set that to 'trained'",
         )

@@ -236,7 +236,9 @@ def _say(
         case "string_pattern_mismatch" if context["pattern"] in _PATTERNS:
             return f"{_PATTERNS[context['pattern']]}, got {shown(value)}"
         case "value_error":
-            return f"{context['error']}, got {shown(value)}"
+            said = str(context["error"])
+            is_told = isinstance(detail["input"], dict) or ", got " in said
+            return said if is_told else f"{said}, got {shown(value)}"
         case kind if kind in _EXPECTED:
             quote = "; put it in quotes" if kind == "string_type" and _is_plain(value) else ""
             return f"must be {_EXPECTED[kind]}, got {shown(value)}{quote}"

@@ -1,8 +1,8 @@
 """Sections of the tools, by `kind`, and of the sandbox that runs model-written code."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raylearner.config.section import (
     HttpUrl,
@@ -112,6 +112,14 @@ class ImageSection(Section):
     """Width times height at most; checked before anything is decoded."""
     max_bytes: PositiveInt = 8 * MIB
     """Encoded size at most."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.min_side**2 > self.max_pixels:
+            raise ValueError(
+                f"max_pixels must be >= min_side * min_side = {self.min_side**2}, got {self.max_pixels}"
+            )
+        return self
 
 
 class PageSearchTool(_Tool):

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from raylearner import training, validation
 from raylearner.config.data import HubData, JsonlData, ParquetData
+from raylearner.config.image_checks import check_images, image_notes
 from raylearner.config.loader import load
+from raylearner.config.model import PretrainedModel
 from raylearner.config.problems import ConfigProblems
+from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
 from raylearner.prompts import load_prompts
 from raylearner.prompts.images import LIMITS
@@ -269,6 +274,32 @@ def test_a_row_that_does_not_fit_its_images_is_refused(
             "must be >= 784",
         ),
         (
+            ["model.vision={}", "renderer.images={min_pixels: 49_000, max_pixels: 49_100}"],
+            "renderer.images.max_pixels",
+            "must be >= 49392, got 49100",
+        ),
+        (
+            ["model.vision={}", "renderer.images={min_pixels: 49_393, max_pixels: 100_000}"],
+            "renderer.max_prompt_tokens",
+            "must be >= 66, got",
+        ),
+        (
+            [
+                "model.vision={}",
+                "renderer={images: {min_pixels: 100_000, max_pixels: 100_352}, max_response_tokens: 128}",
+                "environment={kind: tool_use, tools: [{kind: page_fetch, url: 'http://h'}]}",
+            ],
+            "renderer.max_response_tokens",
+            "must be >= 130, got 128",
+        ),
+        (
+            [
+                "environment={kind: tool_use, tools: [{kind: page_fetch, url: 'http://h', image: {max_pixels: 9}}]}"
+            ],
+            "environment.tools.0.image",
+            "max_pixels must be >= min_side * min_side = 64, got 9",
+        ),
+        (
             ["learner.vision_learning_rate=1e-5"],
             "learner.vision_learning_rate",
             "needs a model that sees; add `model.vision: {}`, or remove it",
@@ -289,3 +320,50 @@ def test_what_cannot_be_shown_is_found_before_anything_starts(
         load([str(ROOT / "configs" / "quickstart.yaml")], [f"data.train={data}", *overrides])
     found = [problem.text for problem in error.value.problems if problem.key == key]
     assert any(words in text for text in found), found
+
+
+def test_a_checkpoint_that_reads_text_alone_is_refused_by_check_and_before_a_cluster_starts(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    source = jsonl(tmp_path, {"prompt": "a", "image": data_url(plain())})
+    data = f"{{kind: jsonl, path: {source.path}, image_column: image}}"
+    overrides = [
+        f"data={{train: {data}, evaluation: {data}}}",
+        "model={kind: pretrained, path: owner/name}",
+        "environment={kind: single_turn}",
+        "learner.vision_learning_rate=1e-5",
+    ]
+    config = load([str(ROOT / "configs" / "quickstart.yaml")], overrides)
+
+    def of(folder: Path) -> RunConfig:
+        model = PretrainedModel(kind="pretrained", path=str(folder))
+        return config.model_copy(update={"model": model})
+
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    keys = {
+        "data.train.0.image_column",
+        "data.evaluation.0.image_column",
+        "learner.vision_learning_rate",
+    }
+    assert {finding.key for finding in check_images(of(tmp_path))} == keys
+    # A hub id is found out at the start, and so is this folder, whose config.json is missing.
+    assert check_images(of(tokenizer_folder)) == []
+    for start in (training.run, partial(validation.run, checkpoint=None)):
+        with pytest.raises(ConfigError, match="reads text alone; name another") as error:
+            start(of(tokenizer_folder))
+        assert {line.partition(":")[0] for line in str(error.value).splitlines()} == keys
+
+
+def test_pages_that_no_response_has_room_for_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 16, "merge_size": 2}')
+    overrides = [
+        "environment={kind: tool_use, tools: [{kind: page_fetch, url: 'http://h'}]}",
+        "model={kind: pretrained, path: owner/name}",
+        "renderer.images={min_pixels: 1024, max_pixels: 256_000}",
+    ]
+    config = load([str(ROOT / "configs" / "quickstart.yaml")], overrides)
+    assert list(image_notes(config)) == []
+    model = PretrainedModel(kind="pretrained", path=str(tmp_path))
+    (note,) = image_notes(config.model_copy(update={"model": model}))
+    assert "pages of 256,000 pixels are 252 tokens, and renderer.max_response_tokens is 96" in note

@@ -169,6 +169,15 @@ actors:
     ]
 
 
+def test_what_was_found_is_told_once(base: str) -> None:
+    tools = "environment={kind: tool_use, tools: [{kind: search, url: foo}]}"
+    sizes = "renderer.images={min_pixels: 9, max_pixels: 8}"
+    (line,) = problems([base], [sizes])
+    assert line.endswith("8}: min_pixels 9 is above max_pixels 8")
+    (line,) = problems([base], [tools])
+    assert line.endswith("must be like http://host:port, got 'foo'")
+
+
 def test_places_are_aligned(base: str, tmp_path: Path) -> None:
     overlay = write(tmp_path, "replay: {group_size: 0}")
     with pytest.raises(ConfigProblems) as caught:
