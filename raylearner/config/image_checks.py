@@ -8,11 +8,13 @@ from pathlib import Path
 from raylearner.config.data import HubData, JsonlData, ParquetData
 from raylearner.config.files import read_json
 from raylearner.config.finding import Finding
+from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
 from raylearner.config.tools import PageFetchTool, PageSearchTool
 from raylearner.errors import ConfigError
 
+BLIND_BESIDE = "reads text alone, and the policy sees images; name a model of the policy's family"
 NUM_MARKS = 2
 """Tokens of one image besides those of its pixels: its start and its end."""
 
@@ -25,6 +27,7 @@ def check_images(config: RunConfig) -> list[Finding]:
         *_tiny_sizes(config),
         *_tokens(config),
         *_rate(config),
+        *_beside(config),
     ]
 
 
@@ -65,13 +68,13 @@ def _blind_findings(config: RunConfig) -> Iterator[Finding]:
 def _is_blind(config: RunConfig) -> bool:
     if isinstance(config.model, TinyModel):
         return config.model.vision is None
-    found = _read(config, "config.json")
+    return _reads_text_alone(config.model.path)
+
+
+def _reads_text_alone(path: str) -> bool:
+    """False too for a hub id, of which nothing is known yet."""
+    found = read_json(Path(path).expanduser() / "config.json")
     return bool(found) and "vision_config" not in found
-
-
-def _read(config: RunConfig, file: str) -> dict[str, object]:
-    assert not isinstance(config.model, TinyModel), "has no files before it is made"
-    return read_json(Path(config.model.path).expanduser() / file)
 
 
 def _columns(config: RunConfig) -> Iterator[str]:
@@ -117,7 +120,7 @@ def _token_pixels(config: RunConfig) -> int | None:
     """Pixels of one token, where they are known."""
     if isinstance(config.model, TinyModel):
         return None if config.model.vision is None else TINY_TOKEN_PIXELS
-    found = _read(config, "preprocessor_config.json")
+    found = read_json(Path(config.model.path).expanduser() / "preprocessor_config.json")
     patch, merge = found.get("patch_size"), found.get("merge_size")
     return (patch * merge) ** 2 or None if type(patch) is int and type(merge) is int else None
 
@@ -155,3 +158,21 @@ def _rate(config: RunConfig) -> Iterator[Finding]:
             "learner.vision_learning_rate",
             "means nothing with learner.vision_tower 'frozen'; remove it, or set that to 'trained'",
         )
+
+
+def _beside(config: RunConfig) -> Iterator[Finding]:
+    """Models that would be given the policy's images."""
+    critic, kl = config.learner.critic, config.learner.kl
+    reference = (
+        None if kl is None or not isinstance(kl.reference, FrozenReference) else kl.reference
+    )
+    for key, section in (("learner.critic.path", critic), ("learner.kl.reference.path", reference)):
+        path = None if section is None else section.path
+        if path is not None and _sees(config) and _reads_text_alone(path):
+            yield Finding(key, f"{path!r} {BLIND_BESIDE}")
+
+
+def _sees(config: RunConfig) -> bool:
+    if isinstance(config.model, TinyModel):
+        return config.model.vision is not None
+    return "vision_config" in read_json(Path(config.model.path).expanduser() / "config.json")

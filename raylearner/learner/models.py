@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from raylearner.config.image_checks import BLIND_BESIDE
 from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
@@ -81,13 +82,17 @@ class Models:
         critic = reference = None
         if config.critic is not None and trunk == "own":
             path = config.critic.path or str(folder)
-            critic = Critic(config.critic, load(path, has_value_head=True))
+            of_critic = load(path, has_value_head=True)
+            _refuse_blind(of_critic, policy, key="learner.critic.path", path=path)
+            critic = Critic(config.critic, of_critic)
         if config.kl is not None and config.kl.coefficient > 0:
             if isinstance(config.kl.reference, AdapterOffReference):
                 reference = Reference(config.kl.reference, policy)
             else:
                 path = reference_path(config.kl.reference) or str(folder)
-                reference = Reference(config.kl.reference, load(path))
+                frozen = load(path)
+                _refuse_blind(frozen, policy, key="learner.kl.reference.path", path=path)
+                reference = Reference(config.kl.reference, frozen)
         return cls(
             folder=folder,
             export_dtype=DTYPES["bfloat16" if config.compute_dtype == "bfloat16" else "float32"],
@@ -135,6 +140,12 @@ class Models:
             self.critic.restore(folder / "critic", num_updates=progress.num_critic_updates)
         if self.reference is not None:
             self.reference.restore(folder / "reference")
+
+
+def _refuse_blind(model: PackedModel, policy: PackedModel, *, key: str, path: str) -> None:
+    """What is given the policy's images must see them."""
+    if vision_tower(model.causal_lm) is None and vision_tower(policy.causal_lm) is not None:
+        raise ConfigError(f"{key}: {path!r} {BLIND_BESIDE}")
 
 
 def _vision_rates(

@@ -408,6 +408,21 @@ def test_a_frozen_tower_gets_no_adapters(qwen2_5_folder: Path, tower: str) -> No
     assert any("visual" in name for name in names) == (tower == "trained")
 
 
+@pytest.mark.parametrize("key", ["critic", "kl.reference"])
+def test_a_model_of_text_cannot_be_given_the_policys_images(
+    qwen2_5_folder: Path, tiny_folder: Path, key: str
+) -> None:
+    settings: dict[str, Any] = {"compute_dtype": "float32"}
+    if key == "critic":
+        settings["critic"] = {"trunk": "own", "path": str(tiny_folder)}
+    else:
+        reference = {"kind": "frozen", "path": str(tiny_folder)}
+        settings["kl"] = {"coefficient": 0.1, "reference": reference}
+    section = LearnerSection.model_validate(settings)
+    with pytest.raises(ConfigError, match=rf"learner\.{key}\.path: .* reads text alone, and the"):
+        Learner(section, model_path=str(qwen2_5_folder), num_steps=1)
+
+
 def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> None:
     section = LearnerSection(vision_learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"vision_learning_rate: .* reads text alone"):

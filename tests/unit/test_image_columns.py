@@ -367,3 +367,19 @@ def test_pages_that_no_response_has_room_for_are_noted(tmp_path: Path) -> None:
     model = PretrainedModel(kind="pretrained", path=str(tmp_path))
     (note,) = image_notes(config.model_copy(update={"model": model}))
     assert "pages of 256,000 pixels are 252 tokens, and renderer.max_response_tokens is 96" in note
+
+
+def test_what_would_be_given_the_policys_images_must_see_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    overrides = [
+        "model.vision={}",
+        f"learner.critic={{trunk: own, path: {tmp_path}}}",
+        f"learner.kl={{coefficient: 0.1, reference: {{kind: frozen, path: {tmp_path}}}}}",
+    ]
+    with pytest.raises(ConfigProblems) as error:
+        load([str(ROOT / "configs" / "quickstart.yaml")], overrides)
+    found = {p.key for p in error.value.problems if "reads text alone, and the policy" in p.text}
+    assert found == {"learner.critic.path", "learner.kl.reference.path"}
+    with pytest.raises(ConfigProblems) as error:
+        load([str(ROOT / "configs" / "quickstart.yaml")], [*overrides[1:], "learner.lora.rank=0"])
+    assert not any("reads text alone" in problem.text for problem in error.value.problems)
