@@ -70,7 +70,7 @@ class LearnerSection(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward recomputes: nothing, all but matrix products and attention, or whole blocks."""
     should_compile: bool = False
-    """Compiles each transformer block: minutes at the start, faster steps after."""
+    """Compiles each transformer block but a vision tower's: minutes at the start, faster steps after."""
     should_reshard: bool = True
     """Frees a block's gathered weights after its forward; off gathers once less in each micro-batch and keeps 2 bytes a parameter more."""
     logprob_chunk_tokens: PositiveInt = 1024

@@ -186,16 +186,20 @@ class PackedModel(nn.Module):
     def prepare_blocks(self, options: ModelOptions) -> None:
         """Compile blocks and let them recompute in the backward; before they are sharded.
 
-        What the compiler fuses it recomputes by itself, so that `selective` adds nothing to it.
+        What the compiler fuses it recomputes by itself, so that `selective` adds nothing to it. It
+        leaves a vision tower alone, whose blocks it would compile anew for each number of images.
         """
         kind = options.activation_checkpointing
         context = keep_products() if kind == "selective" else noop_context_fn
+        tower = vision_tower(self.causal_lm)
+        of_tower = set() if tower is None else set(tower.modules())
         for block in self.blocks:
             forward = block.forward
-            if options.should_compile:
+            should_compile = options.should_compile and block not in of_tower
+            if should_compile:
                 torch._dynamo.config.recompile_limit = MAX_RECOMPILATIONS
                 forward = torch.compile(forward)
-            if kind == "full" or (kind == "selective" and not options.should_compile):
+            if kind == "full" or (kind == "selective" and not should_compile):
                 forward = partial(
                     checkpoint,
                     forward,

@@ -1,5 +1,6 @@
 """Packed sequences with images equal one sequence at a time by transformers, in loss and gradients."""
 
+import functools
 import io
 import pickle
 import threading
@@ -25,6 +26,7 @@ from raylearner.learner.images import ImageReader
 from raylearner.learner.learner import Learner
 from raylearner.learner.loading import TensorReader, load_model
 from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.model import ModelOptions
 from raylearner.learner.pixels import PixelLoader
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
@@ -378,6 +380,23 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
         assert rates[number] == pytest.approx((1e-3 * share, 1e-2 * share))
     again = weights_of(resumed)
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights_of(whole).items())
+
+
+def test_the_compiler_leaves_the_tower_alone(qwen2_5_folder: Path) -> None:
+    """It would compile a block anew for every number of images and windows."""
+    model = load_model(str(qwen2_5_folder), dtype=torch.float32)
+    model.prepare_blocks(ModelOptions(should_compile=True, activation_checkpointing="selective"))
+    kinds = {
+        type(block).__name__: (
+            hasattr(block.forward, "_torchdynamo_orig_callable"),
+            isinstance(block.forward, functools.partial),
+        )
+        for block in model.blocks
+    }
+    assert kinds == {
+        "Qwen2_5_VLDecoderLayer": (True, False),
+        "Qwen2_5_VLVisionBlock": (False, True),
+    }
 
 
 def test_the_exported_model_loads_with_its_image_processor(
