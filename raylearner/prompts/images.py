@@ -54,6 +54,8 @@ def _from_file(path: Path, which: str) -> bytes:
         if status.st_size > LIMITS.max_bytes:
             raise ConfigError(f"{which} is longer than {LIMITS.max_bytes} bytes")
         return path.read_bytes()
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{which} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import FastAPI, HTTPException
+from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, Field
 
 from raylearner.errors import ConfigError
 from raylearner.services.server import make_app, parser, serve
 from raylearner.services.text_index import TextIndex
+from raylearner.tools.image import FORMATS
 
 INDEX = "pages.jsonl"
 MAX_RESULTS = 100
@@ -91,13 +93,38 @@ def _page(line: str, folder: Path, where: str, *, needs_images: bool) -> Page:
         raise ConfigError(f"{where}: {line.strip()[:80]!r}; {_FORM}")
     if named[0] == ERROR_ID:
         raise ConfigError(f"{where}: the page id {ERROR_ID!r} means an error on the wire")
-    image = (folder / name).resolve() if name is not None else None
-    if image is not None and not image.is_relative_to(folder.resolve()):
-        raise ConfigError(f"{where}: image {name!r} is outside the folder")
-    if needs_images and (image is None or not image.is_file()):
-        raise ConfigError(f"{where}: image {name!r} is no file in {folder}")
     page_id, doc_id, text = cast(list[str], named)
+    if not all(map(_is_unicode, (page_id, doc_id, text))):
+        raise ConfigError(f"{where}: holds half a surrogate pair, which no reply could carry")
+    image = None
+    if needs_images:
+        if name is None:
+            raise ConfigError(f"{where}: has no image; add one, or serve --contents text")
+        image = _image(folder, name, where)
     return Page(id=page_id, doc_id=doc_id, image=image, text=text)
+
+
+def _image(folder: Path, name: str, where: str) -> Path:
+    """Only its header is read: decoding a large folder would take minutes."""
+    which = f"{where}: image {name!r}"
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ConfigError(f"{which} is outside the folder")
+        if not path.is_file():
+            raise ConfigError(f"{which} is no file in {folder}")
+        with Image.open(path, formats=FORMATS):
+            return path
+    except ConfigError:
+        raise
+    except UnidentifiedImageError as error:
+        raise ConfigError(f"{which} is none of {', '.join(FORMATS)}") from error
+    except (OSError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
+        raise ConfigError(f"{which} cannot be read: {error}") from error
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def pages_app(pages: Sequence[Page], *, contents: Literal["image", "text"]) -> FastAPI:

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from raylearner.config.data import JsonlData
+from raylearner.errors import ConfigError
 from raylearner.prompts import load_prompts
 from raylearner.services.corpora import visual_pages
 from raylearner.services.corpora.visual_pages import COLOURS, Kind, write_visual_pages
@@ -101,3 +102,28 @@ def test_the_shipped_questions_are_those_of_the_command_in_the_configs(
     write_visual_pages(tmp_path, kinds=[Kind.COLOURS] if kind == "colour" else tuple(Kind))
     for part in ("questions.jsonl", "questions_held_out.jsonl"):
         assert (CORPORA / f"{kind}_{part}").read_text() == (tmp_path / part).read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ({"image": "../image.png"}, "'../image.png' is outside the folder"),
+        ({"image": "loop"}, "'loop' cannot be read: .*(loop|levels)"),
+        ({"image": "a\0b"}, "cannot be read: embedded null"),
+        ({"image": "."}, "'.' is no file in"),
+        ({"image": "empty.png"}, "'empty.png' is none of PNG, JPEG, WEBP"),
+        ({"image": None}, "has no image; add one, or serve --contents text"),
+        ({"id": "\ud800"}, "holds half a surrogate pair"),
+    ],
+)
+def test_a_page_that_could_not_be_served_is_named_by_its_line(
+    tmp_path: Path, page: dict[str, object], words: str
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "empty.png").touch()
+    Image.new("RGB", (8, 8)).save(tmp_path / "image.png")
+    good = {"id": "1", "doc_id": "d", "image": "image.png", "text": "a"}
+    lines = [json.dumps(good), json.dumps(good | {"id": "2"} | page)]
+    (tmp_path / "pages.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=rf"pages\.jsonl:2: [^:]*{words}"):
+        read_pages(tmp_path, needs_images=True)
