@@ -4,7 +4,7 @@ Shapes: `T` tokens of one trajectory, prompt included. A trajectory is flat arra
 Only the standard library and numpy are imported here, so that every room can import this one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
@@ -333,17 +333,23 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Fixed token sequences with the learner's log-probabilities: what proves that weights arrived.
-
-    `token_ids` are sequences of `n >= 2` tokens; `logprobs[i]` has `n - 1` entries, the
-    log-probability of each token but the first.
-    """
+    """Fixed prompts with the learner's log-probabilities: what proves that weights arrived."""
 
     token_ids: tuple[tuple[int, ...], ...]
+    """Sequences of at least 2 tokens, as engines take them: one placeholder for each image."""
     logprobs: tuple[tuple[float, ...], ...]
+    """Of the last tokens of each sequence: all but the first, or those behind its images."""
     tolerance: float
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """Of each sequence, encoded; empty where none has any."""
     statistic: Literal["max", "mean"] = "max"
     """What of |engine - learner| over all tokens must be within `tolerance`."""
+
+    def prompts(self) -> Iterator[tuple[tuple[int, ...], tuple[bytes, ...], int]]:
+        """Token ids, images, and how many of the last tokens are to be scored."""
+        images = self.images or ((),) * len(self.token_ids)
+        for ids, shown, scored in zip(self.token_ids, images, self.logprobs, strict=True):
+            yield ids, shown, len(scored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ class BareLearner:
         self.policy_version += 1
         return self.policy_version
 
+    image_reader = None
+
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Any]]:
         from raylearner.learner.model import DTYPES
 
@@ -67,18 +69,12 @@ class BareLearner:
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._model.weight_shapes()
 
-    def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        import numpy as np
+    def probe_logprobs(
+        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
+    ) -> list[list[float]]:
+        from raylearner.learner.probing import probe_logprobs
 
-        from raylearner.learner.micro_batch import PackedTokens
-
-        tokens = PackedTokens.of(
-            [np.asarray(ids, np.int64) for ids in token_ids],
-            [np.arange(len(ids)) > 0 for ids in token_ids],
-            device=self._device,
-        )
-        scores = self._model.score(tokens)
-        return [row[1:].tolist() for row in scores.logprobs.split([len(i) for i in token_ids])]
+        return probe_logprobs(self._model, token_ids, images, device=self._device)
 
 
 @ray.remote(concurrency_groups={"control": 1})

@@ -394,12 +394,19 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _probe_logprobs(self, probe: Probe) -> list[list[float]]:
-        """Log-probabilities of each probe token but the first, by a plain forward."""
+        """Log-probabilities of the last tokens of each probe, by a plain forward."""
         found: list[list[float]] = []
-        for token_ids in probe.token_ids:
+        for token_ids, images, num_scored in probe.prompts():
+            seen: dict[str, Any] = {}
+            if images and self._sight is not None:
+                token_ids = tuple(self._sight.expand(token_ids, images))
+                row = (token_ids, images)
+                seen["position_ids"], more = self._sight.inputs(self._model, [row], len(token_ids))
+                seen |= more
             ids = torch.tensor([token_ids], device=self._device)
-            logprobs = self._model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            found.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+            logits = self._model(ids, use_cache=False, **seen).logits[0, :-1]
+            logprobs = logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            found.append(logprobs[len(logprobs) - num_scored :].tolist())
         return found
 
 

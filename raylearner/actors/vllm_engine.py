@@ -38,6 +38,8 @@ ABORT_POLL_S = 0.01
 """Between two attempts to abort requests that vLLM had not registered yet."""
 SHARED_BELOW = 0.5
 """With a smaller share of a GPU's memory an engine counts on others that start beside it."""
+NUM_RESENDS = 5
+"""Of a request whose images vLLM's core has lost; it is told of all it lacks, and then has them."""
 PROBE_PRIORITY = -1
 """The least number goes first: a proof does not wait behind requests that are prefilled again."""
 EXTENSION = "raylearner.weights.receiver.WorkerExtension"
@@ -112,9 +114,13 @@ class VllmEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
     ) -> Completion:
-        output = await self._request(
-            vllm_requests.prompt(token_ids, images), vllm_requests.sampling_parameters(sampling)
-        )
+        prompt = await vllm_requests.prompt(token_ids, images)
+        parameters = vllm_requests.sampling_parameters(sampling)
+        output = await self._request(prompt, parameters)
+        for _ in range(NUM_RESENDS):
+            if not images or not vllm_requests.lacked_images(output):
+                break
+            output = await self._request(prompt, parameters)
         return vllm_requests.completion(output, sampling, self._end_token_ids)
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
@@ -263,9 +269,9 @@ class VllmEngine:
         if self._is_asleep:
             await llm.wake_up(tags=["weights"])
         else:
-            # Clears prefix, multimodal and encoder caches; running requests start over from their
-            # tokens. Nothing is scheduled before the end of the pause, so nothing old is cached anew.
-            await llm.pause_generation(mode="keep", clear_cache=update.should_clear_caches)
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            if update.should_clear_caches:
+                await self._clear_caches(llm)
         started = time.monotonic()
         await self._weights.replace(llm, update)
         finished = time.monotonic()
@@ -291,18 +297,23 @@ class VllmEngine:
             proof_s=proof_s,
         )
 
+    async def _clear_caches(self, llm: "AsyncLLM") -> None:
+        """Of what old weights computed: running requests start over from their tokens and images.
+
+        Nothing is scheduled before the end of the pause, so nothing old is cached anew. Pixels stay
+        as they are: with them cleared, the core would refuse requests that come meanwhile.
+        """
+        if not await llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise EngineError("vLLM did not clear its prefix cache")
+        await llm.reset_encoder_cache()
+
     async def _probe_logprobs(self, probe: Probe) -> list[list[float]]:
-        parameters = vllm_requests.probe_parameters()
-        outputs = await asyncio.gather(
-            *(
-                self._request(vllm_requests.prompt(ids), parameters, is_probe=True)
-                for ids in probe.token_ids
-            )
-        )
-        return [
-            vllm_requests.probe_logprobs(output, len(token_ids))
-            for output, token_ids in zip(outputs, probe.token_ids, strict=True)
-        ]
+        async def score(ids: Sequence[int], images: Sequence[bytes], num: int) -> list[float]:
+            prompt = await vllm_requests.prompt(ids, images)
+            output = await self._request(prompt, vllm_requests.probe_parameters(), is_probe=True)
+            return vllm_requests.probe_logprobs(output, num)
+
+        return await asyncio.gather(*(score(*prompt) for prompt in probe.prompts()))
 
     def _alive(self) -> "AsyncLLM":
         if self._failure is not None:

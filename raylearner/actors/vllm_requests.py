@@ -1,5 +1,6 @@
 """What goes into vLLM and what comes out of it, in our types and in vLLM's."""
 
+import asyncio
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,16 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-def prompt(token_ids: Sequence[int], images: Sequence[bytes] = ()) -> dict[str, Any]:
+async def prompt(token_ids: Sequence[int], images: Sequence[bytes] = ()) -> dict[str, Any]:
     """The form of a prompt that vLLM's renderer has dealt with: nothing is tokenized.
 
-    With images, encoded, vLLM expands their placeholders itself.
+    Images are decoded in a thread; vLLM expands their placeholders itself.
     """
     ids = [int(token) for token in token_ids]
     if not images:
         return {"type": "token", "prompt_token_ids": ids}
-    return {
-        "prompt_token_ids": ids,
-        "multi_modal_data": {"image": [opened(image) for image in images]},
-    }
+    shown = await asyncio.to_thread(lambda: [opened(image) for image in images])
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": shown}}
 
 
 def sampling_parameters(sampling: Sampling) -> "SamplingParams":
@@ -72,9 +71,10 @@ def probe_parameters() -> "SamplingParams":
     )
 
 
-def probe_logprobs(output: "RequestOutput", num_tokens: int) -> list[float]:
-    """Of each token of a probe but the first."""
-    return _own_logprobs(output.prompt_logprobs, num_tokens, first=1)
+def probe_logprobs(output: "RequestOutput", num_scored: int) -> list[float]:
+    """Of the last tokens of a probe. Its images, if any, are expanded here."""
+    size = len(output.prompt_token_ids or ())
+    return _own_logprobs(output.prompt_logprobs, size, first=size - num_scored)
 
 
 def completion(
@@ -104,6 +104,15 @@ def completion(
     if not np.isfinite(found.logprobs).all():
         raise EngineError("vLLM reported a log-probability that is not finite")
     return found
+
+
+def lacked_images(output: "RequestOutput") -> bool:
+    """Whether vLLM's core refused a request with images before anything was sampled.
+
+    It does for those that this side left out, as it believed the core to hold them: after a request
+    that was cancelled on its way, and after a sleep. Sent again, it comes with all that were missed.
+    """
+    return output.outputs[0].finish_reason == "error" and not output.outputs[0].token_ids
 
 
 def end_token_ids(llm: "AsyncLLM") -> frozenset[int]:

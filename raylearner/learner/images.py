@@ -20,6 +20,9 @@ from raylearner.learner.pixels import PixelLoader
 from raylearner.tokenization.images import opened
 from raylearner.tokenization.vision import Vision, load_image_processor
 
+PROBE_SHAPE = (2, 3)
+"""Rows and columns of tokens of the least image of a probe."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedImages:
@@ -53,8 +56,7 @@ class ImageReader:
     def __init__(self, vision: Vision, processor: Any) -> None:
         self._vision = vision
         self._loader = PixelLoader(partial(_pixels, processor))
-        unit = vision.patch_size * vision.merge_size
-        side = unit * math.ceil(math.sqrt(vision.min_pixels) / unit)
+        side = vision.unit * math.ceil(math.sqrt(vision.min_pixels) / vision.unit)
         self._dummy = _encoded(Image.new("RGB", (side, side)))
 
     @classmethod
@@ -70,6 +72,31 @@ class ImageReader:
         """Raises `RenderError` when placeholders and images differ, with both numbers."""
         grids = [self._vision.grid(image) for image in images]
         return torch.from_numpy(self._vision.positions(token_ids, grids))
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """What engines must not sample."""
+        return self._vision.banned_token_ids
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> np.ndarray:  # [T] int64
+        """From the engine's form of a sequence. Raises `RenderError` when counts differ."""
+        return np.asarray(self._vision.expand(token_ids, images), np.int64)
+
+    def behind_images(self, token_ids: np.ndarray) -> int:
+        """The first place behind all images, in the learner's form; 1 without any."""
+        return max([1, *self._vision.image_ends(token_ids.tolist())])
+
+    def probe(self, seed: Sequence[int]) -> tuple[bytes, list[int]]:
+        """A small image of noise, and the tokens that show it, as engines take them.
+
+        It has rows and columns of tokens, and not as many of either, so that it tells the two apart.
+        """
+        height, width = (side * self._vision.unit for side in PROBE_SHAPE)
+        scale = math.ceil(math.sqrt(self._vision.min_pixels / (height * width)))
+        size = (scale * height, scale * width, 3)
+        noise = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        image = _encoded(Image.fromarray(noise))
+        return image, self._vision.collapse(self._vision.block(image))
 
     def pack(
         self,

@@ -27,12 +27,13 @@ from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError, LearnerError
 from raylearner.learner import checkpoint, lora, mesh, metric, optimizer, preparation
 from raylearner.learner.estimator import EpisodeTable
+from raylearner.learner.images import ImageReader
 from raylearner.learner.kl import AdaptiveController
 from raylearner.learner.layout import LearnerBatch, StepOutput
 from raylearner.learner.learner_state import Progress, restore_state, save_state
 from raylearner.learner.mesh import BatchLayout
 from raylearner.learner.metric import Metrics
-from raylearner.learner.micro_batch import MicroBatch, PackedTokens
+from raylearner.learner.micro_batch import MicroBatch
 from raylearner.learner.model import DTYPES
 from raylearner.learner.models import Models
 from raylearner.learner.objective import (
@@ -42,6 +43,7 @@ from raylearner.learner.objective import (
     off_policy_metrics,
 )
 from raylearner.learner.preparation import Part, Take
+from raylearner.learner.probing import probe_logprobs
 from raylearner.learner.reference import kl_controller
 from raylearner.learner.update import (
     Update,
@@ -177,15 +179,18 @@ class Learner:
             logprobs=self._start_logprobs,
         )
 
-    def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """At temperature 1, the log-probability of each token but the first; same on every rank."""
-        sequences = [np.asarray(ids, np.int64) for ids in token_ids]
-        scored = [np.arange(len(ids)) > 0 for ids in sequences]
-        tokens = PackedTokens.of(sequences, scored, reader=self._models.reader, device=self._device)
-        # Engines score what they are given by all of the vocabulary.
-        scores = self._model.score(tokens, 1.0, has_bans=False)
-        rows = scores.logprobs.split([len(s) for s in sequences])
-        return [row[1:].tolist() for row in rows]
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """None of a model that reads text alone."""
+        return self._models.reader
+
+    def probe_logprobs(
+        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
+    ) -> list[list[float]]:
+        """As `probing.probe_logprobs`; the same on every rank."""
+        return probe_logprobs(
+            self._model, token_ids, images, reader=self._models.reader, device=self._device
+        )
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by their transformers names, one by one; every rank must iterate to the end."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from raylearner.config.resources import TOLERANCE_CPU
 from raylearner.config.schema import WeightsSection
 from raylearner.errors import WeightTransferError
+from raylearner.learner.images import ImageReader
 from raylearner.types import PolicyVersion, Probe, WeightUpdate
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.proof import probe_tokens
@@ -40,7 +41,12 @@ class WeightSource(Protocol):
 
     def adapter_config(self) -> Mapping[str, Any]: ...
 
-    def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
+    @property
+    def image_reader(self) -> ImageReader | None: ...
+
+    def probe_logprobs(
+        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
+    ) -> list[list[float]]: ...
 
 
 class WeightWriter:
@@ -81,7 +87,7 @@ class WeightWriter:
         version = self._source.policy_version
         started = time.monotonic()
         payload = self._payload(version, members, group)
-        probe = self._probe(version)
+        probe = make_probe(self._source, self._config, seed=self._seed)
         if self._should_free_memory and torch.cuda.is_available():
             torch.cuda.empty_cache()
         log.info("policy version %d written in %.3f s", version, time.monotonic() - started)
@@ -149,26 +155,6 @@ class WeightWriter:
             return write_adapter(weights, source.adapter_config(), self._folder, version, dtype)
         return write_weights(weights, self._folder, version, dtype)
 
-    def _probe(self, version: PolicyVersion) -> Probe:
-        vocab_size, special = vocabulary(self._source.model_folder)
-        token_ids = probe_tokens(
-            seed=self._seed,
-            policy_version=version,
-            vocab_size=vocab_size,
-            special_token_ids=special,
-            num_tokens=self._config.num_probe_tokens,
-        )
-        logprobs = self._source.probe_logprobs(token_ids)
-        tolerance = self._config.proof_tolerance
-        if tolerance == "auto":
-            tolerance = TOLERANCE_CPU
-        return Probe(
-            token_ids=token_ids,
-            logprobs=tuple(tuple(row) for row in logprobs),
-            tolerance=tolerance,
-            statistic="mean" if self._config.proof_statistic == "mean" else "max",
-        )
-
     def _nccl(self) -> Any:
         if self._sender is None:
             # Imports vLLM, which no other transport needs in the learner.
@@ -181,6 +167,35 @@ class WeightWriter:
             )
             self._sender = NcclSender(source, rank=dist.get_rank())
         return self._sender
+
+
+def make_probe(source: WeightSource, config: WeightsSection, *, seed: int) -> Probe:
+    """What engines must find of the source's present version. Every rank makes the same."""
+    version = source.policy_version
+    vocab_size, special = vocabulary(source.model_folder)
+    token_ids = probe_tokens(
+        seed=seed,
+        policy_version=version,
+        vocab_size=vocab_size,
+        special_token_ids=special,
+        num_tokens=config.num_probe_tokens,
+    )
+    images: tuple[tuple[bytes, ...], ...] = ()
+    if source.image_reader is not None:
+        # The same image again and again, where nothing made of it may outlive a push.
+        image_seed = [seed] if config.should_clear_caches else [seed, version]
+        image, block = source.image_reader.probe(image_seed)
+        *others, last = token_ids
+        token_ids = (*others, (*block, *last))
+        images = (*((),) * len(others), (image,))
+    tolerance = config.proof_tolerance
+    return Probe(
+        token_ids=token_ids,
+        logprobs=tuple(map(tuple, source.probe_logprobs(token_ids, images))),
+        tolerance=TOLERANCE_CPU if tolerance == "auto" else tolerance,
+        images=images,
+        statistic="mean" if config.proof_statistic == "mean" else "max",
+    )
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError, RenderError
-from raylearner.tokenization.tokenizer import load_tokenizer
+from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
@@ -27,14 +27,19 @@ class Renderer:
     """One tokenizer with its chat template; stateless after construction, shared by all episodes."""
 
     def __init__(
-        self, tokenizer: Any, config: RendererSection, vision: Vision | None = None
+        self,
+        tokenizer: Any,
+        config: RendererSection,
+        vision: Vision | None = None,
+        *,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
-        """`vision` makes it one that shows images."""
+        """`vision` makes it one that shows images, `end_token_ids` are what the model names itself."""
         self._tokenizer = tokenizer
         self.vision = vision
         self._fitter = None if vision is None else ImageFitter(vision, config.images)
         self.config = config
-        self.end_token_ids = _end_token_ids(tokenizer)
+        self.end_token_ids = tuple(dict.fromkeys([*_end_token_ids(tokenizer), *end_token_ids]))
         self._end_texts = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in self.end_token_ids}
         self._cut_mark = self.encode(CUT_MARK)
         self._reply_head, self._reply_tail = "", ""
@@ -49,7 +54,7 @@ class Renderer:
         images in a way that is not known.
         """
         try:
-            tokenizer = load_tokenizer(path)
+            tokenizer, ends = load_tokenizer(path), end_token_ids(path)
         except (OSError, ValueError) as error:
             where = "has no tokenizer that loads" if Path(path).is_dir() else "cannot be loaded"
             raise ConfigError(
@@ -60,7 +65,7 @@ class Renderer:
                 f"model.path {path!r}: the tokenizer has no chat template; add a"
                 " chat_template.jinja beside it (an instruct model ships one)"
             )
-        return cls(tokenizer, config, Vision.from_pretrained(path))
+        return cls(tokenizer, config, Vision.from_pretrained(path), end_token_ids=ends)
 
     @property
     def vocab_size(self) -> int:

@@ -24,6 +24,26 @@ def load_tokenizer(path: str) -> Any:
     return classes.from_pretrained(path)
 
 
+def end_token_ids(path: str) -> tuple[int, ...]:
+    """The tokens at which engines end a turn by the model's generation_config.json, if it has one.
+
+    Families differ: GLM's turns end with the token that begins the next one.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        config = read_json(folder / "generation_config.json")
+    else:
+        from transformers.utils import hub
+
+        files: Any = hub
+        found = files.cached_file(
+            path, "generation_config.json", _raise_exceptions_for_missing_entries=False
+        )
+        config = {} if found is None else read_json(Path(found))
+    ends: Any = config.get("eos_token_id", [])
+    return tuple(ends) if isinstance(ends, list) else (ends,)
+
+
 def _is_qwen(folder: Path) -> bool:
     model, tokenizer = map(read_json, (folder / "config.json", folder / "tokenizer_config.json"))
     return (

@@ -74,6 +74,11 @@ class Vision:
         )
 
     @property
+    def unit(self) -> int:
+        """Side of the square that becomes one token, in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
     def banned_token_ids(self) -> tuple[int, ...]:
         """What no policy may sample: nothing would stand behind it."""
         return (self.image_token_id, self.video_token_id)
@@ -81,7 +86,7 @@ class Vision:
     def grid(self, image: bytes) -> Grid:
         """Of an image that `ImageFitter` made. Raises `RenderError` for any other."""
         height, width = image_size(image)
-        unit = self.patch_size * self.merge_size
+        unit = self.unit
         if (
             height % unit
             or width % unit
@@ -167,7 +172,7 @@ class ImageFitter:
                 f"model's image processor takes {vision.min_pixels} to {vision.max_pixels}"
             )
         self.vision = vision
-        self._size = partial(_fitted_size, vision.patch_size * vision.merge_size, section)
+        self._size = partial(_fitted_size, vision.unit, section)
         self.fit = lru_cache(NUM_CACHED_IMAGES)(self._fit)
         """The image as the model sees it, PNG. Raises `RenderError`. Threads may call it."""
 

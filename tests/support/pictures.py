@@ -1,34 +1,36 @@
 """A tiny model that sees, an engine of it, and the learner's side: turns with images, pushes."""
 
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from raylearner.actors.vllm_engine import VllmEngine
-from raylearner.config.schema import RendererSection, TinyModel
+from raylearner.config.schema import RendererSection, TinyModel, WeightsSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.learner.images import ImageReader
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.model import PackedModel
+from raylearner.learner.probing import probe_logprobs
 from raylearner.learner.tiny_model import make_tiny_model
-from raylearner.learner.weight_source import vocabulary
+from raylearner.learner.weight_source import make_probe
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     IMAGE_MARK,
     Claim,
     Message,
-    Probe,
     Prompt,
     Sampling,
     StopReason,
     Trajectory,
     WeightUpdate,
 )
-from raylearner.weights.proof import probe_tokens
 from raylearner.weights.shared_files import write_weights
 
 
@@ -108,28 +110,34 @@ def learner_logprobs(
     return scores.logprobs[tokens.scored].numpy()
 
 
-@torch.no_grad()
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A learner's side of a push, without the learner."""
+
+    model: PackedModel
+    image_reader: ImageReader
+    model_folder: Path
+    policy_version: int
+
+    def probe_logprobs(
+        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
+    ) -> list[list[float]]:
+        return probe_logprobs(self.model, token_ids, images, reader=self.image_reader)
+
+
 def make_update(
     model: PackedModel, reader: ImageReader, folder: Path, version: int, *, tolerance: float
 ) -> WeightUpdate:
-    size, special = vocabulary(folder)
-    token_ids = probe_tokens(
-        seed=0, policy_version=version, vocab_size=size, special_token_ids=special, num_tokens=32
+    source: Any = Source(
+        model=model, image_reader=reader, model_folder=folder, policy_version=version
     )
-    sequences = [np.array(ids, np.int64) for ids in token_ids]
-    tokens = PackedTokens.of(sequences, [np.arange(len(s)) > 0 for s in sequences], reader=reader)
-    logprobs = model(tokens, has_bans=False).logprobs.split([len(s) for s in sequences])
+    config = WeightsSection.model_validate({"proof_tolerance": tolerance})
+    weights = list(model.named_weights(torch.float32))
     return WeightUpdate(
         policy_version=version,
         transport="shared_files",
-        payload=write_weights(
-            list(model.named_weights(torch.float32)), folder / "pushed", version, torch.float32
-        ),
-        probe=Probe(
-            token_ids=token_ids,
-            logprobs=tuple(tuple(row[1:].tolist()) for row in logprobs),
-            tolerance=tolerance,
-        ),
+        payload=write_weights(weights, folder / "pushed", version, torch.float32),
+        probe=make_probe(source, config, seed=0),
     )
 
 

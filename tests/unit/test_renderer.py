@@ -1,17 +1,19 @@
 """Rendering: append-only, injection-safe, sampled tokens verbatim under a token budget."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from families import GLM_CHAT_TEMPLATE, GLM_SPECIAL
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, RenderError
-from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.learner.tiny_model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.tokenizer import QWEN_CLASSES, QWEN_TYPES, load_tokenizer
 from raylearner.tokenization.transcript import Transcript
@@ -61,6 +63,25 @@ def test_an_end_token_the_policy_sampled_is_not_written_twice(renderer: Renderer
     assert end in renderer.end_token_ids
     text = renderer.decode_all(renderer.render_reply([USER], last_token_id=end))
     assert text == "\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_where_a_turn_ends_with_the_token_that_begins_the_next_one_it_is_written_once(
+    tmp_path: Path,
+) -> None:
+    tokenizer = make_tokenizer(256, special=GLM_SPECIAL, chat_template=GLM_CHAT_TEMPLATE)
+    tokenizer.save_pretrained(tmp_path)
+    user, observation = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    ends = {"eos_token_id": [user, observation]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    reply = Message(role="tool", content="2")
+    for role, sampled, text in (
+        ("tool", observation, "\n2<|assistant|>\n"),
+        ("tool", None, "<|observation|>\n2<|assistant|>\n"),
+        ("user", user, "\n2<|assistant|>\n"),
+    ):
+        renderer = make_renderer(tmp_path, observation_role=role)
+        assert {user, observation} <= set(renderer.end_token_ids)
+        assert renderer.decode_all(renderer.render_reply([reply], last_token_id=sampled)) == text
 
 
 def test_the_content_of_an_observation_never_makes_special_tokens(renderer: Renderer) -> None:
