@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 
 from raylearner import deadline, placement, resumption
-from raylearner.config.image_checks import refuse_blindness
+from raylearner.config.image_checks import refuse_blindness, refuse_lost_adapters
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.controller import Controller
 from raylearner.environments.catalogue import wait_for_services
@@ -48,8 +48,8 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     asyncio.run(wait_for_services(config.environment))
     if not isinstance(config.model, TinyModel):
         renderer = Renderer.from_pretrained(config.model.path, config.renderer)
-        if renderer.vision is None:
-            refuse_blindness(config)
+        refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
+        refuse(config)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     with ExitStack() as held:

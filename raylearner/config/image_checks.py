@@ -28,6 +28,7 @@ def check_images(config: RunConfig) -> list[Finding]:
         *_tokens(config),
         *_rate(config),
         *_beside(config),
+        *(_lost_adapters(config) if _sees(config) else ()),
     ]
 
 
@@ -48,8 +49,17 @@ def image_notes(config: RunConfig) -> Iterator[str]:
 def refuse_blindness(config: RunConfig) -> None:
     """For a model that turned out to read text alone. Raises `ConfigError` with each key that shows
     images."""
-    if findings := list(_blind_findings(config)):
-        raise ConfigError("\n".join(f"{finding.key}: {finding.text}" for finding in findings))
+    _refuse(_blind_findings(config))
+
+
+def refuse_lost_adapters(config: RunConfig) -> None:
+    """For a model that turned out to see. Raises `ConfigError` where engines would miss adapters."""
+    _refuse(_lost_adapters(config))
+
+
+def _refuse(findings: Iterator[Finding]) -> None:
+    if text := "\n".join(f"{finding.key}: {finding.text}" for finding in findings):
+        raise ConfigError(text)
 
 
 def _blind_findings(config: RunConfig) -> Iterator[Finding]:
@@ -170,6 +180,18 @@ def _beside(config: RunConfig) -> Iterator[Finding]:
         path = None if section is None else section.path
         if path is not None and _sees(config) and _reads_text_alone(path):
             yield Finding(key, f"{path!r} {BLIND_BESIDE}")
+
+
+def _lost_adapters(config: RunConfig) -> Iterator[Finding]:
+    """vLLM leaves out what an adapter has for a vision tower, without an error."""
+    learner = config.learner
+    is_alone = learner.lora is not None and config.weights.transport == "adapter"
+    if is_alone and learner.vision_tower == "trained":
+        yield Finding(
+            "weights.transport",
+            "'adapter' reaches what reads text alone, and adapters are trained in the vision tower "
+            "too; set learner.vision_tower to 'frozen', or use 'auto', which carries them merged",
+        )
 
 
 def _sees(config: RunConfig) -> bool:

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from raylearner import training, validation
 from raylearner.config.data import HubData, JsonlData, ParquetData
-from raylearner.config.image_checks import check_images, image_notes
+from raylearner.config.image_checks import check_images, image_notes, refuse_lost_adapters
 from raylearner.config.loader import load
 from raylearner.config.model import PretrainedModel
 from raylearner.config.problems import ConfigProblems
@@ -384,3 +384,23 @@ def test_what_would_be_given_the_policys_images_must_see_them(tmp_path: Path) ->
     with pytest.raises(ConfigProblems) as error:
         load([str(ROOT / "configs" / "quickstart.yaml")], [*overrides[1:], "learner.lora.rank=0"])
     assert not any("reads text alone" in problem.text for problem in error.value.problems)
+
+
+def test_adapters_of_a_tower_are_not_sent_where_vllm_would_leave_them_out() -> None:
+    overrides = [
+        "model={kind: tiny, vision: {}}",
+        "renderer.images={min_pixels: 1024, max_pixels: 256_000}",
+        "actors.engine={kind: vllm, max_model_tokens: 512}",
+        "weights.transport=adapter",
+        "learner.lora={}",
+    ]
+    files = [str(ROOT / "configs" / "quickstart.yaml")]
+    with pytest.raises(ConfigProblems) as error:
+        load(files, overrides)
+    (found,) = [p.text for p in error.value.problems if p.key == "weights.transport"]
+    assert "set learner.vision_tower to 'frozen'" in found
+    frozen = load(files, [*overrides, "learner.vision_tower=frozen"])
+    refuse_lost_adapters(frozen)
+    learner = frozen.learner.model_copy(update={"vision_tower": "trained"})
+    with pytest.raises(ConfigError, match=r"weights\.transport: 'adapter' reaches what reads text"):
+        refuse_lost_adapters(frozen.model_copy(update={"learner": learner}))
