@@ -96,3 +96,9 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         return
     cause = getattr(error, "cause", None)
     yield cause if isinstance(cause, RaylearnerError) else error
+
+
+def error_kind(error: str) -> str:
+    """The kind before the colon of `kind: message`; `other` without one."""
+    kind, colon, _ = error.partition(":")
+    return kind if colon and kind.isidentifier() else "other"

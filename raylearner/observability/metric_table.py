@@ -145,6 +145,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("tools/<name>/calls", "calls", "Calls of one tool."),
     ("tools/<name>/errors", "calls", "Calls that failed after their last retry."),
     ("tools/<name>/retries", "requests", "Requests that were sent again."),
+    ("tools/<name>/bad_pages", "pages", "Page tools: images that could not be shown; the policy was told so in their place."),
     ("tools/<name>/latency_s/<aggregate>", "s", "Latency of a call: p50, p90, p99 of the slowest actor."),
     # Evaluations.
     ("evaluation/<key>", "", "Numbers of eval.jsonl as TensorBoard shows them, such as `evaluation/reward/mean`."),

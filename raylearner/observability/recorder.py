@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import ObservabilitySection, RunConfig
+from raylearner.errors import error_kind
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
 from raylearner.observability.jsonl import JsonlFile
@@ -26,6 +28,8 @@ from raylearner.observability.transcripts import Advantages, Logprobs
 from raylearner.types import PolicyVersion, Trajectory
 
 logger = logging.getLogger(__name__)
+
+TOOL_FAILURES = re.compile(r"tools/.+/(errors|bad_pages)")
 
 
 class Recorder:
@@ -57,6 +61,7 @@ class Recorder:
         self._display = Display(num_steps=num_steps)
         self._sinks = list(sinks)
         self._sinks_lock = threading.Lock()
+        self._told: set[str] = set()
         self._zero_s = time.monotonic() - self._recorded_s()
 
     @classmethod
@@ -106,6 +111,7 @@ class Recorder:
             StepRecord(step=step, scalars=finite_scalars(scalars), samples=samples, is_whole=True)
         )
         self._display.step(row)
+        self._tell_tools(step, numbers)
         self._write_spans([])
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
@@ -131,6 +137,7 @@ class Recorder:
         `policy_version` is the one that trained on them. Another thread may call this while the
         recorder's own goes on, for one step after the other.
         """
+        self._tell_errors(step, trajectories)
         if _is_due(self._config.trajectories_every_steps, step):
             transcripts.write(
                 self._trajectories,
@@ -187,6 +194,32 @@ class Recorder:
             while self._sinks:
                 self._sinks.pop().close()
         logs.remove(self._log_handler)
+
+    def _tell_errors(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """The first of each kind: a few failed episodes in every step end no run."""
+        for error in (t.error for t in trajectories if t.error is not None):
+            kind = error_kind(error)
+            if kind not in self._told:
+                self._told.add(kind)
+                logger.warning(
+                    "an episode of step %d failed: %s; rollout/errors/%s counts such episodes",
+                    step,
+                    error,
+                    kind,
+                )
+
+    def _tell_tools(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The first failures of each tool, which the policy sees and nobody else would."""
+        for key, value in numbers.items():
+            if TOOL_FAILURES.fullmatch(key) and value and key not in self._told:
+                self._told.add(key)
+                logger.warning(
+                    "%s is %g at step %d; what rollout actors log says why, in session_latest/logs of"
+                    " Ray's temporary directory",
+                    key,
+                    value,
+                    step,
+                )
 
     def _write(self, record: StepRecord) -> None:
         with self._sinks_lock:

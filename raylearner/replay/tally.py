@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from raylearner.errors import error_kind
 from raylearner.types import EpisodeScore, StopReason, Trajectory
 
 LENGTH_WINDOW = 2048
@@ -142,12 +143,6 @@ class Tally:
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
-
-
-def error_kind(error: str) -> str:
-    """The kind before the colon of `kind: message`; `other` without one."""
-    kind, colon, _ = error.partition(":")
-    return kind if colon and kind.isidentifier() else "other"
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:

@@ -36,9 +36,10 @@ class BadReply(ToolError):
 class ToolMetrics:
     """Counts and latency quantiles of one tool, drained once a learner step."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, own: Sequence[str] = ()) -> None:
+        """`own` is what this tool counts besides."""
         self._name = name
-        self._counts = {"calls": 0, "errors": 0, "retries": 0}
+        self._counts = dict.fromkeys(("calls", "errors", "retries", *own), 0)
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
 
     def count_call(self, *, latency_s: float, is_error: bool) -> None:
@@ -47,7 +48,12 @@ class ToolMetrics:
         self._latencies.append(latency_s)
 
     def count_retry(self) -> None:
-        self._counts["retries"] += 1
+        self.count("retries")
+
+    def count(self, key: str) -> int:
+        """How many there are now since the last drain."""
+        self._counts[key] += 1
+        return self._counts[key]
 
     def drain(self) -> dict[str, float]:
         prefix = f"tools/{self._name}"

@@ -1,5 +1,6 @@
 """Pages of documents: search finds pages within the prompt's document, fetch shows one by its id."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -15,12 +16,15 @@ from raylearner.types import IMAGE_MARK, Prompt
 
 ERROR_ID = "error"
 """The service's way of saying that `contents` is an error text for the policy."""
+BAD_PAGES = "bad_pages"
 NOTHING_FOUND = "no page found"
 _PAGE_FORM = '{"contents": text, "id": text}'
 _SEARCH_FORM = f"per query a list of {_PAGE_FORM}"
 _FETCH_FORM = f"per query one {_PAGE_FORM}"
 
 Row = TypeVar("Row")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class _Pages(Generic[Row]):
     ) -> None:
         self._section = section
         self._path, self._reply, self._form, self._extra = path, reply, form, extra
-        self.metrics = ToolMetrics(section.name)
+        self.metrics = ToolMetrics(section.name, own=(BAD_PAGES,))
         self.rule = FailureRule(section.name, section.on_failure, self.metrics)
         self._service = Service(section.name, section.url, section.http, self.metrics)
         self._batcher: Batcher[_Question, Row] = Batcher(
@@ -63,7 +67,7 @@ class _Pages(Generic[Row]):
         return await self._batcher.call(_Question(text, prompt.doc_id or ""))
 
     async def show(self, pages: Sequence[_Page]) -> Observation:
-        """Error replies as text, images that do not decode as text that says so.
+        """Error replies as text, images that do not decode as text that says so, counted.
 
         Each image stands below the line that names its page; best first, as the service ranks them.
         """
@@ -80,6 +84,7 @@ class _Pages(Generic[Row]):
                 try:
                     images.append(await image_from_text(page.contents, self._section.image))
                 except BadImage as error:
+                    self._count_bad(page, error)
                     lines.append(f"page {_unmarked(page.id)}: error: {error}")
                 else:
                     lines.append(f"page {_unmarked(page.id)}\n{IMAGE_MARK}")
@@ -90,6 +95,11 @@ class _Pages(Generic[Row]):
             ids=tuple(ids),
             is_error=bool(pages) and not ids,
         )
+
+    def _count_bad(self, page: _Page, error: BadImage) -> None:
+        """A service that sends nothing better would leave a policy blind, and no call fails."""
+        if self.metrics.count(BAD_PAGES) == 1:
+            log.warning("tool %s: page %r: %s", self._section.name, page.id, error)
 
     async def close(self) -> None:
         await self._batcher.close()

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from raylearner.config.schema import ReplaySection
-from raylearner.errors import CheckpointError, ReplayError, TooManyFailures
+from raylearner.errors import CheckpointError, ReplayError, TooManyFailures, error_kind
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.record import SampleState
 from raylearner.replay.take import Take
-from raylearner.replay.tally import error_kind
 from raylearner.types import (
     Claim,
     CompletionStop,

@@ -157,7 +157,10 @@ async def test_a_bad_image_is_an_error_observation(bad: str) -> None:
     async with pages(reply, on_failure="fail") as (search, fetch, _):
         alone = await fetch.call("3", prompt=prompt())
         beside = await search.call("x", prompt=prompt())
+        counts = fetch.drain_metrics() | search.drain_metrics()
     assert alone.text.startswith("page 3: error: image")
+    for name in ("page_fetch", "page_search"):
+        assert [counts[f"tools/{name}/{key}"] for key in ("bad_pages", "errors")] == [1, 0]
     assert (alone.images, alone.ids, alone.is_error) == ((), (), True)
     assert (beside.images, beside.ids, beside.is_error) == ((good,), ("4",), False)
 

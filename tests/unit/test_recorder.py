@@ -189,6 +189,35 @@ def test_trajectories_are_written_every_k_steps(tmp_path: Path) -> None:
         assert len(list((tmp_path / str(every)).glob("trajectories/*.jsonl"))) == expected
 
 
+def test_the_first_failed_episode_of_each_kind_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failed(error: str) -> Trajectory:
+        return make_trajectory(error=error, stop_reason=StopReason.ERROR)
+
+    steps = (["engine: lost"], ["engine: lost again", "no kind"], ["tool: 503", "engine: lost"])
+    with open_recorder(tmp_path) as recorder:
+        for step, errors in enumerate(steps, 1):
+            trajectories = [make_trajectory(), *map(failed, errors)]
+            recorder.trajectories(step, trajectories, policy_version=4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "an episode of step 1 failed: engine: lost; rollout/errors/engine counts such episodes",
+        "an episode of step 2 failed: no kind; rollout/errors/other counts such episodes",
+        "an episode of step 3 failed: tool: 503; rollout/errors/tool counts such episodes",
+    ]
+
+
+def test_a_tool_that_begins_to_fail_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_recorder(tmp_path) as recorder:
+        for step, errors, bad_pages in ((1, 0.0, 2.0), (2, 3.0, 1.0), (3, 4.0, 0.0)):
+            counts = {"tools/look/errors": errors, "tools/look/bad_pages": bad_pages}
+            recorder.step(step, counts | {"tools/look/calls": 9.0, "rollout/errors/tool": 1.0})
+    told = [r.getMessage().partition(";")[0] for r in caplog.records if r.levelname == "WARNING"]
+    assert told == ["tools/look/bad_pages is 2 at step 1", "tools/look/errors is 3 at step 2"]
+
+
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from raylearner.observability.tensorboard_file import TensorBoardFile
 
