@@ -40,8 +40,10 @@ def end_token_ids(path: str) -> tuple[int, ...]:
             path, "generation_config.json", _raise_exceptions_for_missing_entries=False
         )
         config = {} if found is None else read_json(Path(found))
-    ends: Any = config.get("eos_token_id", [])
-    return tuple(ends) if isinstance(ends, list) else (ends,)
+    ends: int | list[int] | None = config.get("eos_token_id")
+    if ends is None:
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _is_qwen(folder: Path) -> bool:
