@@ -233,6 +233,8 @@ def _say(
             return f"must be < {_bound(context['lt'])}, got {shown(value)}"
         case "too_short":
             return f"must have at least {context['min_length']}, got {shown(value)}"
+        case "string_too_short":
+            return "must not be empty"
         case "string_pattern_mismatch" if context["pattern"] in _PATTERNS:
             return f"{_PATTERNS[context['pattern']]}, got {shown(value)}"
         case "value_error":

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MARK = "/*DATA*/null"
 """Where the page's template wants its data."""
 STEP_FILE = re.compile(r"step_[0-9]{6,}\.jsonl")
+IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 TOKEN_KEYS = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
 """What a trajectory says of each token."""
 
@@ -202,9 +203,15 @@ def _fault(record: Any) -> str:
         return "token_ids are not all whole numbers from 0"
     if not all(isinstance(turn, dict) for turn in values["turns"]):
         return "turns are not all objects"
-    if not all(isinstance(name, str) for name in values.get("images") or ()):
-        return "images are not all names"
+    images: Any = values.get("images") or []
+    if not isinstance(images, list) or not all(map(_is_image_name, cast(list[Any], images))):
+        return "images are not all names of files as a run writes them"
     return ""
+
+
+def _is_image_name(value: object) -> bool:
+    """A path would put any file into the page."""
+    return isinstance(value, str) and IMAGE_NAME.fullmatch(value) is not None
 
 
 def _images(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -176,6 +176,8 @@ def test_what_was_found_is_told_once(base: str) -> None:
     assert line.endswith("8}: min_pixels 9 is above max_pixels 8")
     (line,) = problems([base], [tools])
     assert line.endswith("must be like http://host:port, got 'foo'")
+    data = "data.train={kind: jsonl, path: rows.jsonl, image_mark: ''}"
+    assert problems([base], [data])[0].endswith("data.train.image_mark: must not be empty")
 
 
 def test_places_are_aligned(base: str, tmp_path: Path) -> None:

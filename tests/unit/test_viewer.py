@@ -146,6 +146,11 @@ def test_it_is_served_by_step_and_says_what_it_cannot_show(
         (json.dumps(make_record(token_ids=["a", 2, 3])), "are not all whole numbers from 0"),
         (json.dumps(make_record(loss_mask=[True])), "loss_mask has another length"),
         (json.dumps(make_record(turns=[1])), "turns are not all objects"),
+        (
+            json.dumps(make_record(images=["../../config.yaml"])),
+            "images are not all names of files",
+        ),
+        (json.dumps(make_record(images=3)), "images are not all names of files"),
         ("\udcff", "is not UTF-8 text"),
     ],
 )
