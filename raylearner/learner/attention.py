@@ -1,7 +1,8 @@
-"""Causal attention over packed sequences: memory linear in tokens, no mask, nothing attends across.
+"""Attention over packed sequences: memory linear in tokens, no mask, nothing attends across.
 
+That of text is causal; patches of an image, or of a window of it, all attend to each other.
 Legend: `T` packed tokens, `R` sequences, `H` query heads, `G` key-value heads, `D` head width.
-Equals attention one sequence at a time. `raylearner.learner.model` registers it with transformers.
+Equals attention one sequence at a time. `raylearner.learner.loading` registers it with transformers.
 """
 
 import logging
@@ -51,8 +52,37 @@ def choose_backend(
 
 
 def implementation(backend: Backend) -> str:
-    """The attention implementation's name in transformers."""
-    return f"raylearner_{backend}"
+    """The attention implementation's name in transformers, which takes a name with flash in it for a
+    library of its own."""
+    return f"raylearner_{backend.removeprefix('flash_')}"
+
+
+def image_implementation(backend: Backend) -> str:
+    """That of a vision tower, which hands packing on to what has flash in its name, and calls anything
+    else once for each image or window."""
+    return f"raylearner_flash_images_{backend}"
+
+
+def image_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    backend: Backend = "sdpa",
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor,  # [R + 1] int32
+    max_length_q: int,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """As `packed_attention`, of images or windows of them, in both directions."""
+    if attention_mask is not None or dropout:
+        raise ValueError("packed attention takes neither a mask nor dropout")
+    attend = BACKENDS[backend]
+    out = attend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, None, False)
+    return out.unsqueeze(0), None
 
 
 def packed_attention(
@@ -103,17 +133,18 @@ def _sdpa(
     max_length: int,
     scaling: float | None,
     window: int | None,
+    is_causal: bool = True,
 ) -> Tensor:  # [T, H, D]
     """One call per bucket of sequences of similar length; any device, any precision.
 
     They are padded at the end, where causality keeps padding from every real token: the result is
-    that of one sequence at a time, without a mask.
+    that of one sequence at a time, without a mask. Without causality only equal lengths share a call.
     """
     lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
     device = query.device
     is_grouped = key.shape[0] != query.shape[0]
     out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
-    for gather, scatter in _buckets(lengths, device):
+    for gather, scatter in _buckets(lengths, device, SHORTEST_TO_LONGEST if is_causal else 1.0):
         size = gather.shape[1]
         mask = None if window is None or size <= window else _window_mask(size, window).to(device)
         attended = F.scaled_dot_product_attention(
@@ -121,7 +152,7 @@ def _sdpa(
             key[:, gather].transpose(0, 1),
             value[:, gather].transpose(0, 1),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=is_causal and mask is None,
             scale=scaling,
             enable_gqa=is_grouped,
         )
@@ -133,7 +164,7 @@ def _sdpa(
 
 @lru_cache(maxsize=8)
 def _buckets(
-    lengths: tuple[int, ...], device: torch.device
+    lengths: tuple[int, ...], device: torch.device, shortest_to_longest: float
 ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """Per bucket: which packed token each padded place reads `[r, size]`, and the way back."""
     starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
@@ -141,7 +172,7 @@ def _buckets(
     buckets: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
     while order:
         size = lengths[order[0]]
-        chosen = [i for i in order if lengths[i] >= SHORTEST_TO_LONGEST * size]
+        chosen = [i for i in order if lengths[i] >= shortest_to_longest * size]
         order = order[len(chosen) :]
         offsets = torch.arange(size)
         ends = torch.tensor([lengths[i] for i in chosen])
@@ -167,6 +198,7 @@ def _varlen(
     max_length: int,
     scaling: float | None,
     window: int | None,
+    is_causal: bool = True,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -179,7 +211,7 @@ def _varlen(
         max_length,
         max_length,
         scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if window is None else window - 1, 0 if is_causal else -1),
         enable_gqa=key.shape[0] != query.shape[0],
     )
     assert isinstance(out, Tensor)
@@ -194,6 +226,7 @@ def _flash_attn(
     max_length: int,
     scaling: float | None,
     window: int | None,
+    is_causal: bool = True,
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
@@ -206,8 +239,8 @@ def _flash_attn(
         max_seqlen_q=max_length,
         max_seqlen_k=max_length,
         softmax_scale=scaling,
-        causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
+        causal=is_causal,
+        window_size=(-1 if window is None else window - 1, 0 if is_causal else -1),
     )
 
 

@@ -82,13 +82,14 @@ def load_model(path: str, *, dtype: torch.dtype, chunk_tokens: int = 1024) -> Pa
     folder = model_directory(path)
     try:
         config = AutoConfig.from_pretrained(folder)
-        name = _attention_name("cpu", dtype, "auto")
+        backend = _backend("cpu", dtype, "auto")
         causal_lm = _family(config).from_pretrained(
-            folder, dtype=dtype, attn_implementation=_attention(config, name)
+            folder, dtype=dtype, attn_implementation=_attention(config, backend)
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
     _refuse_logit_changes(causal_lm, folder)
+    _pack_images(causal_lm, backend)
     return PackedModel(
         causal_lm, chunk_tokens=chunk_tokens, banned_token_ids=_placeholders(causal_lm.config)
     )
@@ -111,10 +112,10 @@ def load_sharded(
     What is trained is in `dtype`; with adapters the rest is frozen and kept in `compute_dtype`. With `random_seed` weights are drawn, and only `config.json` is read.
     """
     folder = model_directory(path, needs_weights=random_seed is None)
-    name = _attention_name(mesh.device_type, compute_dtype, options.attention)
+    backend = _backend(mesh.device_type, compute_dtype, options.attention)
     try:
         config = AutoConfig.from_pretrained(folder)
-        implementation = _attention(config, name)
+        implementation = _attention(config, backend)
         with _parameters_on_meta():
             causal_lm = _family(config).from_config(
                 config, dtype=dtype, attn_implementation=implementation
@@ -282,13 +283,16 @@ def _names_in_model(keys: Iterable[str], causal_lm: PreTrainedModel) -> dict[str
     return names
 
 
-def _attention_name(device_type: str, dtype: torch.dtype, wanted: Literal["auto"] | Backend) -> str:
-    """Registers the kernel that fits with transformers."""
+def _backend(device_type: str, dtype: torch.dtype, wanted: Literal["auto"] | Backend) -> Backend:
+    """The kernel that fits, registered with transformers."""
     disable_progress_bar()
     backend = attention.choose_backend(device_type, dtype, wanted)
-    name = attention.implementation(backend)
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(attention.packed_attention, backend=backend))
-    return name
+    for name, attend in (
+        (attention.implementation(backend), attention.packed_attention),
+        (attention.image_implementation(backend), attention.image_attention),
+    ):
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, backend=backend))
+    return backend
 
 
 def _sees(config: PreTrainedConfig) -> bool:
@@ -300,9 +304,17 @@ def _family(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
 
 
-def _attention(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """Sequences are packed for the text's part alone; a vision tower deals with images by itself."""
+def _attention(config: PreTrainedConfig, backend: Backend) -> str | dict[str, str]:
+    """That of text; a vision tower gets its own from `_pack_images`, once it is there."""
+    name = attention.implementation(backend)
     return {"": name, "text_config": name, "vision_config": "sdpa"} if _sees(config) else name
+
+
+def _pack_images(causal_lm: PreTrainedModel, backend: Backend) -> None:
+    """Past transformers' checks of names, which it makes where models are made."""
+    tower = vision_tower(causal_lm)
+    if isinstance(tower, PreTrainedModel):
+        tower.config._attn_implementation = attention.image_implementation(backend)
 
 
 def _placeholders(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -356,8 +368,9 @@ def shard(
 
     A mesh of two dimensions has copies along the first and shards along the second.
     """
-    name = _attention_name(mesh.device_type, compute_dtype, wanted_attention)
-    model.causal_lm.set_attn_implementation(_attention(model.causal_lm.config, name))
+    backend = _backend(mesh.device_type, compute_dtype, wanted_attention)
+    model.causal_lm.set_attn_implementation(_attention(model.causal_lm.config, backend))
+    _pack_images(model.causal_lm, backend)
     master_dtype = next(p for p in model.parameters() if p.requires_grad).dtype
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == master_dtype else compute_dtype,

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from raylearner.config.schema import LearnerSection, TinyModel
 from raylearner.errors import ConfigError, LearnerError, RenderError
 from raylearner.learner import images as images_module
+from raylearner.learner.attention import image_implementation
 from raylearner.learner.batch import pack
 from raylearner.learner.images import ImageReader
 from raylearner.learner.learner import Learner
 from raylearner.learner.loading import TensorReader, load_model
 from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import ModelOptions
+from raylearner.learner.model import ModelOptions, vision_tower
 from raylearner.learner.pixels import PixelLoader
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
@@ -236,6 +237,9 @@ def test_packed_images_equal_one_sequence_at_a_time(
     assert len(tokens.images.grids) == len(SIZES)
     assert len(tokens.images.order) == 6
     model = load_model(str(folder), dtype=torch.float32)
+    tower: Any = vision_tower(model.causal_lm)
+    # Otherwise transformers attends to one image or window at a time.
+    assert tower.config._attn_implementation == image_implementation("sdpa")
     loss = -model(tokens).logprobs.sum()
     loss.backward()
     expected, expected_gradients = reference_loss(folder, reader, vision, sequences)

@@ -14,14 +14,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from raylearner.learner.attention import BACKENDS, Backend, packed_attention
+from raylearner.learner.attention import (
+    BACKENDS,
+    Backend,
+    image_attention,
+    implementation,
+    packed_attention,
+)
 from raylearner.learner.model import keep_products
 
 LENGTHS = (5, 1, 17, 16, 40, 3)
 
 
 def one_at_a_time(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     outputs: list[Tensor] = []
     groups = query.shape[1] // key.shape[1]
@@ -31,7 +43,7 @@ def one_at_a_time(
         k, v = (x[:, :, part].repeat_interleave(groups, 1) for x in (key, value))
         scores = query[:, :, part] @ k.transpose(2, 3) * 0.3
         distance = torch.arange(length)[:, None] - torch.arange(length)
-        allowed = (distance >= 0) & (distance < (window or length))
+        allowed = ((distance >= 0) | (not is_causal)) & (distance < (window or length))
         weights = F.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
         outputs.append((weights @ v).transpose(1, 2))
     return torch.cat(outputs, 1)
@@ -61,6 +73,52 @@ def test_packed_equals_separate(num_kv_heads: int, window: int | None) -> None:
     theirs = torch.autograd.grad((expected * weight).sum(), inputs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_patches_attend_both_ways_within_their_image_and_equal_windows_share_a_call() -> None:
+    torch.manual_seed(0)
+    lengths = (16, 64, 64, 4, 16, 64)
+    inputs = [
+        torch.randn(1, 4, sum(lengths), 8, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    ]
+    with Counts() as counts:
+        out, _ = image_attention(
+            nn.Identity(),
+            *inputs,
+            None,
+            scaling=0.3,
+            cu_seq_lens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
+            max_length_q=max(lengths),
+        )
+    attends = [name for name in counts.calls.elements() if "scaled_dot_product" in name]
+    assert len(attends) == 3
+    expected = one_at_a_time(*inputs, lengths, None, is_causal=False)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weight = torch.randn_like(expected)
+    ours = torch.autograd.grad((out * weight).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transformers_takes_no_backend_for_a_library_of_its_own(backend: Backend) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = implementation(backend)
+    ALL_ATTENTION_FUNCTIONS.register(name, packed_attention)
+    config = Qwen2Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    assert model.config._attn_implementation == name
 
 
 def test_a_model_that_drops_the_packing_is_refused() -> None:
