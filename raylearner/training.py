@@ -50,6 +50,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
         renderer = Renderer.from_pretrained(config.model.path, config.renderer)
         refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
         refuse(config)
+        renderer.refuse_untold_tools(config.environment)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     with ExitStack() as held:

@@ -48,8 +48,10 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
     asyncio.run(wait_for_services(config.environment))
-    if Renderer.from_pretrained(model, config.renderer).vision is None:
+    renderer = Renderer.from_pretrained(model, config.renderer)
+    if renderer.vision is None:
         refuse_blindness(config)
+    renderer.refuse_untold_tools(config.environment)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     placement.connect(config.cluster)

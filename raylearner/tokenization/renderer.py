@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
-from raylearner.config.schema import RendererSection
+from raylearner.config.schema import EnvironmentSection, RendererSection, ToolUse
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer
 from raylearner.tokenization.vision import ImageFitter, Vision
@@ -20,6 +20,7 @@ from raylearner.types import IMAGE_MARK, Message
 
 _CONTENT_MARK = "\u2402observation\u2403"
 _TURN_MARK = "\u2402completion\u2403"
+_TOOL_MARK = "raylearner_marked_tool"
 CUT_MARK = " ...[cut]"
 
 
@@ -75,6 +76,19 @@ class Renderer:
     def banned_token_ids(self) -> tuple[int, ...]:
         """What a policy must not sample: placeholders of images."""
         return () if self.vision is None else self.vision.banned_token_ids
+
+    def refuse_untold_tools(self, environment: EnvironmentSection) -> None:
+        """Raises `ConfigError` where calls are the model's own, and its template tells of no tool."""
+        if not isinstance(environment, ToolUse) or environment.dialect.kind != "json":
+            return
+        tool = {"name": _TOOL_MARK, "description": "-", "parameters": {"type": "object"}}
+        messages: list[Mapping[str, Any]] = [{"role": "user", "content": "-"}]
+        text = self._template(messages, tools=[{"type": "function", "function": tool}])
+        if _TOOL_MARK not in text:
+            raise ConfigError(
+                "environment.dialect.kind: 'json' needs a chat template that tells of tools, and the"
+                " model's does not; use 'tags', and say in data.system_prompt how tools are called"
+            )
 
     async def fit_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages with images as the model sees them; `render` takes no others.

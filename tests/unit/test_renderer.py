@@ -1,8 +1,10 @@
 """Rendering: append-only, injection-safe, sampled tokens verbatim under a token budget."""
 
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from families import GLM_CHAT_TEMPLATE, GLM_SPECIAL
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from raylearner.config.schema import RendererSection, TinyModel
+from raylearner.config.schema import RendererSection, TinyModel, ToolUse
 from raylearner.errors import ConfigError, RenderError
 from raylearner.learner.tiny_model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
@@ -194,3 +196,21 @@ def test_a_qwen_directory_loads_as_with_transformers_and_without_torch(tmp_path:
 @pytest.mark.parametrize("model_type", QWEN_TYPES)
 def test_transformers_takes_that_class_for_these_types(model_type: str) -> None:
     assert TOKENIZER_MAPPING_NAMES[model_type] in QWEN_CLASSES
+
+
+TELLS = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_calls_in_the_models_own_form_need_a_template_that_tells_of_tools(
+    tokenizer_folder: Path, tmp_path: Path, tells: bool
+) -> None:
+    """Qwen2.5-VL's does not, though Qwen2.5's own does."""
+    shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text((TELLS if tells else "") + template.read_text())
+    renderer = make_renderer(tmp_path)
+    renderer.refuse_untold_tools(ToolUse(kind="tool_use"))
+    calls = ToolUse.model_validate({"kind": "tool_use", "dialect": {"kind": "json"}})
+    with nullcontext() if tells else pytest.raises(ConfigError, match="does not; use 'tags'"):
+        renderer.refuse_untold_tools(calls)
