@@ -21,6 +21,10 @@ TrajectoryKey: TypeAlias = tuple[int, int, int, int]
 BAN_BIAS = -100.0
 """Added to the logits of banned tokens, by engines and learner alike; vLLM takes no less."""
 
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+PNG_SIDES = (16, 20)
+"""Where a PNG's header has its width and its height, big-endian."""
+
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -182,6 +186,8 @@ class Trajectory:
     """As the model sees them, PNG, in the order of their placeholders."""
     image_token_id: int | None = None
     """The placeholder: each run of it is one image. None for models that read text alone."""
+    image_unit: int | None = None
+    """Side in pixels of the square that becomes one placeholder. None where sizes mean nothing."""
     shown: tuple[str, ...] = ()
     """Ids of the passages and pages that tools showed, in order."""
     reward: float | None = None
@@ -240,10 +246,10 @@ class Trajectory:
         return self.token_ids == self.image_token_id
 
     @property
-    def num_placeholder_runs(self) -> int:
-        """Images that the tokens speak of."""
-        is_place = self.is_placeholder
-        return int((is_place[1:] & ~is_place[:-1]).sum()) + int(is_place[0])
+    def placeholder_runs(self) -> list[int]:
+        """Lengths of the runs of placeholders, one for each image that the tokens speak of."""
+        edges = np.flatnonzero(np.diff(self.is_placeholder, prepend=False, append=False))
+        return (edges[1::2] - edges[::2]).tolist()
 
     def with_train_mask(self, train_mask: NDArray[np.bool_]) -> "Trajectory":
         return replace(self, train_mask=train_mask)
@@ -286,17 +292,35 @@ class Trajectory:
             return "behavior_logprobs must not be positive"
         if ((self.policy_versions >= 0) != self.loss_mask).any():
             return "policy_versions must be >= 0 exactly where loss_mask is True, -1 elsewhere"
-        if self.num_placeholder_runs != len(self.images):
-            return (
-                f"every image needs its placeholders: {len(self.images)} images, "
-                f"{self.num_placeholder_runs} runs of placeholders"
-            )
+        if (rule := self._broken_image_rule()) is not None:
+            return rule
         if (self.loss_mask & self.is_placeholder).any():
             return "placeholders of images must not be sampled"
         if self.reward is not None and not np.isfinite(self.reward):
             return f"reward must be a finite number or None, got {self.reward!r}"
         if self.stop_reason is StopReason.ERROR and self.error is None:
             return "stop_reason 'error' needs a cause in error"
+        return None
+
+    def _broken_image_rule(self) -> str | None:
+        runs, num_images = self.placeholder_runs, len(self.images)
+        if len(runs) != num_images:
+            return (
+                f"every image needs its placeholders: {num_images} images, "
+                f"{len(runs)} runs of placeholders"
+            )
+        if self.image_unit is None:
+            return None
+        for number, (image, num_placeholders) in enumerate(zip(self.images, runs, strict=True), 1):
+            if not image.startswith(PNG_MAGIC):
+                return f"image {number} of {num_images} is no PNG"
+            width, height = (int.from_bytes(image[at : at + 4]) for at in PNG_SIDES)
+            num_features = (width // self.image_unit) * (height // self.image_unit)
+            if num_features != num_placeholders:
+                return (
+                    f"image {number} of {num_images}, {width}x{height}, has {num_features} "
+                    f"features, but {num_placeholders} placeholders"
+                )
         return None
 
 

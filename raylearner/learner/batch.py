@@ -160,7 +160,7 @@ def _row(episode: _Episode, trajectory: Trajectory, numbers: dict[bytes, int]) -
         metrics={},
     )
     if cut.images:
-        cut = replace(cut, images=cut.images[: cut.num_placeholder_runs])
+        cut = replace(cut, images=cut.images[: len(cut.placeholder_runs)])
     return TokenRow(episode=episode.index, turns=turns[:end], anchors=anchors, trajectory=cut)
 
 

@@ -214,6 +214,7 @@ class Transcript:
             turns=self.turns,
             images=tuple(self.images),
             image_token_id=None if vision is None else vision.image_token_id,
+            image_unit=None if vision is None else vision.unit,
             stop_reason=stop_reason,
             error=error,
             metrics=metrics,

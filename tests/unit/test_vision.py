@@ -328,9 +328,13 @@ async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: 
     )
     with pytest.raises(RenderError, match="20 placeholders for 16 image features"):
         vision.positions(trajectory.token_ids, [(1, 8, 8)])
-    rule = replace(trajectory, images=()).broken_rule()
-    assert rule is not None
-    assert "0 images, 1 runs of placeholders" in rule
+    other = encoded(Image.new("RGB", (112, 112)))
+    for changes, words in (
+        ({"images": ()}, "0 images, 1 runs of placeholders"),
+        ({"images": (other,)}, "image 1 of 1, 112x112, has 16 features, but 20 placeholders"),
+        ({"images": (encoded(Image.new("RGB", (112, 140)), "JPEG"),)}, "image 1 of 1 is no PNG"),
+    ):
+        assert words in str(replace(trajectory, **changes).broken_rule())
 
 
 async def test_an_observation_that_names_placeholders_makes_none(qwen2_5_folder: Path) -> None:
