@@ -57,6 +57,11 @@ def step_metrics(
         "rollout/valid_tool_calls/mean": _mean([_num_valid_calls(t) for t in trajectories]),
         "rollout/finish_fraction": _mean([t.stop_reason in FINISHED for t in trajectories]),
     }
+    if any(t.image_token_id is not None for t in trajectories):
+        metrics |= _extremes("rollout/images", [len(t.images) for t in trajectories])
+        metrics["rollout/image_tokens/mean"] = _mean(
+            [int(t.is_placeholder.sum()) for t in trajectories]
+        )
     metrics |= _active(trajectories)
     for reason, count in Counter(t.stop_reason for t in trajectories).items():
         metrics[f"rollout/stop/{reason}"] = count / len(trajectories)

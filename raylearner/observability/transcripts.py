@@ -105,7 +105,9 @@ def _write_images(folder: Path, trajectory: Trajectory) -> None:
         path = folder / _image_name(image)
         if not path.exists():
             folder.mkdir(exist_ok=True)
-            path.write_bytes(image)
+            draft = path.with_suffix(".partial")
+            draft.write_bytes(image)
+            os.replace(draft, path)
 
 
 def step_file(folder: Path, step: int) -> Path:

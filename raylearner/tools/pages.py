@@ -130,6 +130,7 @@ class PageSearch:
 
     def __init__(self, section: PageSearchTool) -> None:
         self.name, self.tag = section.name, section.tag
+        self._top_n = section.top_n
         self._pages = _Pages(
             section,
             path="/batch_search",
@@ -156,9 +157,8 @@ class PageSearch:
         await self._pages.close()
 
     async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
-        return await self._pages.show(
-            await self._pages.ask(text_argument(arguments, "query"), prompt)
-        )
+        found = await self._pages.ask(text_argument(arguments, "query"), prompt)
+        return await self._pages.show(found[: self._top_n])
 
 
 class PageFetch:

@@ -70,7 +70,7 @@ class Search:
         query = text_argument(arguments, "query")
         is_batched = self._section.form == "retrieve"
         passages = await (self._batcher.call(query) if is_batched else self._search(query))
-        return Observation(text="\n\n".join(passages) or NOTHING_FOUND)
+        return Observation(text="\n\n".join(passages[: self._section.top_n]) or NOTHING_FOUND)
 
     async def _search(self, query: str) -> list[str]:
         body = {"query": query, "top_n": self._section.top_n}

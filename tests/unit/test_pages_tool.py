@@ -181,6 +181,13 @@ def test_whole_images_pass(kind: str) -> None:
     check_image(image(kind=kind), LIMITS)
 
 
+async def test_no_more_pages_are_shown_than_were_asked_for() -> None:
+    async with pages(
+        lambda *_: [{"contents": f"text {n}", "id": n} for n in range(9)], contents="text"
+    ) as (search, _, _):
+        assert (await search.call("x", prompt=prompt())).ids == ("0", "1", "2")
+
+
 async def test_nothing_found_is_said_so() -> None:
     async with pages(lambda *_: []) as (search, _, _):
         assert (await search.call("x", prompt=prompt())).text == NOTHING_FOUND

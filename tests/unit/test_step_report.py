@@ -1,5 +1,7 @@
 """What a step tells of its trajectories' turns."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from raylearner.observability.metrics import undocumented
@@ -62,4 +64,26 @@ def test_turns_actions_calls_and_ends_are_counted() -> None:
     assert metrics["rollout/finish_fraction"] == 0.5
     assert [metrics[f"rollout/active/{turn}"] for turn in (1, 2, 3)] == [0.75, 0.5, 0.5]
     assert "rollout/active/4" not in metrics
+    assert undocumented(metrics) == []
+
+
+def test_images_are_counted_where_the_model_sees() -> None:
+    ids = np.array([7, 9, 9, 9, 8, 9, 8, 1], np.int32)
+    blank = np.zeros(len(ids), np.bool_)
+    seeing = replace(
+        make_trajectory("t", stop=StopReason.END),
+        token_ids=ids,
+        loss_mask=blank,
+        train_mask=blank,
+        images=(b"a", b"b"),
+        image_token_id=9,
+    )
+    blind = replace(seeing, token_ids=np.array([1], np.int32), images=())
+    group = TrajectoryGroup(
+        group_id=0, prompt_id="p", policy_version=0, trajectories=(seeing, blind)
+    )
+    metrics = step_metrics([group], [])
+    assert metrics["rollout/images/mean"] == 1
+    assert metrics["rollout/images/max"] == 2
+    assert metrics["rollout/image_tokens/mean"] == 2
     assert undocumented(metrics) == []
