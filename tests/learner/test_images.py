@@ -1,7 +1,6 @@
 """Packed sequences with images equal one sequence at a time by transformers, in loss and gradients."""
 
 import functools
-import io
 import pickle
 import threading
 import time
@@ -12,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import make_glm4v, make_qwen3
 from learners import step, weights_of
-from PIL import Image
+from pictures import make_image
 from ranks import run_ranks
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -36,13 +36,6 @@ TOLERANCE = 1e-4
 SIZES = ((56, 84), (140, 112), (28, 28))
 
 
-def make_image(seed: int, width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module")
 def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from raylearner.learner.tiny_model import make_tiny_model
@@ -55,97 +48,12 @@ def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen3_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the other family with the same tokenizer and patches."""
-    from transformers import AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    config = AutoConfig.from_pretrained(qwen2_5_folder)
-    text, vision = config.text_config, config.vision_config
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            text_config={
-                "vocab_size": text.vocab_size,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10_000.0,
-                    "mrope_section": [4, 6, 6],
-                },
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_heads": 2,
-                "patch_size": vision.patch_size,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0],
-            },
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            vision_end_token_id=config.vision_end_token_id,
-            tie_word_embeddings=True,
-        )
-    )
-    folder = tmp_path_factory.mktemp("qwen3")
-    model.save_pretrained(folder)
-    for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((qwen2_5_folder / name).read_bytes())
-    return folder
+    return make_qwen3(qwen2_5_folder, tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="module")
-def glm4v_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the third family, with the same tokenizer and its own image processor."""
-    from transformers import AutoConfig, Glm4vConfig, Glm4vForConditionalGeneration
-    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-
-    config = AutoConfig.from_pretrained(qwen2_5_folder)
-    torch.manual_seed(0)
-    model = Glm4vForConditionalGeneration(
-        Glm4vConfig(
-            text_config={
-                "vocab_size": config.text_config.vocab_size,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10_000.0,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [2, 3, 3],
-                },
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_heads": 2,
-                "image_size": 56,
-                "out_hidden_size": 64,
-            },
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            image_start_token_id=config.vision_start_token_id,
-            image_end_token_id=config.vision_end_token_id,
-        )
-    )
-    folder = tmp_path_factory.mktemp("glm4v")
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((qwen2_5_folder / name).read_bytes())
-    size = {"shortest_edge": 2 * 784, "longest_edge": 200_000}
-    Glm4vImageProcessorPil(size=size).save_pretrained(folder)
-    return folder
+def glm4v_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_glm4v(tmp_path_factory.mktemp("glm4v"))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
