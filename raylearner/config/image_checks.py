@@ -12,6 +12,7 @@ from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
 from raylearner.config.tools import PageFetchTool, PageSearchTool
+from raylearner.config.vision_files import folder_faults, processor_values
 from raylearner.errors import ConfigError
 
 BLIND_BESIDE = "reads text alone, and the policy sees images; name a model of the policy's family"
@@ -24,6 +25,7 @@ def check_images(config: RunConfig) -> list[Finding]:
     return [
         *(_blind_findings(config) if _is_blind(config) else ()),
         *_text_programs(config),
+        *(_file_faults(config) if _sees(config) else ()),
         *_tiny_sizes(config),
         *_tokens(config),
         *_rate(config),
@@ -110,6 +112,12 @@ def _text_programs(config: RunConfig) -> Iterator[Finding]:
             )
 
 
+def _file_faults(config: RunConfig) -> Iterator[Finding]:
+    if not isinstance(config.model, TinyModel):
+        for fault in folder_faults(Path(config.model.path).expanduser()):
+            yield Finding("model.path", f"{config.model.path!r}: {fault}")
+
+
 def _tiny_sizes(config: RunConfig) -> Iterator[Finding]:
     images = config.renderer.images
     if not isinstance(config.model, TinyModel) or config.model.vision is None:
@@ -130,7 +138,7 @@ def _token_pixels(config: RunConfig) -> int | None:
     """Pixels of one token, where they are known."""
     if isinstance(config.model, TinyModel):
         return None if config.model.vision is None else TINY_TOKEN_PIXELS
-    found = read_json(Path(config.model.path).expanduser() / "preprocessor_config.json")
+    found = processor_values(Path(config.model.path).expanduser())
     patch, merge = found.get("patch_size"), found.get("merge_size")
     return (patch * merge) ** 2 or None if type(patch) is int and type(merge) is int else None
 

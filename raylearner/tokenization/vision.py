@@ -6,7 +6,7 @@ engine's, which expands it by itself. Every run of placeholders is one image: th
 for its start and end stand between any two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,11 +17,18 @@ from numpy.typing import NDArray
 
 from raylearner.config.files import read_json
 from raylearner.config.images import ImagesSection
+from raylearner.config.vision_files import (
+    CURE,
+    EDGES,
+    SIZES,
+    config_faults,
+    processor_faults,
+    processor_file,
+    token_keys,
+)
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.images import fit_image, image_size
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
-"""Model types whose placeholders and positions are known."""
 NUM_CACHED_IMAGES = 256
 """Fitted images that one actor keeps, since the episodes of a group are shown the same pages."""
 
@@ -46,31 +53,30 @@ class Vision:
     def from_pretrained(cls, path: str) -> Self | None:
         """Of the model in `path` (directory or hub id); None for one that reads text alone.
 
-        Raises `ConfigError` for vision models of other families, and without an image processor.
+        Raises `ConfigError` for vision models of other families, and for files that do not say what is
+        needed or contradict each other, with each key.
         """
         config = _config(path)
         if "vision_config" not in config:
             return None
-        if config["model_type"] not in FAMILIES:
-            raise ConfigError(
-                f"model.path {path!r}: images of {config['model_type']!r} are not supported; "
-                f"expected one of {', '.join(FAMILIES)}"
-            )
-        processor = load_image_processor(path)
-        size: Any = processor.size
-        is_glm = config["model_type"] == "glm4v"
-        mark = "image" if is_glm else "vision"
+        _refuse(path, config_faults(config))
+        said: dict[str, Any] = load_image_processor(path).to_dict()
+        values: dict[str, Any] = {key: said.get(key) for key in (*SIZES, "size")}
+        _refuse(path, processor_faults(config, values, file=processor_file(Path(path))))
+        family: str = config["model_type"]
+        image, video, start, end = (config[key] for key in token_keys(family))
+        least, most = (values["size"][edge] for edge in EDGES)
         # GLM counts the pixels of all the frames that one patch spans; an image is repeated as each.
-        num_counted = processor.temporal_patch_size if is_glm else 1
+        num_counted: int = values["temporal_patch_size"] if family == "glm4v" else 1
         return cls(
-            image_token_id=config["image_token_id"],
-            video_token_id=config["video_token_id"],
-            start_token_id=config[f"{mark}_start_token_id"],
-            end_token_id=config[f"{mark}_end_token_id"],
-            patch_size=processor.patch_size,
-            merge_size=processor.merge_size,
-            min_pixels=-(-size["shortest_edge"] // num_counted),
-            max_pixels=size["longest_edge"] // num_counted,
+            image_token_id=image,
+            video_token_id=video,
+            start_token_id=start,
+            end_token_id=end,
+            patch_size=values["patch_size"],
+            merge_size=values["merge_size"],
+            min_pixels=-(-least // num_counted),
+            max_pixels=most // num_counted,
         )
 
     @property
@@ -212,10 +218,16 @@ def load_image_processor(path: str) -> Any:
     processors: Any = transformers.AutoImageProcessor
     try:
         return processors.from_pretrained(path, backend="pil")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {path!r} has no image processor that loads: {str(error).splitlines()[0]}"
-        ) from error
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
+        file = processor_file(Path(path))
+        fault = f"{file} gives no image processor that loads: {reason}; {CURE}"
+        raise ConfigError(f"model.path {path!r}: {fault}") from error
+
+
+def _refuse(path: str, faults: Iterable[str]) -> None:
+    if text := "\n".join(f"model.path {path!r}: {fault}" for fault in faults):
+        raise ConfigError(text)
 
 
 def _config(path: str) -> dict[str, Any]:
