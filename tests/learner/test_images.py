@@ -13,12 +13,12 @@ import pytest
 import torch
 from families import make_glm4v, make_qwen3
 from learners import step, weights_of
-from pictures import make_image
+from pictures import Source, make_image
 from ranks import run_ranks
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from raylearner.config.schema import LearnerSection, TinyModel
+from raylearner.config.schema import LearnerSection, TinyModel, WeightsSection
 from raylearner.errors import ConfigError, LearnerError, RenderError
 from raylearner.learner import images as images_module
 from raylearner.learner.attention import image_implementation
@@ -29,6 +29,7 @@ from raylearner.learner.loading import TensorReader, load_model
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.learner.model import ModelOptions, vision_tower
 from raylearner.learner.pixels import PixelLoader
+from raylearner.learner.weight_source import make_probe
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
 
@@ -494,3 +495,35 @@ def test_ranks_of_which_some_show_images_equal_one_rank(
     for name, tensor in weights_of(learner).items():
         assert not torch.equal(tensor, before[name]), name
         np.testing.assert_allclose(theirs["weights"][name], tensor, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("should_clear_caches", [True, False])
+def test_a_proof_shows_an_image_that_caches_must_not_keep(
+    qwen2_5_folder: Path, should_clear_caches: bool
+) -> None:
+    """The same one at every push where caches are cleared, and else one that none of them has seen."""
+    reader = ImageReader.from_pretrained(str(qwen2_5_folder))
+    assert reader is not None
+    model = load_model(str(qwen2_5_folder), dtype=torch.float32)
+    config = WeightsSection(should_clear_caches=should_clear_caches, num_probe_tokens=16)
+    first, second = (
+        make_probe(
+            Source(
+                model=model,
+                image_reader=reader,
+                model_folder=qwen2_5_folder,
+                policy_version=version,
+            ),
+            config,
+            seed=5,
+        )
+        for version in (1, 2)
+    )
+    assert (first.images == second.images) == should_clear_caches
+    assert first.token_ids != second.token_ids
+    (*_, (ids, images, num_scored)) = first.prompts()
+    assert (len(images), num_scored, len(ids)) == (1, 16, 3 + 16)
+    vision = Vision.from_pretrained(str(qwen2_5_folder))
+    assert vision is not None
+    assert vision.grid(images[0])[1:] == (4, 6)
+    assert [len(row) for row in first.logprobs] == [15, 16]
