@@ -1,0 +1,130 @@
+"""Files of models that see: what is missing, of another kind, or contradicts another file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylearner.config.loader import load
+from raylearner.config.problems import ConfigProblems
+from raylearner.errors import ConfigError
+from raylearner.tokenization.vision import Vision
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "image_token_id": 5,
+    "video_token_id": 6,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+}
+PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 784, "longest_edge": 7_840},
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}}
+
+
+def without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def write(folder: Path, config: object = CONFIG, processor: object = PROCESSOR) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return str(folder)
+
+
+def found_by_check(path: str) -> list[str]:
+    """What the command `check` says of files that images need."""
+    with pytest.raises(ConfigProblems) as error:
+        load(
+            [str(ROOT / "configs" / "quickstart.yaml")],
+            [f"model={{kind: pretrained, path: {path}}}"],
+        )
+    told = [p.text for p in error.value.problems if p.key == "model.path"]
+    return [text for text in told if "config.json" in text and "safetensors" not in text]
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        PROCESSOR,
+        without(PROCESSOR, "patch_size"),  # its class knows
+        PROCESSOR | {"size": {"max_pixels": 7_840}, "min_pixels": 784, "max_pixels": 7_840},
+    ],
+)
+def test_files_of_all_ages_are_read(processor: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path, processor=processor)
+    vision = Vision.from_pretrained(path)
+    assert vision is not None
+    assert (vision.patch_size, vision.min_pixels, vision.max_pixels) == (14, 784, 7_840)
+    assert found_by_check(path) == []
+
+
+def test_an_image_processor_beside_a_tokenizers_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, processor=CLIP)
+    nested = {"image_processor": PROCESSOR | {"merge_size": 3}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    fault = (
+        r"processor_config\.json: merge_size is 3, and vision_config\.spatial_merge_size .* is 2"
+    )
+    with pytest.raises(ConfigError, match=f": {fault}"):
+        Vision.from_pretrained(path)
+    assert len(found_by_check(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "fault"),
+    [
+        (without(CONFIG, "model_type"), PROCESSOR, "config.json: model_type must be one of"),
+        (CONFIG | {"model_type": "gemma3"}, PROCESSOR, "got 'gemma3'; images of others"),
+        *(
+            (without(CONFIG, key), PROCESSOR, f"config.json: {key} must be the id of a token")
+            for key in CONFIG
+            if key.endswith("token_id")
+        ),
+        (CONFIG | {"vision_config": 3}, PROCESSOR, "vision_config must be an object, got 3"),
+        (CONFIG | {"image_token_id": "<image>"}, PROCESSOR, "the id of a token, got '<image>'"),
+        (CONFIG | {"model_type": "glm4v"}, PROCESSOR, "config.json: image_start_token_id must"),
+        (CONFIG, [PROCESSOR], "preprocessor_config.json "),
+        (CONFIG, CLIP, "size must hold shortest_edge <= longest_edge"),
+        (CONFIG, PROCESSOR | {"size": {"height": 9, "width": 9}}, "got {'height': 9, 'width': 9}"),
+        (
+            CONFIG,
+            PROCESSOR | {"patch_size": "14"},
+            "patch_size must be a whole number >= 1, got '14'",
+        ),
+        (
+            CONFIG,
+            PROCESSOR | {"patch_size": 16},
+            "patch_size is 16, and vision_config.patch_size of config.json is 14; take both",
+        ),
+        (CONFIG, PROCESSOR | {"merge_size": 1}, "merge_size is 1, and vision_config.spatial_"),
+        (CONFIG, PROCESSOR | {"temporal_patch_size": 1}, "temporal_patch_size is 1, and"),
+    ],
+)
+def test_what_images_cannot_be_made_by_is_named(
+    config: dict[str, Any], processor: object, fault: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, config, processor)
+    with pytest.raises(ConfigError) as error:
+        Vision.from_pretrained(path)
+    assert fault in str(error.value)
+    assert all(line.startswith(f"model.path {path!r}: ") for line in str(error.value).splitlines())
+    assert any(fault in text for text in found_by_check(path))
+
+
+def test_a_missing_image_processor_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json gives no image processor"):
+        Vision.from_pretrained(path)
+    (fault,) = found_by_check(path)
+    assert "has no preprocessor_config.json" in fault
