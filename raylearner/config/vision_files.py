@@ -63,7 +63,7 @@ def processor_faults(
         return
     size: object = processor["size"]
     edges = cast(dict[str, Any], size) if isinstance(size, dict) else {}
-    counts = [edges.get(edge) for edge in EDGES]
+    counts: list[Any] = [edges.get(edge) for edge in EDGES]
     if not all(_is_whole(count, least=1) for count in counts) or counts != sorted(counts):
         yield (
             f"{file}: size must hold {' <= '.join(EDGES)}, the fewest and the most pixels of an "

@@ -22,6 +22,8 @@ _CONTENT_MARK = "\u2402observation\u2403"
 _TURN_MARK = "\u2402completion\u2403"
 _TOOL_MARK = "raylearner_marked_tool"
 CUT_MARK = " ...[cut]"
+SHOWN_CHARACTERS = 200
+"""Of a rendered text that an error quotes."""
 
 
 class Renderer:
@@ -35,7 +37,10 @@ class Renderer:
         *,
         end_token_ids: Sequence[int] = (),
     ) -> None:
-        """`vision` makes it one that shows images, `end_token_ids` are what the model names itself."""
+        """`vision` makes it one that shows images, `end_token_ids` are what the model names itself.
+
+        Raises `ConfigError` where the chat template writes images otherwise than `vision` does.
+        """
         self._tokenizer = tokenizer
         self.vision = vision
         self._fitter = None if vision is None else ImageFitter(vision, config.images)
@@ -46,13 +51,15 @@ class Renderer:
         self._reply_head, self._reply_tail = "", ""
         if config.observation_role != "inline":
             self._reply_head, self._reply_tail = self._find_reply_frame(config.observation_role)
+        if vision is not None:
+            self._refuse_other_images(vision)
 
     @classmethod
     def from_pretrained(cls, path: str, config: RendererSection) -> Self:
         """Loads the tokenizer in `path` (directory or hub id).
 
         Raises `ConfigError` when there is no tokenizer, it has no chat template, or the model sees
-        images in a way that is not known.
+        images in a way that is not known or that its chat template does not know.
         """
         try:
             tokenizer, ends = load_tokenizer(path), end_token_ids(path)
@@ -248,6 +255,34 @@ class Renderer:
                 text, add_special_tokens=False, split_special_tokens=not keeps_special
             )
         )
+
+    def _refuse_other_images(self, vision: Vision) -> None:
+        """Observations get their images from `Vision.block`, prompts from the template."""
+        image = Message(role="user", content=f"-{IMAGE_MARK}-", images=(b"",))
+        cure = "take the chat template and the config.json that the model came with"
+        try:
+            token_ids = self.render_chat([{"role": "user", "content": _template_content(image)}])
+        except RenderError as error:
+            raise ConfigError(f"of a message with one image {error}; {cure}") from error
+        count = token_ids.count(vision.image_token_id)
+        if count != 1:
+            raise ConfigError(
+                f"the chat template writes {count} placeholders {self._shown(vision.image_token_id)}"
+                f" (image_token_id of config.json) for one image: {self._shown(*token_ids)}; {cure}"
+            )
+        place = token_ids.index(vision.image_token_id)
+        written = token_ids[max(0, place - 1) : place + 2]
+        expected = [vision.start_token_id, vision.image_token_id, vision.end_token_id]
+        if written != expected:
+            raise ConfigError(
+                f"the chat template writes an image as {self._shown(*written)}, and the start and end"
+                f" tokens of config.json make it {self._shown(*expected)}; {cure}"
+            )
+
+    def _shown(self, *token_ids: int) -> str:
+        """Their text as errors quote it, its end where it is long."""
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return repr(text[-SHOWN_CHARACTERS:]) if text else f"of ids {list(token_ids)}"
 
     def _find_reply_frame(self, role: str) -> tuple[str, str]:
         messages: list[Mapping[str, Any]] = [
