@@ -8,8 +8,9 @@ for its start and end stand between any two.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self, cast
 
 import numpy as np
@@ -29,8 +30,9 @@ from raylearner.config.vision_files import (
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.images import fit_image, image_size
 
-NUM_CACHED_IMAGES = 256
-"""Fitted images that one actor keeps, since the episodes of a group are shown the same pages."""
+MAX_KEPT_BYTES = 256 * 1024**2
+"""Images that one actor keeps, encoded, as they came and fitted: the episodes of a group are shown the
+same pages."""
 
 Grid = tuple[int, int, int]
 
@@ -168,9 +170,14 @@ class Vision:
 
 
 class ImageFitter:
-    """Fits images to a model and a pixel budget; the same image comes back as the same bytes."""
+    """Fits images to a model and a pixel budget; while it is kept, an image gives the same bytes object.
 
-    def __init__(self, vision: Vision, section: ImagesSection) -> None:
+    Threads may call it.
+    """
+
+    def __init__(
+        self, vision: Vision, section: ImagesSection, *, max_kept_bytes: int = MAX_KEPT_BYTES
+    ) -> None:
         """Raises `ConfigError` for a budget beyond what the model's own processor keeps."""
         if section.min_pixels < vision.min_pixels or section.max_pixels > vision.max_pixels:
             raise ConfigError(
@@ -179,11 +186,35 @@ class ImageFitter:
             )
         self.vision = vision
         self._size = partial(_fitted_size, vision.unit, section)
-        self.fit = lru_cache(NUM_CACHED_IMAGES)(self._fit)
-        """The image as the model sees it, PNG. Raises `RenderError`. Threads may call it."""
+        self._max_kept_bytes = max_kept_bytes
+        self._lock = Lock()
+        self._fitted: dict[bytes, bytes] = {}  # least lately asked for first
+        self._kept_bytes = 0
 
-    def _fit(self, image: bytes) -> bytes:
-        return fit_image(image, self._size)
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept_bytes
+
+    def fit(self, image: bytes) -> bytes:
+        """The image as the model sees it, PNG. Raises `RenderError`."""
+        with self._lock:
+            if (kept := self._fitted.get(image)) is not None:
+                return self._keep(image, kept)
+        fitted = fit_image(image, self._size)
+        with self._lock:  # another thread may have been faster
+            return self._keep(image, self._fitted.get(image, fitted))
+
+    def _keep(self, image: bytes, fitted: bytes) -> bytes:
+        self._drop(image)
+        self._fitted[image] = fitted
+        self._kept_bytes += len(image) + len(fitted)
+        while self._kept_bytes > self._max_kept_bytes:
+            self._drop(next(iter(self._fitted)))
+        return fitted
+
+    def _drop(self, image: bytes) -> None:
+        if (fitted := self._fitted.pop(image, None)) is not None:
+            self._kept_bytes -= len(image) + len(fitted)
 
 
 def _fitted_size(unit: int, section: ImagesSection, height: int, width: int) -> tuple[int, int]:
