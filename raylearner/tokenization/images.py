@@ -4,7 +4,7 @@ import io
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from raylearner.errors import RenderError
 
@@ -35,10 +35,12 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
             image = _rgb(ImageOps.exif_transpose(source))
     except RenderError:
         raise
-    except Exception as error:  # codecs raise whatever they like on hostile bytes
+    except UnidentifiedImageError as error:  # its own text names an object in memory
         raise RenderError(
-            f"image of {len(encoded)} bytes does not decode as {', '.join(FORMATS)}: {error}"
+            f"{_undecoded(encoded)}: it is no such file, or the first bytes of one"
         ) from error
+    except Exception as error:  # codecs raise whatever they like on hostile bytes
+        raise RenderError(f"{_undecoded(encoded)}: {error}") from error
     height, width = target_size(image.height, image.width)
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -57,6 +59,10 @@ def image_size(encoded: bytes) -> tuple[int, int]:
     """Height and width, from the header alone."""
     with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         return image.height, image.width
+
+
+def _undecoded(encoded: bytes) -> str:
+    return f"image of {len(encoded)} bytes does not decode as {', '.join(FORMATS)}"
 
 
 def _rgb(image: Image.Image) -> Image.Image:
