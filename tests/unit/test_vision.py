@@ -381,7 +381,10 @@ RED = (200, 10, 10)
     ("image", "problem"),
     [
         (b"", "^image of 0 bytes does not decode as PNG, JPEG, WEBP: it is no such file, or the"),
-        (b"\x89PNG\r\n\x1a\nnonsense", "^image of 16 bytes .* or the first bytes of one$"),
+        (
+            b"\x89PNG\r\n\x1a\nnonsense",
+            "^image of 16 bytes does not decode as PNG, JPEG, WEBP: [^<]+$",
+        ),
         (encoded(Image.new("RGB", (64, 64), RED))[:-40], "does not decode"),
         (
             encoded(
