@@ -9,6 +9,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from raylearner.errors import RenderError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+SEVERAL = "MPO"
+"""What Pillow calls a JPEG with further pictures behind the first, as phones make them; the first is
+shown."""
 MAX_DECODED_PIXELS = 80_000_000
 """Larger images are refused before they are decoded: 240 MB as RGB."""
 COMPRESSION = 1
@@ -30,7 +33,7 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
                 raise RenderError(
                     f"image of {width}x{height} has more than {MAX_DECODED_PIXELS} pixels"
                 )
-            if getattr(source, "n_frames", 1) != 1:
+            if source.format != SEVERAL and getattr(source, "n_frames", 1) != 1:
                 raise RenderError(f"image of {width}x{height} is animated")
             image = _rgb(ImageOps.exif_transpose(source))
     except RenderError:

@@ -10,6 +10,8 @@ from PIL import Image
 from raylearner.config.tools import ImageSection
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+SEVERAL = "MPO"
+"""What Pillow calls a JPEG with further pictures behind the first, as phones make them."""
 MAX_ASPECT_RATIO = 200
 """Vision models refuse longer strips."""
 
@@ -38,7 +40,7 @@ def check_image(encoded: bytes, section: ImageSection) -> None:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             width, height = image.size
             _check_size(width, height, section)
-            if getattr(image, "n_frames", 1) != 1:
+            if image.format != SEVERAL and getattr(image, "n_frames", 1) != 1:
                 raise BadImage(f"image of {width}x{height} is animated")
             image.load()
     except BadImage:

@@ -105,6 +105,18 @@ def test_marks_and_parts_say_where_images_stand(tmp_path: Path) -> None:
     ]
 
 
+def test_of_a_phones_photo_with_several_pictures_the_first_is_shown(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # by a quarter
+    first, second = Image.new("RGB", (16, 12), "red"), Image.new("RGB", (40, 30), "blue")
+    photo = encoded(first, "MPO", save_all=True, append_images=[second], exif=turned)
+    assert Image.open(io.BytesIO(photo)).n_frames == 2
+    (prompt,) = load_prompts([jsonl(tmp_path, {"prompt": "a", "image": data_url(photo)})])
+    fitted = Image.open(io.BytesIO(fit_image(prompt.messages[0].images[0], lambda h, w: (h, w))))
+    assert fitted.size == (12, 16)
+    assert np.asarray(fitted).mean((0, 1)) == pytest.approx([254, 0, 0], abs=2)
+
+
 def test_parquet_and_datasets_give_the_encoded_bytes_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
