@@ -39,7 +39,8 @@ ABORT_POLL_S = 0.01
 SHARED_BELOW = 0.5
 """With a smaller share of a GPU's memory an engine counts on others that start beside it."""
 NUM_RESENDS = 5
-"""Of a request whose images vLLM's core has lost; it is told of all it lacks, and then has them."""
+"""Of a request with images that vLLM's two caches of them disagree on. They do so after a request that
+was cancelled on its way and after a sleep; the core tells what it lacks, and gets it with the next."""
 PROBE_PRIORITY = -1
 """The least number goes first: a proof does not wait behind requests that are prefilled again."""
 EXTENSION = "raylearner.weights.receiver.WorkerExtension"
@@ -115,12 +116,7 @@ class VllmEngine:
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
     ) -> Completion:
         prompt = await vllm_requests.prompt(token_ids, images)
-        parameters = vllm_requests.sampling_parameters(sampling)
-        output = await self._request(prompt, parameters)
-        for _ in range(NUM_RESENDS):
-            if not images or not vllm_requests.lacked_images(output):
-                break
-            output = await self._request(prompt, parameters)
+        output = await self._request(prompt, vllm_requests.sampling_parameters(sampling))
         return vllm_requests.completion(output, sampling, self._end_token_ids)
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
@@ -236,6 +232,20 @@ class VllmEngine:
 
     async def _request(
         self, prompt: Any, parameters: "SamplingParams", *, is_probe: bool = False
+    ) -> "RequestOutput":
+        num_left = NUM_RESENDS if vllm_requests.has_images(prompt) else 0
+        while True:
+            try:
+                output = await self._send(prompt, parameters, is_probe=is_probe)
+                if not num_left or not vllm_requests.was_refused(output):
+                    return output
+            except EngineError as error:
+                if not num_left or not vllm_requests.is_recoverable(error):
+                    raise
+            num_left -= 1
+
+    async def _send(
+        self, prompt: Any, parameters: "SamplingParams", *, is_probe: bool
     ) -> "RequestOutput":
         llm = self._alive()
         request_id = str(next(self._request_ids))

@@ -133,6 +133,8 @@ class ErrorLog:
             return logged
         if isinstance(error, EngineError | WeightTransferError):
             return str(error)
+        if not str(error) and error.__cause__ is not None:
+            error = error.__cause__  # such as what vLLM wraps without a word
         return f"{type(error).__name__}: {error}".strip()
 
     def _first_exception(self) -> str | None:

@@ -1,7 +1,7 @@
 """What goes into vLLM and what comes out of it, in our types and in vLLM's."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,13 +106,21 @@ def completion(
     return found
 
 
-def lacked_images(output: "RequestOutput") -> bool:
-    """Whether vLLM's core refused a request with images before anything was sampled.
+def has_images(prompt: Mapping[str, Any]) -> bool:
+    return "multi_modal_data" in prompt
 
-    It does for those that this side left out, as it believed the core to hold them: after a request
-    that was cancelled on its way, and after a sleep. Sent again, it comes with all that were missed.
-    """
-    return output.outputs[0].finish_reason == "error" and not output.outputs[0].token_ids
+
+def was_refused(output: "RequestOutput") -> bool:
+    """By vLLM's core, before anything was sampled, as for images that it was believed to hold."""
+    answer = output.outputs[0]
+    return answer.finish_reason == "error" and not answer.token_ids
+
+
+def is_recoverable(error: Exception) -> bool:
+    """Whether it came of one request alone, as when an image goes while another request counts on it."""
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    return isinstance(error.__cause__, EngineGenerateError)
 
 
 def end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
