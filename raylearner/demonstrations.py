@@ -84,7 +84,7 @@ async def demonstrate(
     seed: int,
 ) -> list[Trajectory]:
     """The episodes played; the loss mask is True on what the demonstrator wrote."""
-    factory = EnvironmentFactory(environment)
+    factory = EnvironmentFactory(environment, check_image=renderer.check_image)
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def perform(prompt: Prompt, turns: list[str]) -> list[Trajectory]:

@@ -94,7 +94,9 @@ class RolloutActor:
         self._renderer = renderer
         self._engine = self._make_engine(renderer)
         await self._engine.start()
-        self._environments = EnvironmentFactory(sections.environment)
+        self._environments = EnvironmentFactory(
+            sections.environment, check_image=renderer.check_image
+        )
         await self._environments.start()
         self._scorer = Scorer(
             sections.rewards, models=model_calls(sections.run_name, sections.rewards)

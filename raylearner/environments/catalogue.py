@@ -22,6 +22,7 @@ from raylearner.environments.tool_use import ToolUseEnvironment
 from raylearner.errors import ConfigError
 from raylearner.tools.catalogue import make_tool
 from raylearner.tools.http import wait_for_service
+from raylearner.tools.image import ImageCheck
 from raylearner.tools.protocol import Tool
 
 
@@ -30,8 +31,12 @@ class EnvironmentFactory:
     server and program of an agent.
     """
 
-    def __init__(self, config: EnvironmentSection) -> None:
-        """Raises `ConfigError` for a tool, a class or a program that cannot be made, or two tools of
+    def __init__(
+        self, config: EnvironmentSection, *, check_image: ImageCheck | None = None
+    ) -> None:
+        """`check_image` is what images of tools must pass besides.
+
+        Raises `ConfigError` for a tool, a class or a program that cannot be made, or two tools of
         one name or tag.
         """
         self._config = config
@@ -40,7 +45,7 @@ class EnvironmentFactory:
             load_reference(config.path) if isinstance(config, CustomEnvironment) else None
         )
         sections = config.tools if isinstance(config, ToolUse) else ()
-        self._tools: list[Tool] = [make_tool(section) for section in sections]
+        self._tools: list[Tool] = [make_tool(section, check_image) for section in sections]
         for attribute in ("name", "tag"):
             values = [getattr(tool, attribute) for tool in self._tools]
             twice = {value for value in values if values.count(value) > 1}

@@ -111,6 +111,11 @@ class Renderer:
             lambda: tuple(replace(m, images=tuple(map(fit, m.images))) for m in messages)
         )
 
+    async def check_image(self, image: bytes) -> None:
+        """Raises `RenderError` for an image that cannot be shown; what it fits is kept for `fit_images`."""
+        if self._fitter is not None:
+            await asyncio.to_thread(self._fitter.fit, image)
+
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:

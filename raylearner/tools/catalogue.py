@@ -12,12 +12,13 @@ from raylearner.config.tools import (
 from raylearner.tools.calculator import Calculator
 from raylearner.tools.code_execution import CodeExecution
 from raylearner.tools.function import Function
+from raylearner.tools.image import ImageCheck
 from raylearner.tools.pages import PageFetch, PageSearch
 from raylearner.tools.protocol import Tool
 from raylearner.tools.search import Search
 
 
-def make_tool(section: ToolSection) -> Tool:
+def make_tool(section: ToolSection, check_image: ImageCheck | None = None) -> Tool:
     """One tool for all episodes of an actor: it owns connections, batches and metrics.
 
     Raises `ConfigError` when its function cannot be imported or its sandbox cannot isolate.
@@ -28,9 +29,9 @@ def make_tool(section: ToolSection) -> Tool:
         case SearchTool():
             return Search(section)
         case PageSearchTool():
-            return PageSearch(section)
+            return PageSearch(section, check_image)
         case PageFetchTool():
-            return PageFetch(section)
+            return PageFetch(section, check_image)
         case CodeExecutionTool():
             return CodeExecution(section)
         case FunctionTool():

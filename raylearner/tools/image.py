@@ -4,6 +4,8 @@ import asyncio
 import base64
 import binascii
 import io
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from PIL import Image
 
@@ -14,6 +16,10 @@ SEVERAL = "MPO"
 """What Pillow calls a JPEG with further pictures behind the first, as phones make them."""
 MAX_ASPECT_RATIO = 200
 """Vision models refuse longer strips."""
+
+
+ImageCheck: TypeAlias = Callable[[bytes], Awaitable[None]]
+"""Raises `RenderError` for an image that does not fit the model, which no tool knows."""
 
 
 class BadImage(ValueError):

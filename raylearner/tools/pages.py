@@ -8,9 +8,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from raylearner.config.tools import PageFetchTool, PageSearchTool
+from raylearner.errors import RenderError
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import Batcher, Service, ToolMetrics
-from raylearner.tools.image import BadImage, image_from_text
+from raylearner.tools.image import BadImage, ImageCheck, image_from_text
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.types import IMAGE_MARK, Prompt
 
@@ -45,13 +46,14 @@ class _Pages(Generic[Row]):
     def __init__(
         self,
         section: PageSearchTool | PageFetchTool,
+        check_image: ImageCheck | None,
         *,
         path: str,
         reply: TypeAdapter[list[Row]],
         form: str,
         extra: dict[str, object],
     ) -> None:
-        self._section = section
+        self._section, self._check_image = section, check_image
         self._path, self._reply, self._form, self._extra = path, reply, form, extra
         self.metrics = ToolMetrics(section.name, own=(BAD_PAGES,))
         self.rule = FailureRule(section.name, section.on_failure, self.metrics)
@@ -82,11 +84,14 @@ class _Pages(Generic[Row]):
                 ids.append(page.id)
             else:
                 try:
-                    images.append(await image_from_text(page.contents, self._section.image))
-                except BadImage as error:
+                    image = await image_from_text(page.contents, self._section.image)
+                    if self._check_image is not None:
+                        await self._check_image(image)
+                except (BadImage, RenderError) as error:
                     self._count_bad(page, error)
                     lines.append(f"page {_unmarked(page.id)}: error: {error}")
                 else:
+                    images.append(image)
                     lines.append(f"page {_unmarked(page.id)}\n{IMAGE_MARK}")
                     ids.append(page.id)
         return Observation(
@@ -96,7 +101,7 @@ class _Pages(Generic[Row]):
             is_error=bool(pages) and not ids,
         )
 
-    def _count_bad(self, page: _Page, error: BadImage) -> None:
+    def _count_bad(self, page: _Page, error: BadImage | RenderError) -> None:
         """A service that sends nothing better would leave a policy blind, and no call fails."""
         if self.metrics.count(BAD_PAGES) == 1:
             log.warning("tool %s: page %r: %s", self._section.name, page.id, error)
@@ -128,11 +133,12 @@ def _unmarked(text: str) -> str:
 class PageSearch:
     """`POST /batch_search`: the pages of the prompt's document that fit a query."""
 
-    def __init__(self, section: PageSearchTool) -> None:
+    def __init__(self, section: PageSearchTool, check_image: ImageCheck | None = None) -> None:
         self.name, self.tag = section.name, section.tag
         self._top_n = section.top_n
         self._pages = _Pages(
             section,
+            check_image,
             path="/batch_search",
             reply=TypeAdapter(list[list[_Page]]),
             form=_SEARCH_FORM,
@@ -164,10 +170,11 @@ class PageSearch:
 class PageFetch:
     """`POST /batch_fetch`: one page of the prompt's document."""
 
-    def __init__(self, section: PageFetchTool) -> None:
+    def __init__(self, section: PageFetchTool, check_image: ImageCheck | None = None) -> None:
         self.name, self.tag = section.name, section.tag
         self._pages = _Pages(
             section,
+            check_image,
             path="/batch_fetch",
             reply=TypeAdapter(list[_Page]),
             form=_FETCH_FORM,

@@ -15,7 +15,8 @@ from aiohttp.test_utils import TestServer
 from PIL import Image, PngImagePlugin
 
 from raylearner.config.tools import ImageSection, PageFetchTool, PageSearchTool
-from raylearner.tools.image import BadImage, check_image
+from raylearner.errors import RenderError
+from raylearner.tools.image import BadImage, ImageCheck, check_image
 from raylearner.tools.pages import NOTHING_FOUND, PageFetch, PageSearch
 from raylearner.types import IMAGE_MARK, Prompt
 
@@ -86,7 +87,7 @@ BAD_IMAGES: dict[str, Callable[[], str]] = {
 
 @asynccontextmanager
 async def pages(
-    reply: Callable[[str, str, str], Any], **settings: Any
+    reply: Callable[[str, str, str], Any], check_image: ImageCheck | None = None, **settings: Any
 ) -> AsyncIterator[tuple[PageSearch, PageFetch, list[dict[str, Any]]]]:
     """Both tools against a service that answers `reply(path, query, document)`, and its bodies."""
     bodies: list[dict[str, Any]] = []
@@ -102,8 +103,12 @@ async def pages(
     app.router.add_post("/batch_fetch", handler)
     async with TestServer(app) as server:
         common = {"url": str(server.make_url("")), **settings}
-        search = PageSearch(PageSearchTool.model_validate({"kind": "page_search", **common}))
-        fetch = PageFetch(PageFetchTool.model_validate({"kind": "page_fetch", **common}))
+        search = PageSearch(
+            PageSearchTool.model_validate({"kind": "page_search", **common}), check_image
+        )
+        fetch = PageFetch(
+            PageFetchTool.model_validate({"kind": "page_fetch", **common}), check_image
+        )
         yield search, fetch, bodies
         await search.close()
         await fetch.close()
@@ -163,6 +168,24 @@ async def test_a_bad_image_is_an_error_observation(bad: str) -> None:
         assert [counts[f"tools/{name}/{key}"] for key in ("bad_pages", "errors")] == [1, 0]
     assert (alone.images, alone.ids, alone.is_error) == ((), (), True)
     assert (beside.images, beside.ids, beside.is_error) == ((good,), ("4",), False)
+
+
+async def test_a_page_that_does_not_fit_the_model_is_an_error_observation() -> None:
+    strip, good = image(6000, 40), image()
+    check_image(strip, LIMITS)
+
+    async def refuse_strips(shown: bytes) -> None:
+        if shown == strip:
+            raise RenderError("image of 6000x40 does not fit")
+
+    def reply(path: str, query: str, doc_id: str) -> Any:
+        return [{"contents": encoded(i), "id": n} for i, n in ((strip, "3"), (good, "4"))]
+
+    async with pages(reply, refuse_strips, on_failure="fail") as (search, _, _):
+        observation = await search.call("x", prompt=prompt())
+        assert search.drain_metrics()["tools/page_search/bad_pages"] == 1
+    assert observation.text.startswith("page 3: error: image of 6000x40 does not fit\n\npage 4")
+    assert (observation.images, observation.ids) == ((good,), ("4",))
 
 
 def test_a_bomb_costs_no_memory() -> None:
