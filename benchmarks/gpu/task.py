@@ -12,7 +12,7 @@ def main() -> None:
     args.add_argument("--name", default="task")
     args.add_argument("--rate", type=float, default=1e-5)
     args.add_argument("--seconds", type=float, default=260)
-    args.add_argument("--steps", type=int, default=150)
+    args.add_argument("--steps", type=int, default=60)
     arguments = args.parse_args()
     result = Result(arguments.out, arguments.name)
     cpu = arguments.cpu
@@ -21,7 +21,7 @@ def main() -> None:
         "run.num_steps": 2 if cpu else arguments.steps,
         "run.checkpoint_every_steps": 0,
         "learner.learning_rate": arguments.rate,
-        "evaluation.every_steps": 1 if cpu else 25,
+        "evaluation.every_steps": 1 if cpu else 10,
         "evaluation.num_prompts": 4 if cpu else 256,
         "data.evaluation.num_prompts": 4 if cpu else 256,
     }
