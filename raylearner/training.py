@@ -71,6 +71,7 @@ def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     load = partial(
         load_prompts,
         system_prompt=data.system_prompt,
+        examples=data.examples,
         max_images=config.renderer.images.max_images,
     )
     return load(data.train), [] if data.evaluation is None else load(data.evaluation)

@@ -43,6 +43,7 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     prompts = load_prompts(
         config.data.evaluation,
         system_prompt=config.data.system_prompt,
+        examples=config.data.examples,
         max_images=config.renderer.images.max_images,
     )
     model, step, version = _model(config, checkpoint)

@@ -175,6 +175,15 @@ SamplerSection = Annotated[
 ]
 
 
+class ExampleMessage(Section):
+    """One message of a worked example."""
+
+    role: Literal["user", "assistant"]
+    """Who says it; what tools answer comes from the user here."""
+    content: str
+    """What is said."""
+
+
 class DataSection(Section):
     """Where prompts come from."""
 
@@ -186,6 +195,8 @@ class DataSection(Section):
     """Which prompt comes next."""
     system_prompt: str | None = None
     """Put before each prompt that has no system message."""
+    examples: tuple[ExampleMessage, ...] = ()
+    """Worked examples, message by message, between the system message and each prompt; small models learn from them what tags are for."""
 
     @property
     def weights(self) -> dict[str, float]:

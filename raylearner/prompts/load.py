@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raylearner.config.data import CalculatorData, DataSource, ReasoningGymData
+from raylearner.config.data import CalculatorData, DataSource, ExampleMessage, ReasoningGymData
 from raylearner.errors import ConfigError
 from raylearner.prompts.generated import calculator_prompts, reasoning_prompts
 from raylearner.prompts.table import table_prompts
@@ -14,13 +14,15 @@ def load_prompts(
     sources: Sequence[DataSource],
     *,
     system_prompt: str | None = None,
+    examples: Sequence[ExampleMessage] = (),
     max_images: int | None = None,
 ) -> list[Prompt]:
     """The prompts of all sources, by turns in proportion to their weights while they last.
 
     So any first part of the list is mixed as the whole is. `system_prompt` is put before prompts
-    that have no system message. A row with more than `max_images` images is refused. Raises `ConfigError` with every source that cannot be read: the
-    file, the row and what is wrong.
+    that have no system message, `examples` behind the system message of every prompt. A row with
+    more than `max_images` images is refused. Raises `ConfigError` with every source that cannot be
+    read: the file, the row and what is wrong.
     """
     loaded: list[list[Prompt]] = []
     problems: list[str] = []
@@ -32,9 +34,8 @@ def load_prompts(
     if problems:
         raise ConfigError("\n".join(problems))
     prompts = _mixed(loaded, [source.weight for source in sources])
-    if system_prompt is None:
-        return prompts
-    return [_with_system(prompt, system_prompt) for prompt in prompts]
+    shown = tuple(Message(role=example.role, content=example.content) for example in examples)
+    return [_with_head(prompt, system_prompt, shown) for prompt in prompts]
 
 
 def _load(source: DataSource, max_images: int | None) -> list[Prompt]:
@@ -63,7 +64,9 @@ def _mixed(loaded: Sequence[list[Prompt]], weights: Sequence[float]) -> list[Pro
         taken[behind] += 1
 
 
-def _with_system(prompt: Prompt, text: str) -> Prompt:
-    if any(m.role == "system" for m in prompt.messages):
-        return prompt
-    return replace(prompt, messages=(Message(role="system", content=text), *prompt.messages))
+def _with_head(prompt: Prompt, system_prompt: str | None, shown: tuple[Message, ...]) -> Prompt:
+    messages = prompt.messages
+    if system_prompt is not None and not any(m.role == "system" for m in messages):
+        messages = (Message(role="system", content=system_prompt), *messages)
+    num_head = 1 if messages and messages[0].role == "system" else 0
+    return replace(prompt, messages=(*messages[:num_head], *shown, *messages[num_head:]))

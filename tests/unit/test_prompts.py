@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from raylearner.config.data import (
     CalculatorData,
+    ExampleMessage,
     HubData,
     JsonlData,
     ParquetData,
@@ -54,6 +55,26 @@ def test_system_prompt_is_put_first_where_there_is_none() -> None:
     source = CalculatorData(kind="calculator", num_prompts=3)
     prompts = load_prompts([source], system_prompt="be exact")
     assert {p.messages[0].role for p in prompts} == {"system"}
+
+
+@pytest.mark.parametrize("system_prompt", ["be exact", None])
+def test_worked_examples_stand_between_system_message_and_prompt(
+    system_prompt: str | None,
+) -> None:
+    source = CalculatorData(kind="calculator", num_prompts=1)
+    examples = [
+        ExampleMessage(role="user", content="1+1="),
+        ExampleMessage(role="assistant", content="2"),
+    ]
+    (plain,) = load_prompts([source])
+    (prompt,) = load_prompts([source], system_prompt=system_prompt, examples=examples)
+    head = [] if system_prompt is None else [("system", system_prompt)]
+    assert [(m.role, m.content) for m in prompt.messages] == [
+        *head,
+        ("user", "1+1="),
+        ("assistant", "2"),
+        ("user", plain.messages[-1].content),
+    ]
 
 
 def _write(path: Path, *rows: object) -> JsonlData:
