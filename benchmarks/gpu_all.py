@@ -82,7 +82,7 @@ STAGES = (
     ),
     Stage("images", "benchmarks.gpu.images", 1, 260),
     Stage("visual", "benchmarks.gpu.visual", 2, 240),
-    Stage("visual_3B", "benchmarks.gpu.visual", 2, 320, ("--size", "3B")),
+    Stage("visual_3B", "benchmarks.gpu.visual", 2, 420, ("--size", "3B")),
     Stage("pushes_2.3B_1to1", "benchmarks.gpu.pushes", 2, 220, ("--size", "2.3B")),
     Stage("pushes_8B_1to1", "benchmarks.gpu.pushes", 2, 240, ("--size", "8B"), on_cpu=False),
     Stage("agreement", "benchmarks.gpu.agreement", 4, 240),

@@ -203,7 +203,7 @@ def main() -> None:
         config = large(out, arguments.model, num_steps=steps, cpu=cpu)
         run = Run(out / "visual_3B-run", config, cpu=cpu)
         per_step = GROUPS_PER_STEP * GROUP_SIZE
-        finish(run, result, timeout_s=400 if cpu else 280, per_step=per_step, skip=2)
+        finish(run, result, timeout_s=400, per_step=per_step, skip=2)
         return
     result = Result(out, "visual")
     pages, overrides = tiny(out, cpu=cpu)
