@@ -12,7 +12,7 @@ from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
 from raylearner.config.tools import PageFetchTool, PageSearchTool
-from raylearner.config.vision_files import folder_faults, processor_values
+from raylearner.config.vision_files import folder_faults, folder_pixel_range, processor_values
 from raylearner.errors import ConfigError
 
 BLIND_BESIDE = "reads text alone, and the policy sees images; name a model of the policy's family"
@@ -26,7 +26,7 @@ def check_images(config: RunConfig) -> list[Finding]:
         *(_blind_findings(config) if _is_blind(config) else ()),
         *_text_programs(config),
         *(_file_faults(config) if _sees(config) else ()),
-        *_tiny_sizes(config),
+        *(_sizes(config) if _sees(config) else ()),
         *_tokens(config),
         *_rate(config),
         *_beside(config),
@@ -118,20 +118,22 @@ def _file_faults(config: RunConfig) -> Iterator[Finding]:
             yield Finding("model.path", f"{config.model.path!r}: {fault}")
 
 
-def _tiny_sizes(config: RunConfig) -> Iterator[Finding]:
-    images = config.renderer.images
-    if not isinstance(config.model, TinyModel) or config.model.vision is None:
+def _sizes(config: RunConfig) -> Iterator[Finding]:
+    images, model = config.renderer.images, config.model
+    if isinstance(model, TinyModel):
+        found, of = (TINY_MIN_PIXELS, TINY_MAX_PIXELS), "a tiny model"
+    else:
+        found = folder_pixel_range(Path(model.path).expanduser())
+        of = f"the image processor of {model.path!r}"
+    if found is None:
         return
-    if images.min_pixels < TINY_MIN_PIXELS:
-        yield Finding(
-            "renderer.images.min_pixels",
-            f"must be >= {TINY_MIN_PIXELS} for a tiny model, got {images.min_pixels}",
-        )
-    if images.max_pixels > TINY_MAX_PIXELS:
-        yield Finding(
-            "renderer.images.max_pixels",
-            f"must be <= {TINY_MAX_PIXELS} for a tiny model, got {images.max_pixels}",
-        )
+    least, most = found
+    if images.min_pixels < least:
+        text = f"must be >= {least} for {of}, got {images.min_pixels}"
+        yield Finding("renderer.images.min_pixels", text)
+    if images.max_pixels > most:
+        text = f"must be <= {most} for {of}, got {images.max_pixels}"
+        yield Finding("renderer.images.max_pixels", text)
 
 
 def _token_pixels(config: RunConfig) -> int | None:

@@ -71,6 +71,22 @@ def processor_faults(
         )
 
 
+def pixel_range(family: str, processor: Mapping[str, Any]) -> tuple[int, int]:
+    """Pixels between which a whole processor without faults leaves an image of whole patches as it is."""
+    least, most = (processor["size"][edge] for edge in EDGES)
+    # GLM counts the pixels of all the frames that one patch spans; an image is repeated as each.
+    num_counted = processor["temporal_patch_size"] if family == "glm4v" else 1
+    return -(-least // num_counted), most // num_counted
+
+
+def folder_pixel_range(folder: Path) -> tuple[int, int] | None:
+    """Of a directory's own processor; None where its files do not tell."""
+    values = processor_values(folder)
+    if any(folder_faults(folder)) or not {"size", "temporal_patch_size"} <= values.keys():
+        return None
+    return pixel_range(read_json(folder / "config.json")["model_type"], values)
+
+
 def folder_faults(folder: Path) -> Iterator[str]:
     """As far as the files of a model that sees tell without being loaded."""
     config = read_json(folder / "config.json")

@@ -20,9 +20,9 @@ from raylearner.config.files import read_json
 from raylearner.config.images import ImagesSection
 from raylearner.config.vision_files import (
     CURE,
-    EDGES,
     SIZES,
     config_faults,
+    pixel_range,
     processor_faults,
     processor_file,
     token_keys,
@@ -67,9 +67,7 @@ class Vision:
         _refuse(path, processor_faults(config, values, file=processor_file(Path(path))))
         family: str = config["model_type"]
         image, video, start, end = (config[key] for key in token_keys(family))
-        least, most = (values["size"][edge] for edge in EDGES)
-        # GLM counts the pixels of all the frames that one patch spans; an image is repeated as each.
-        num_counted: int = values["temporal_patch_size"] if family == "glm4v" else 1
+        least, most = pixel_range(family, values)
         return cls(
             image_token_id=image,
             video_token_id=video,
@@ -77,8 +75,8 @@ class Vision:
             end_token_id=end,
             patch_size=values["patch_size"],
             merge_size=values["merge_size"],
-            min_pixels=-(-least // num_counted),
-            max_pixels=most // num_counted,
+            min_pixels=least,
+            max_pixels=most,
         )
 
     @property

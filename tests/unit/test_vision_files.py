@@ -128,3 +128,23 @@ def test_a_missing_image_processor_is_named(tmp_path: Path) -> None:
         Vision.from_pretrained(path)
     (fault,) = found_by_check(path)
     assert "has no preprocessor_config.json" in fault
+
+
+@pytest.mark.parametrize(
+    ("family", "least", "most"), [("qwen2_5_vl", 784, 7_840), ("glm4v", 392, 3_920)]
+)
+def test_a_pixel_budget_beyond_the_processors_own_is_told_by_check(
+    tmp_path: Path, family: str, least: int, most: int
+) -> None:
+    """GLM counts the pixels of both frames that a patch spans."""
+    marks = {"image_start_token_id": 3, "image_end_token_id": 4}
+    path = write(tmp_path, CONFIG | marks | {"model_type": family})
+    images = f"renderer.images={{min_pixels: {least - 1}, max_pixels: {most + 1}}}"
+    with pytest.raises(ConfigProblems) as error:
+        load(
+            [str(ROOT / "configs" / "quickstart.yaml")],
+            [f"model={{kind: pretrained, path: {path}}}", images],
+        )
+    told = {p.key: p.text for p in error.value.problems if p.key.startswith("renderer.images")}
+    assert f"must be >= {least} for the image processor" in told["renderer.images.min_pixels"]
+    assert f"must be <= {most} for the image processor" in told["renderer.images.max_pixels"]
