@@ -8,6 +8,7 @@ from pathlib import Path
 from raylearner.config.data import HubData, JsonlData, ParquetData
 from raylearner.config.files import read_json
 from raylearner.config.finding import Finding
+from raylearner.config.images import ImagesSection
 from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
@@ -25,12 +26,9 @@ def check_images(config: RunConfig) -> list[Finding]:
     return [
         *(_blind_findings(config) if _is_blind(config) else ()),
         *_text_programs(config),
-        *(_file_faults(config) if _sees(config) else ()),
-        *(_sizes(config) if _sees(config) else ()),
+        *(_seeing_findings(config) if _sees(config) else ()),
         *_tokens(config),
         *_rate(config),
-        *_beside(config),
-        *(_lost_adapters(config) if _sees(config) else ()),
     ]
 
 
@@ -112,21 +110,22 @@ def _text_programs(config: RunConfig) -> Iterator[Finding]:
             )
 
 
-def _file_faults(config: RunConfig) -> Iterator[Finding]:
-    if not isinstance(config.model, TinyModel):
-        for fault in folder_faults(Path(config.model.path).expanduser()):
-            yield Finding("model.path", f"{config.model.path!r}: {fault}")
-
-
-def _sizes(config: RunConfig) -> Iterator[Finding]:
+def _seeing_findings(config: RunConfig) -> Iterator[Finding]:
     images, model = config.renderer.images, config.model
     if isinstance(model, TinyModel):
-        found, of = (TINY_MIN_PIXELS, TINY_MAX_PIXELS), "a tiny model"
+        yield from _sizes(images, (TINY_MIN_PIXELS, TINY_MAX_PIXELS), of="a tiny model")
     else:
-        found = folder_pixel_range(Path(model.path).expanduser())
-        of = f"the image processor of {model.path!r}"
-    if found is None:
-        return
+        folder = Path(model.path).expanduser()
+        faults = list(folder_faults(folder))
+        for fault in faults:
+            yield Finding("model.path", f"{model.path!r}: {fault}")
+        if not faults and (found := folder_pixel_range(folder)) is not None:
+            yield from _sizes(images, found, of=f"the image processor of {model.path!r}")
+    yield from _beside(config)
+    yield from _lost_adapters(config)
+
+
+def _sizes(images: ImagesSection, found: tuple[int, int], *, of: str) -> Iterator[Finding]:
     least, most = found
     if images.min_pixels < least:
         text = f"must be >= {least} for {of}, got {images.min_pixels}"
@@ -181,14 +180,14 @@ def _rate(config: RunConfig) -> Iterator[Finding]:
 
 
 def _beside(config: RunConfig) -> Iterator[Finding]:
-    """Models that would be given the policy's images."""
+    """Models that are given the images of a policy that sees."""
     critic, kl = config.learner.critic, config.learner.kl
     reference = (
         None if kl is None or not isinstance(kl.reference, FrozenReference) else kl.reference
     )
     for key, section in (("learner.critic.path", critic), ("learner.kl.reference.path", reference)):
         path = None if section is None else section.path
-        if path is not None and _sees(config) and _reads_text_alone(path):
+        if path is not None and _reads_text_alone(path):
             yield Finding(key, f"{path!r} {BLIND_BESIDE}")
 
 

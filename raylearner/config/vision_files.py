@@ -80,9 +80,9 @@ def pixel_range(family: str, processor: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def folder_pixel_range(folder: Path) -> tuple[int, int] | None:
-    """Of a directory's own processor; None where its files do not tell."""
+    """Of the processor of a directory without faults; None where its files do not tell."""
     values = processor_values(folder)
-    if any(folder_faults(folder)) or not {"size", "temporal_patch_size"} <= values.keys():
+    if not {"size", "temporal_patch_size"} <= values.keys():
         return None
     return pixel_range(read_json(folder / "config.json")["model_type"], values)
 

@@ -19,6 +19,19 @@ from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 BUDGET = 64
 
 
+def make_turn(start: int, end: int, reply_end: int, reply: str) -> Turn:
+    return Turn(
+        start=start,
+        end=end,
+        reply_end=reply_end,
+        text="",
+        reply=reply,
+        stop_reason=CompletionStop.END,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+
+
 def group_of(group_id: int, trajectories: list[Trajectory]) -> TrajectoryGroup:
     return TrajectoryGroup(
         group_id=group_id, prompt_id="p", policy_version=3, trajectories=tuple(trajectories)
@@ -218,16 +231,7 @@ def test_rows_tell_turns_and_what_they_start_from(
             behavior_logprobs=np.where(mask, -1, np.nan).astype(np.float32),
             policy_versions=np.where(mask, 0, -1).astype(np.int32),
             turns=tuple(
-                Turn(
-                    start=start,
-                    end=end,
-                    reply_end=reply_end,
-                    text="",
-                    reply=reply,
-                    stop_reason=CompletionStop.END,
-                    min_policy_version=0,
-                    max_policy_version=0,
-                )
+                make_turn(start, end, reply_end, reply)
                 for (start, end, reply_end), reply in zip(spans, replies, strict=True)
             ),
         )
@@ -258,16 +262,7 @@ def test_turns_after_unlike_images_start_from_unlike_states(
         mask = np.isin(np.arange(12), [3, 9, 11])
         places = np.isin(np.arange(12), [1, 5, 7, 8, 10])
         turns = tuple(
-            Turn(
-                start=start,
-                end=start + 1,
-                reply_end=reply_end,
-                text="",
-                reply=reply,
-                stop_reason=CompletionStop.END,
-                min_policy_version=0,
-                max_policy_version=0,
-            )
+            make_turn(start, start + 1, reply_end, reply)
             for start, reply_end, reply in ((3, 9, "see"), (9, 11, "see"), (11, 12, ""))
         )
         return replace(

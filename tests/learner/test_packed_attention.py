@@ -49,6 +49,16 @@ def one_at_a_time(
     return torch.cat(outputs, 1)
 
 
+def assert_same(out: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    """Of values and of gradients."""
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weight = torch.randn_like(expected)
+    ours = torch.autograd.grad((out * weight).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_packed_equals_separate(num_kv_heads: int, window: int | None) -> None:
@@ -67,12 +77,7 @@ def test_packed_equals_separate(num_kv_heads: int, window: int | None) -> None:
         max_length_q=max(LENGTHS),
     )
     expected = one_at_a_time(*inputs, LENGTHS, window)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    weight = torch.randn_like(expected)
-    ours = torch.autograd.grad((out * weight).sum(), inputs)
-    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert_same(out, expected, inputs)
 
 
 def test_patches_attend_both_ways_within_their_image_and_equal_windows_share_a_call() -> None:
@@ -94,12 +99,7 @@ def test_patches_attend_both_ways_within_their_image_and_equal_windows_share_a_c
     attends = [name for name in counts.calls.elements() if "scaled_dot_product" in name]
     assert len(attends) == 3
     expected = one_at_a_time(*inputs, lengths, None, is_causal=False)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    weight = torch.randn_like(expected)
-    ours = torch.autograd.grad((out * weight).sum(), inputs)
-    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert_same(out, expected, inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

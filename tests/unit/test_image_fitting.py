@@ -1,12 +1,10 @@
 """What is kept of fitted images: the same bytes for the same image, within a number of bytes."""
 
-import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-from PIL import Image
+from pictures import make_image
 
 from raylearner.config.images import ImagesSection
 from raylearner.tokenization import vision as vision_module
@@ -26,15 +24,8 @@ VISION = Vision(
 SECTION = ImagesSection(min_pixels=784, max_pixels=78_400)
 
 
-def make_image(seed: int, side: int = 56) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def test_images_least_lately_shown_go_first_and_bytes_are_bounded() -> None:
-    images = [make_image(seed) for seed in range(4)]
+    images = [make_image(seed, 56, 56) for seed in range(4)]
     sizes = [len(image) + len(ImageFitter(VISION, SECTION).fit(image)) for image in images]
     fitter = ImageFitter(VISION, SECTION, max_kept_bytes=max(sizes) * 3)
     first, second, _ = (fitter.fit(image) for image in images[:3])
@@ -50,7 +41,7 @@ def test_images_least_lately_shown_go_first_and_bytes_are_bounded() -> None:
 
 def test_an_image_beyond_the_bound_is_fitted_and_not_kept() -> None:
     fitter = ImageFitter(VISION, SECTION, max_kept_bytes=100)
-    assert fitter.fit(make_image(0)) == fitter.fit(make_image(0))
+    assert fitter.fit(make_image(0, 56, 56)) == fitter.fit(make_image(0, 56, 56))
     assert fitter.kept_bytes == 0
 
 
@@ -62,7 +53,7 @@ def test_threads_that_fit_one_image_at_once_get_one_object(monkeypatch: pytest.M
         return fit_image(image, size)
 
     monkeypatch.setattr(vision_module, "fit_image", fit_together)
-    fitter, image = ImageFitter(VISION, SECTION), make_image(0)
+    fitter, image = ImageFitter(VISION, SECTION), make_image(0, 56, 56)
     with ThreadPoolExecutor(4) as threads:
         fitted = list(threads.map(fitter.fit, [image] * 4))
     assert len({id(one) for one in fitted}) == 1
