@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 from raylearner.errors import ConfigError
 from raylearner.services.server import make_app, parser, serve
 from raylearner.services.text_index import TextIndex
-from raylearner.tokenization.images import FORMATS
+from raylearner.tools.image import FORMATS
 
 INDEX = "pages.jsonl"
 MAX_RESULTS = 100

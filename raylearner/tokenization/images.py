@@ -10,7 +10,8 @@ from raylearner.errors import RenderError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 SEVERAL = "MPO"
-"""What Pillow calls a JPEG with further pictures behind the first, as phones make them."""
+"""What Pillow calls a JPEG with further pictures behind the first, as phones make them; the first is
+shown."""
 MAX_DECODED_PIXELS = 80_000_000
 """Larger images are refused before they are decoded: 240 MB as RGB."""
 COMPRESSION = 1
@@ -32,7 +33,7 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
                 raise RenderError(
                     f"image of {width}x{height} has more than {MAX_DECODED_PIXELS} pixels"
                 )
-            if is_animated(source):
+            if source.format != SEVERAL and getattr(source, "n_frames", 1) != 1:
                 raise RenderError(f"image of {width}x{height} is animated")
             image = _rgb(ImageOps.exif_transpose(source))
     except RenderError:
@@ -49,11 +50,6 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=COMPRESSION)
     return buffer.getvalue()
-
-
-def is_animated(image: Image.Image) -> bool:
-    """Of a JPEG with several pictures the first is shown; it does not move."""
-    return image.format != SEVERAL and getattr(image, "n_frames", 1) != 1
 
 
 def opened(encoded: bytes) -> Image.Image:

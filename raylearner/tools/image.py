@@ -10,8 +10,10 @@ from typing import TypeAlias
 from PIL import Image
 
 from raylearner.config.tools import ImageSection
-from raylearner.tokenization.images import FORMATS, is_animated
 
+FORMATS = ("PNG", "JPEG", "WEBP")
+SEVERAL = "MPO"
+"""What Pillow calls a JPEG with further pictures behind the first, as phones make them."""
 MAX_ASPECT_RATIO = 200
 """Vision models refuse longer strips."""
 
@@ -44,7 +46,7 @@ def check_image(encoded: bytes, section: ImageSection) -> None:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             width, height = image.size
             _check_size(width, height, section)
-            if is_animated(image):
+            if image.format != SEVERAL and getattr(image, "n_frames", 1) != 1:
                 raise BadImage(f"image of {width}x{height} is animated")
             image.load()
     except BadImage:
