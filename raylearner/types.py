@@ -1,7 +1,8 @@
 """The data types are the architecture: what travels between prompts, actors, replay, learner and weights.
 
 Shapes: `T` tokens of one trajectory, prompt included. A trajectory is flat arrays without padding.
-Only the standard library and numpy are imported here, so that every room can import this one.
+Only the standard library, numpy and `text` are imported here, so that every room can import this
+one. Whatever holds text from outside makes it encodable when it is made.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from raylearner.text import make_encodable
 
 PolicyVersion: TypeAlias = int
 """0 is the initial policy; each committed learner step makes the next."""
@@ -60,6 +63,8 @@ class Message:
     content: str
     images: tuple[bytes, ...] = ()
 
+    __post_init__ = make_encodable
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -75,6 +80,8 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_conversational: bool = False
     """Whether the row holds messages and not plain text."""
+
+    __post_init__ = make_encodable
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -161,6 +168,8 @@ class Turn:
     tool: str | None = None
     is_valid: bool = True
 
+    __post_init__ = make_encodable
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
@@ -199,6 +208,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     started_at_s: float = 0.0
     finished_at_s: float = 0.0
+
+    __post_init__ = make_encodable
 
     @property
     def episode_key(self) -> tuple[int, int, int]:
@@ -335,6 +346,8 @@ class EpisodeScore:
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str | None = None
+
+    __post_init__ = make_encodable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from raylearner import placement
 from raylearner.actors.reward_actor import RewardActors
@@ -75,7 +76,7 @@ def table(record: dict[str, Any]) -> Table:
     sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
     for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
         values = (record[f"{prefix}{column}"] for column in COLUMNS)
-        shown.add_row(source, *("-" if v is None else f"{v:.4g}" for v in values))
+        shown.add_row(Text(source), *("-" if v is None else f"{v:.4g}" for v in values))
     return shown
 
 

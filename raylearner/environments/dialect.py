@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from raylearner.errors import ConfigError
+from raylearner.text import encodable_values
 
 MAX_CALLS_PER_TURN = 16
 SHOWN_CHARACTERS = 80
@@ -179,7 +180,7 @@ class JsonDialect:
 
     def _action(self, block: str, which: str) -> ToolCall | Invalid:
         try:
-            value = json.loads(block)
+            value = encodable_values(json.loads(block))
         except json.JSONDecodeError as error:
             near = block[max(0, error.pos - 20) : error.pos + 20]
             return Invalid(
@@ -207,7 +208,7 @@ class JsonDialect:
     def _with_arguments(self, name: str, arguments: Any, which: str) -> ToolCall | Invalid:
         if isinstance(arguments, str):  # some models put JSON in a string, as the wire form does
             try:
-                arguments = json.loads(arguments)
+                arguments = encodable_values(json.loads(arguments))
             except (RecursionError, ValueError):
                 return Invalid(
                     f"{which}: the arguments of {name} are a text that is no JSON object"

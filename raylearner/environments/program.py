@@ -17,6 +17,7 @@ import psutil
 from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
 from raylearner.config.kind import load_reference
 from raylearner.errors import EnvironmentFault
+from raylearner.text import encodable
 from raylearner.types import Prompt
 
 OUTPUT_BYTES = 1 << 20
@@ -82,7 +83,7 @@ class FunctionProgram:
             raise EnvironmentFault(
                 f"the program returned {type(answer).__name__}; expected text or None"
             )
-        return answer
+        return None if answer is None else encodable(answer)
 
 
 class CommandProgram:

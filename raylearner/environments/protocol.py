@@ -1,9 +1,11 @@
 """The environment protocol: message space, one instance per episode."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raylearner.text import as_metrics, make_encodable
 from raylearner.types import Message, Prompt, StopReason
 
 
@@ -29,6 +31,16 @@ class Outcome:
     penalty: float = 0.0
     shown: tuple[str, ...] = ()
     """Ids of the passages and pages shown, in order."""
+
+    def __post_init__(self) -> None:
+        """Metrics that are not finite numbers become NaN: they are counted, and no mean has them.
+
+        Raises `ValueError` for a penalty that is not finite, since it would be the reward.
+        """
+        if not math.isfinite(self.penalty):
+            raise ValueError(f"penalty must be a finite number, got {self.penalty!r}")
+        object.__setattr__(self, "metrics", as_metrics(self.metrics))
+        make_encodable(self)
 
 
 class Environment(Protocol):

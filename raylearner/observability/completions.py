@@ -1,6 +1,7 @@
 """The trajectories of a step as distributions and as a table that a person reads."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylearner.config.schema import CompletionsSection
+from raylearner.text import visible
 from raylearner.types import PolicyVersion, Trajectory, TrajectoryKey
 
 LOG_WIDTH = 160
@@ -87,7 +89,7 @@ def markdown(table: Rows) -> str:
     """The table as TensorBoard renders it."""
     if not table:
         return ""
-    heads = list(table[0])
+    heads = [_escaped(head) for head in table[0]]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(_escaped(cell) for cell in row.values()) + " |" for row in table]
     return "\n".join(lines)
@@ -95,7 +97,9 @@ def markdown(table: Rows) -> str:
 
 def plain(table: Rows) -> str:
     """The table as lines for a log."""
-    drawn = Table(*(table[0] if table else ()))
+    drawn = Table()
+    for head in table[0] if table else ():
+        drawn.add_column(Text(head))
     for row in table:
         drawn.add_row(*(Text(cell) for cell in row.values()))
     console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
@@ -115,6 +119,7 @@ def _completion(trajectory: Trajectory) -> str:
 
 
 def _cut(text: str, size: int) -> str:
+    text = visible(text)
     return text if len(text) <= size else f"{text[: size // 2]} ... {text[-(size // 2) :]}"
 
 
@@ -129,11 +134,16 @@ def _number(value: float | None) -> str:
 
 
 def logged_means(trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
-    """`rollout/logged/*`: means of the numbers that environments and rewards put on trajectories."""
-    names = sorted({name for t in trajectories for name in t.metrics})
-    return {
-        f"rollout/logged/{name}/mean": float(
-            np.mean([t.metrics[name] for t in trajectories if name in t.metrics])
-        )
-        for name in names
-    }
+    """`rollout/logged/*`: means of the numbers that environments and rewards put on trajectories.
+
+    What is not finite is left out, and counted in `rollout/logged_non_finite`.
+    """
+    values: dict[str, list[float]] = {}
+    num_dropped = 0
+    for name, value in (pair for t in trajectories for pair in sorted(t.metrics.items())):
+        if math.isfinite(value):
+            values.setdefault(name, []).append(value)
+        else:
+            num_dropped += 1
+    means = {f"rollout/logged/{name}/mean": float(np.mean(v)) for name, v in sorted(values.items())}
+    return {**means, "rollout/logged_non_finite": float(num_dropped)}

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from raylearner.text import visible
+
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 CONSOLE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
@@ -13,12 +15,19 @@ NOISY = ("ray", "vllm", "transformers", "torch", "filelock", "urllib3", "httpx",
 """Libraries whose chatter below a warning is dropped."""
 
 
+class VisibleFormatter(logging.Formatter):
+    """Writes control characters out: texts of models and services reach no terminal as commands."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Writes to whatever `sys.stderr` is at the time: a live display puts itself in between."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter(CONSOLE_FORMAT, TIME_FORMAT))
+        self.setFormatter(VisibleFormatter(CONSOLE_FORMAT, TIME_FORMAT))
 
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -41,7 +50,7 @@ def set_up(level: int = logging.INFO) -> None:
 def add_file(path: Path) -> logging.Handler:
     """Also write to `path`, appending; give the handler to `remove` at the end."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(VisibleFormatter(FORMAT))
     logging.getLogger().addHandler(handler)
     return handler
 

@@ -38,6 +38,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/episode_s/mean", "s", "Mean time from an episode's start to its end."),
     ("rollout/episode_s/max", "s", "Longest episode."),
     ("rollout/logged/<key>/mean", "", "Mean over the step's trajectories of a number that the environment or a reward logged on them; a reward's are `<function>/<name>`."),
+    ("rollout/logged_non_finite", "values", "Such values of this step's trajectories that are not finite numbers; no mean has them."),
     ("rollout/restarts", "actors", "Rollout actors replaced since this process began."),
     # Groups between actors and learner.
     ("buffer/size", "trajectories", "Trajectories in the buffer, of complete and of running groups."),

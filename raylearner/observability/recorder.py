@@ -138,6 +138,7 @@ class Recorder:
         recorder's own goes on, for one step after the other.
         """
         self._tell_errors(step, trajectories)
+        self._tell_non_finite(step, trajectories)
         if _is_due(self._config.trajectories_every_steps, step):
             transcripts.write(
                 self._trajectories,
@@ -206,6 +207,18 @@ class Recorder:
                     step,
                     error,
                     kind,
+                )
+
+    def _tell_non_finite(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """The first value of each name that an environment or a reward logged and no mean has."""
+        for name, value in (pair for t in trajectories for pair in t.metrics.items()):
+            key = f"logged {name}"
+            if not math.isfinite(value) and key not in self._told:
+                self._told.add(key)
+                logger.warning(
+                    "%s: a value logged at step %d is not a finite number and is left out of"
+                    " rollout/logged/%s/mean; rollout/logged_non_finite counts such values",
+                    *(name, step, name),
                 )
 
     def _tell_tools(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -23,7 +23,7 @@ def table_prompts(source: Table, *, max_images: int | None = None) -> list[Promp
     A row with more than `max_images` images is a bad one.
     """
     rows = islice(_rows(source), source.max_prompts)
-    placed = [(_prompt(source, row, where), where) for row, where in rows]
+    placed = [(_read(source, row, where), where) for row, where in rows]
     check_images(placed, max_images=max_images)
     return [prompt for prompt, _ in placed]
 
@@ -58,6 +58,8 @@ def _jsonl(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
                 raise ConfigError(
                     f"{where}: not JSON ({error.msg} at column {error.colno})"
                 ) from error
+            except RecursionError as error:
+                raise ConfigError(f"{where}: nested too deeply; flatten it") from error
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: not UTF-8 text ({error.reason})") from error
             if not isinstance(row, dict):
@@ -117,6 +119,13 @@ def _with_encoded_images(rows: Any, column: str | None) -> Any:
     if isinstance(getattr(feature, "feature", None), datasets.Image):
         return rows.cast_column(column, type(feature)(datasets.Image(decode=False)))
     return rows
+
+
+def _read(source: Table, row: dict[str, Any], where: str) -> Prompt:
+    try:
+        return _prompt(source, row, where)
+    except RecursionError as error:
+        raise ConfigError(f"{where}: a column is nested too deeply; flatten it") from error
 
 
 def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from raylearner.config.rewards import Judge, PairwiseJudge
 from raylearner.errors import RewardError
+from raylearner.text import encodable_json
 
 SHOWN_CHARACTERS = 300
 MAX_REPLY_BYTES = 4 << 20
@@ -105,7 +106,7 @@ class Endpoint:
             is_transient = status >= 500 or status in RETRIED_STATUSES
             raise _Failure(f"answered status {status} {_shown(content)}", is_transient=is_transient)
         try:
-            return _Reply.model_validate_json(content).choices[0].message.content
+            return _Reply.model_validate_json(encodable_json(content)).choices[0].message.content
         except (ValidationError, IndexError) as error:
             raise _Failure(
                 f"answered no chat completion: {_shown(content)}", is_transient=True

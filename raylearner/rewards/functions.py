@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from raylearner.text import finite_or_nan
 from raylearner.types import Prompt, StopReason, Turn
 
 
@@ -63,8 +64,9 @@ class RewardLog:
             row[column] = _plain(value)
 
     def metric(self, name: str, value: float) -> None:
-        """A number, reported as its mean over the step under `<function>/<name>`."""
-        self.metrics[f"{self._name}/{name}"] = float(value)
+        """A number, reported as its mean over the step under `<function>/<name>`. What is not a finite
+        number becomes NaN, which is counted and left out of the mean."""
+        self.metrics[f"{self._name}/{name}"] = finite_or_nan(value)
 
 
 def _plain(value: object) -> str | int | float | bool | None:

@@ -145,9 +145,6 @@ class Scorer:
                 f"reward {function.name!r} {_said(error, limit, function)}"
             ) from error
         checked = [_number(function.name, value) for value in values]
-        for name, value in log.metrics.items():
-            if not math.isfinite(value):
-                raise RewardError(f"reward {function.name!r} logged {name} = {value!r}")
         return checked, log
 
 

@@ -62,14 +62,14 @@ class Board:
         logger.info("%s", "  ".join(parts))
 
     def table(self) -> Table:
-        table = Table(title=self._plan.sweep.name, title_justify="left")
+        table = Table(title=Text(self._plan.sweep.name), title_justify="left")
         for head in ("trial", "combination", "seed", "status", "step", "value", "time"):
             table.add_column(head)
         for trial, found in zip(self._plan.trials, self._state.trials, strict=True):
             num_steps = trial.config.run.num_steps
             table.add_row(
                 f"{trial.number:03d}",
-                trial.label,
+                Text(trial.label),
                 str(trial.seed),
                 Text(str(found.status), style=STYLES.get(found.status, "dim")),
                 f"{found.step}/{num_steps}",

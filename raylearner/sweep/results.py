@@ -10,6 +10,7 @@ from typing import Any
 from raylearner.errors import ConfigError
 from raylearner.sweep.plan import Plan, Trial, axis_keys, shown
 from raylearner.sweep.state import Status, SweepState, TrialState
+from raylearner.text import visible
 
 Pair = tuple[Trial, TrialState]
 
@@ -48,7 +49,7 @@ def _write_csv(
             "seconds": _seconds(found),
             "run_dir": state.run_dir(trial.number),
             "job": found.submission_id or "",
-            "error": found.error or "",
+            "error": visible(found.error or ""),
             "command": commands[trial.number],
         }
         for trial, found in pairs

@@ -254,7 +254,6 @@ class Renderer:
         """The tokens of `text`; special tokens written in it count as text unless kept."""
         if not text:
             return []
-        text = text.encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
         return list(
             self._tokenizer.encode(
                 text, add_special_tokens=False, split_special_tokens=not keeps_special

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from raylearner.config.kind import load_reference
 from raylearner.config.tools import FunctionTool
 from raylearner.errors import ConfigError, ToolError
+from raylearner.text import encodable_values
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import ToolMetrics
 from raylearner.tools.protocol import Arguments, BadArguments, Observation
@@ -167,8 +168,8 @@ def _model(function: Callable[..., Any], section: FunctionTool) -> tuple[bool, t
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return encodable_values(json.loads(text))
+    except (RecursionError, ValueError):
         return text
 
 

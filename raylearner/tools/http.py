@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raylearner.config.tools import HttpSection
 from raylearner.errors import ConfigError, ToolError
+from raylearner.text import encodable_json
 from raylearner.tools.connection import BadHttp, Connections, TooLong
 
 SHOWN_CHARACTERS = 200
@@ -254,7 +255,7 @@ class _Failure(Exception):
 
 def _parsed(content: bytes, reply: TypeAdapter[Answer]) -> Answer:
     try:
-        return reply.validate_json(content)
+        return reply.validate_json(encodable_json(content))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"]))

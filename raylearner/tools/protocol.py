@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from raylearner.text import make_encodable
 from raylearner.types import Prompt
 
 Arguments: TypeAlias = str | Mapping[str, Any]
@@ -20,6 +21,8 @@ class Observation:
     ids: tuple[str, ...] = ()
     """Ids of the passages or pages shown; with images, one for each image in order."""
     is_error: bool = False
+
+    __post_init__ = make_encodable
 
 
 class Tool(Protocol):
@@ -64,7 +67,7 @@ def text_argument(arguments: Arguments, name: str) -> str:
         raise BadArguments(f"expected a text {name!r}, got {type(value).__name__}")
     if not value.strip():
         raise BadArguments(f"{name} is empty")
-    return value.strip().encode("utf-8", "replace").decode()  # a lone surrogate is no JSON
+    return value.strip()
 
 
 def function_schema(

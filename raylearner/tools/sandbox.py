@@ -74,7 +74,7 @@ class Sandbox:
             _probe(self.limits.python, self.limits.packages)
 
     async def run(self, code: str, *, stdin: str = "") -> SandboxResult:
-        source, given = _encoded(code), _encoded(stdin)
+        source, given = code.encode(), stdin.encode()
         if len(source) > MAX_CODE_BYTES or len(given) > MAX_STDIN_BYTES:
             return _at_limit("code", _Streams(), 0.0)
         async with self._places:
@@ -206,10 +206,6 @@ def _read_status(descriptor: int) -> str:
 
 def _decoded(stream: bytearray) -> str:
     return stream.decode("utf-8", "replace")
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 _PROBE = """

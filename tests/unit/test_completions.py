@@ -60,7 +60,10 @@ def test_unique_prompts_show_one_completion_each_and_logged_numbers_have_columns
     config = CompletionsSection(unique_prompts=True)
     rows = completions.rows(trajectories, config)
     assert [(row["reward"], row["length"]) for row in rows] == [("0.1", "4"), ("0.5", "2")]
-    assert completions.logged_means(trajectories) == {"rollout/logged/length/mean": 3.0}
+    assert completions.logged_means(trajectories) == {
+        "rollout/logged/length/mean": 3.0,
+        "rollout/logged_non_finite": 0.0,
+    }
 
 
 def test_a_table_survives_what_completions_say() -> None:
