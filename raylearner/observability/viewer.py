@@ -25,8 +25,10 @@ from raylearner.observability.transcripts import IMAGES, step_file
 
 logger = logging.getLogger(__name__)
 
-MARK = "/*DATA*/null"
+MARK = "<!--DATA-->"
 """Where the page's template wants its data."""
+MAX_LISTED_CHARACTERS = 200
+"""Of a prompt in the list of trajectories."""
 STEP_FILE = re.compile(r"step_[0-9]{6,}\.jsonl")
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 TOKEN_KEYS = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
@@ -48,11 +50,15 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
         "step": _step(path),
         "steps": steps,
         "images": _images(path.parent / IMAGES, records),
-        "trajectories": [_with_pieces(record, tokenizer) for record in records],
+        "versions": sorted({v for r in records for v in r["policy_versions"] if v >= 0}),
+        "trajectories": [_listed(record) for record in records],
     }
+    # The list is read when the page opens, each trajectory when it is shown.
+    parts = [_embedded("data", data)]
+    for number, record in enumerate(records):
+        parts.append(_embedded(f"trajectory-{number}", _with_pieces(record, tokenizer)))
     template = resources.files(__package__ or "").joinpath("viewer.html").read_text("utf-8")
-    # "</" would end the script that holds the data, wherever a completion says so.
-    return template.replace(MARK, dumps(data).replace("</", "<\\/"))
+    return template.replace(MARK, "\n".join(parts))
 
 
 def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:
@@ -221,6 +227,26 @@ def _images(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, str]:
         name: f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
         for name in names
         if (folder / name).is_file()
+    }
+
+
+def _embedded(name: str, value: object) -> str:
+    """A block of data; no `<` in it, so whatever a completion says, it ends where it should."""
+    text = dumps(value).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def _listed(record: dict[str, Any]) -> dict[str, Any]:
+    """What the list shows and orders by."""
+    pairs = zip(record.get("learner_logprobs") or (), record["behavior_logprobs"], strict=False)
+    gaps = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+    return {
+        "reward": record.get("reward"),
+        "advantage": record.get("advantage"),
+        "stop_reason": record.get("stop_reason"),
+        "num_turns": len(record["turns"]),
+        "prompt": str(record.get("prompt") or "")[:MAX_LISTED_CHARACTERS],
+        "gap": max(gaps, default=0.0),
     }
 
 

@@ -1,6 +1,9 @@
 """The trajectory page: its data is in it, whatever a completion says."""
 
 import json
+import re
+import shutil
+import subprocess
 import threading
 from http.server import HTTPServer
 from pathlib import Path
@@ -48,8 +51,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    line = next(line for line in page.splitlines() if line.startswith("const data = "))
-    return json.loads(line.removeprefix("const data = ").removesuffix(";"))
+    blocks = re.findall(r'<script type="application/json" id="([a-z0-9-]+)">(.*)</script>', page)
+    assert [name for name, _ in blocks] == [
+        "data",
+        *(f"trajectory-{number}" for number in range(len(blocks) - 1)),
+    ]
+    listed, *whole = (json.loads(text) for _, text in blocks)
+    pairs = zip(listed["trajectories"], whole, strict=True)
+    return {**listed, "trajectories": [{"listed": head, **record} for head, record in pairs]}
 
 
 def test_the_page_holds_the_last_step_or_the_one_asked_for(run_dir: Path) -> None:
@@ -63,7 +72,8 @@ def test_the_page_holds_the_last_step_or_the_one_asked_for(run_dir: Path) -> Non
 
 def test_no_completion_can_end_the_script_that_holds_it(run_dir: Path) -> None:
     page = viewer.page(run_dir)
-    assert page.count("</script>") == 1
+    assert page.count("</script>") == 3
+    assert page.count("<script") == 3
     assert data_of(page)["trajectories"][0]["prompt"] == "step 12: </script><b>"
 
 
@@ -194,3 +204,69 @@ def test_what_is_damaged_or_cannot_be_written_is_named(run_dir: Path, tmp_path: 
         (run_dir / "config.yaml").write_bytes(broken)
         with pytest.raises(ConfigError, match=r"config\.yaml: is no run's configuration"):
             viewer.page(run_dir)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium in PATH")
+
+
+def shown_by_a_browser(page: Path, tmp_path: Path) -> str:
+    """The document after its scripts ran."""
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.partition('<div id="shown">')[2].partition("<script")[0]
+
+
+@needs_chromium
+def test_a_browser_shows_hostile_completions_and_very_long_ones(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    pieces = (
+        "<!-- <script>",
+        "</script>",
+        "<img src=x onerror=alert(1)>",
+        "\x1b[2J",
+        "]]>-->",
+        "&lt;",
+    )
+    size = 200_000
+    names = {f"w{number}": number for number in range(len(pieces), 10)}
+    vocabulary = {piece: number for number, piece in enumerate(pieces)} | names
+    (run_dir / "model").mkdir()
+    Tokenizer(models.WordLevel(vocabulary, unk_token="w9")).save(
+        str(run_dir / "model" / "tokenizer.json")
+    )
+    record = make_record(
+        prompt="".join(pieces),
+        answer="\ud83d",
+        error="<!-- <script>",
+        token_ids=[number % len(pieces) for number in range(size)],
+        loss_mask=[True] * size,
+        train_mask=[True] * size,
+        behavior_logprobs=[-0.5] * size,
+        learner_logprobs=[-0.5] * (size - 1) + [-0.75],
+        policy_versions=[3] * size,
+        turns=[{"start": 1, "end": size, "reply_end": size, "tool": None, "is_valid": True}],
+    )
+    file = run_dir / "trajectories" / "step_000013.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    viewer.write(run_dir, tmp_path / "page.html")
+    shown = shown_by_a_browser(tmp_path / "page.html", tmp_path)
+    for written in ("&lt;!-- &lt;script&gt;", "&lt;/script&gt;", "&lt;img src=x", r"\x1b[2J"):
+        assert f">{written}" in shown
+    assert "&amp;lt;" in shown
+    assert "0.25 nats" in shown
+    assert r"\ud83d" in shown
+    assert "197999 more tokens" in shown
+    assert "<img" not in shown
