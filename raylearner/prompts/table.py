@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from raylearner.config.data import HubData, JsonlData, ParquetData
 from raylearner.errors import ConfigError
+from raylearner.prompts.answers import read_answers
 from raylearner.prompts.images import check_images, read_images, with_images
-from raylearner.types import Message, Prompt, Role
+from raylearner.types import Message, Prompt, Role, scalar_text
 
 Table = JsonlData | ParquetData | HubData
 
@@ -145,14 +146,15 @@ def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
     if source.image_column is not None:
         known.add(source.image_column)
         messages = _shown(source, source.image_column, row, messages, where)
-    answers = _answers(row.get(source.answer_column))
-    doc_id, prompt_id = row.get(source.doc_id_column), row.get(source.prompt_id_column)
+    answers = read_answers(row.get(source.answer_column), where, source.answer_column)
+    doc_id = _id(row, source.doc_id_column, where)
+    prompt_id = _id(row, source.prompt_id_column, where)
     return Prompt(
-        prompt_id=where if prompt_id is None else str(prompt_id),
+        prompt_id=where if prompt_id is None else prompt_id,
         messages=messages,
         answer=answers[0] if answers else None,
         other_answers=answers[1:],
-        doc_id=None if doc_id is None else str(doc_id),
+        doc_id=doc_id,
         source=source.source_name,
         columns={str(name): value for name, value in row.items() if name not in known},
         is_conversational=not isinstance(raw, str),
@@ -176,11 +178,14 @@ def _listed(row: dict[str, Any]) -> str:
     return ", ".join(sorted(map(str, row))) or "nothing"
 
 
-def _answers(raw: object) -> tuple[str, ...]:
-    if raw is None:
-        return ()
-    values = cast(list[object], raw) if isinstance(raw, list | tuple) else [raw]
-    return tuple(str(value) for value in values)
+def _id(row: dict[str, Any], column: str, where: str) -> str | None:
+    value = row.get(column)
+    if value is None:
+        return None
+    try:
+        return scalar_text(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: column {column!r} {error}") from error
 
 
 def _messages(raw: object, where: str, image_mark: str | None) -> tuple[Message, ...]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 from raylearner.config.rewards import MathVerify, ReasoningGymReward
 from raylearner.rewards.checker import Checker, CheckFailed, CheckTimeout
 from raylearner.rewards.functions import EpisodeView, RewardLog, last_answer
+from raylearner.rewards.matches import composed
 from raylearner.types import Prompt
 
 TASK_COLUMN = "reasoning_gym"
@@ -53,17 +54,21 @@ class CheckedReward:
         await self._checker.close()
 
     async def _score(self, episode: EpisodeView) -> float | None:
+        """A blank answer earns nothing, whatever the library would say of it."""
         given = last_answer(episode, self._section.answer_tag)
         if isinstance(self._section, MathVerify):
             return await self._score_math(episode.prompt, given)
         task = cast(dict[str, Any] | None, episode.prompt.columns.get(TASK_COLUMN))
         if task is None:
             return None
+        if not given.strip():
+            return 0.0
         return await self._checker.check(
             "reasoning", task["task"], task["parameters"], task["entry"], given
         )
 
     async def _score_math(self, prompt: Prompt, given: str) -> float | None:
-        if not prompt.answers:
+        golds = tuple(gold for answer in prompt.answers if (gold := composed(answer)))
+        if not golds:
             return None
-        return await self._checker.check("math", prompt.answers, given)
+        return await self._checker.check("math", golds, composed(given))

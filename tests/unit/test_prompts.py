@@ -114,6 +114,52 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, words:
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "accepted"),
+    [
+        (None, ()),
+        ("", ()),
+        (" ", ()),
+        ([], ()),
+        ([None, "red", "", "red"], ("red",)),
+        (42, ("42",)),
+        (42.0, ("42",)),
+        (0.1, ("0.1",)),
+        (1e-7, ("0.0000001",)),
+        (-0.0, ("0",)),
+        (2**63, (str(2**63),)),
+        ("42.0", ("42.0",)),
+        (True, ("true", "True")),
+        (False, ("false", "False")),
+    ],
+)
+def test_accepted_answers_of_a_row_are_those_that_are_there(
+    tmp_path: Path, answer: object, accepted: tuple[str, ...]
+) -> None:
+    (prompt,) = load_prompts([_write(tmp_path / "x.jsonl", {"prompt": "q", "answer": answer})])
+    assert prompt.answers == accepted
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"answer": {"target": ["red"]}},
+        {"answer": [["red"]]},
+        {"answer": ["red", {"text": "blue"}]},
+        {"answer": float("nan")},
+        {"doc_id": ["a"]},
+        {"prompt_id": {"a": 1}},
+        {"prompt_id": True},
+    ],
+)
+def test_a_cell_that_has_no_text_is_refused_with_its_row(tmp_path: Path, row: dict) -> None:
+    source = _write(tmp_path / "x.jsonl", {"prompt": "q"}, {"prompt": "q", **row})
+    with pytest.raises(ConfigError) as caught:
+        load_prompts([source])
+    assert "x.jsonl:2" in str(caught.value)
+    assert next(iter(row)) in str(caught.value)
+
+
 def test_an_empty_dataset_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no prompts"):
@@ -139,7 +185,7 @@ def test_columns_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
         ]
     )
     assert (prompt.prompt_id, prompt.doc_id, prompt.source) == ("7", "b", "d")
-    assert prompt.answers == ("4", "4.0")
+    assert prompt.answers == ("4",)
     assert prompt.columns["answer"] == "no"
     assert prompt.is_conversational is False
 

@@ -90,8 +90,13 @@ async def test_an_episode_without_a_turn_is_wrong(kind: str) -> None:
         ("a pear", ("Apple", "pear"), 1.0, 1.0),
         ("Paris, France", ("Paris",), 0.0, 2 / 3),
         ("big red fox", ("red fox jumps high",), 0.0, 4 / 7),
-        ("the", ("a",), 1.0, 1.0),
+        ("the", ("a",), 0.0, 0.0),
+        ("a", ("A",), 1.0, 1.0),
         ("", ("x",), 0.0, 0.0),
+        ("U.S.", ("US",), 1.0, 1.0),
+        ("1,000.", ("1000",), 1.0, 1.0),
+        ("E\u0301cole", ("\xe9cole",), 1.0, 1.0),
+        ("42", ("42.0",), 1.0, 1.0),
     ],
 )
 async def test_answers_are_compared_after_squad_normalisation(
@@ -100,6 +105,32 @@ async def test_answers_are_compared_after_squad_normalisation(
     view = make_view(f"so <answer>{given}</answer>", answers=answers)
     assert await score_one("exact_match", view) == match
     assert await score_one("f1", view) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("given", "gold"),
+    [
+        *[("-", "+"), ("?", "!"), ("-5", "5"), ("420", "42.0"), ("314", "3.14"), ("12", "1/2")],
+        *[("C", "C++"), ("C#", "C++"), ("A-", "A+"), ("x>1", "x<1"), ("(1,2)", "[1,2]")],
+        *[("15", "1,5"), ("1030", "10:30"), ("5", "50%"), ("xy", "x-y"), ("vitamin", "Vitamin A")],
+        *[("fx", "f(x)"), ("the", "A"), ("x2", "x\xb2"), ("None", "nine")],
+    ],
+)
+async def test_normalisation_never_makes_two_different_answers_equal(given: str, gold: str) -> None:
+    for answer, accepted in ((given, gold), (gold, given)):
+        view = make_view(f"<answer>{answer}</answer>", answers=(accepted,))
+        assert await score_one("exact_answer", view) == 0.0
+        assert await score_one("exact_match", view) == 0.0
+        assert await score_one("f1", view) < 1.0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["exact_answer", "exact_match", "f1", "math_verify"])
+async def test_an_answer_that_is_not_there_earns_nothing(kind: str) -> None:
+    scorer = make_scorer(kind)
+    for text in ("<answer></answer>", "<answer> </answer>", "", "I do not know."):
+        for answers, reward in ((("",), None), ((" ", ""), None), (("", "46"), 0.0)):
+            assert (await scorer.score(make_view(text, answers=answers))).reward == reward
+    await scorer.close()
 
 
 @pytest.mark.parametrize(
@@ -140,6 +171,9 @@ async def test_tool_use_counts_answered_and_failed_calls_within_its_bounds() -> 
         ({"page_id": "3"}, (), 0.0),
         ({"page_id": ["3", "4"]}, ("4",), 0.5),
         ({"page_id": None}, ("3",), None),
+        ({"page_id": [None, "4", ""]}, ("None", "4"), 1.0),
+        ({"page_id": 3.0}, ("3",), 1.0),
+        ({"page_id": "e\u0301"}, ("\xe9",), 1.0),
         ({}, ("3",), None),
     ],
 )
