@@ -41,6 +41,10 @@ class RewardError(TrajectoryError):
     kind = "reward"
 
 
+class JudgeRefused(RewardError):
+    """A judge's service refused a request in a way that no further request would change."""
+
+
 class RenderError(TrajectoryError):
     """Messages could not be turned into tokens, or do not fit."""
 

@@ -27,6 +27,7 @@ from raylearner.observability.recorder import Recorder
 from raylearner.prompts import load_prompts
 from raylearner.replay.sampler import make_sampler
 from raylearner.rewards.group_scorer import GroupScorer
+from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Prompt
@@ -46,6 +47,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     GroupScorer(config.rewards)
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
+    asyncio.run(check_judges(config.rewards))
     if not isinstance(config.model, TinyModel):
         renderer = Renderer.from_pretrained(config.model.path, config.renderer)
         refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters

@@ -26,6 +26,7 @@ from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
 from raylearner.placement import RolloutFleet
 from raylearner.prompts import load_prompts
+from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import PolicyVersion, Prompt
@@ -50,6 +51,7 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
     asyncio.run(wait_for_services(config.environment))
+    asyncio.run(check_judges(config.rewards))
     renderer = Renderer.from_pretrained(model, config.renderer)
     if renderer.vision is None:
         refuse_blindness(config)

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from raylearner.config.files import is_missing_directory
 from raylearner.config.finding import Finding
 from raylearner.config.kind import load_reference
-from raylearner.config.rewards import Judge, RewardModel, ToolUseShaping, UserFunction
+from raylearner.config.rewards import (
+    Judge,
+    PairwiseJudge,
+    RewardModel,
+    ToolUseShaping,
+    UserFunction,
+)
 from raylearner.config.schema import CustomEnvironment, RunConfig, ToolUse
 from raylearner.errors import ConfigError
 
@@ -34,6 +40,8 @@ def _functions(config: RunConfig) -> Iterator[Finding]:
     for index, function in enumerate(config.rewards.functions):
         key = f"rewards.functions.{index}"
         match function:
+            case Judge() | PairwiseJudge() if problem := _overridden(function):
+                yield Finding(f"{key}.extra_arguments", problem)
             case UserFunction():
                 try:
                     load_reference(function.kind)
@@ -57,6 +65,15 @@ def _functions(config: RunConfig) -> Iterator[Finding]:
                 yield Finding(f"{key}.gpus", "must be > 0 for device 'cuda', got 0")
             case _:
                 pass
+
+
+def _overridden(function: Judge | PairwiseJudge) -> str | None:
+    """Fields of a request that have keys of their own, or that would change the form of the reply."""
+    own = ["model", "messages", "temperature", function.max_tokens_parameter, "stream", "n"]
+    if function.max_tokens_parameter in own[:3]:
+        return f"max_tokens_parameter must not be {function.max_tokens_parameter!r}"
+    found = [name for name in own if name in function.extra_arguments]
+    return f"must not hold {', '.join(found)}; the judge's other keys set these" if found else None
 
 
 def _needs(config: RunConfig) -> Iterator[Finding]:

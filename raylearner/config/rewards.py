@@ -198,10 +198,14 @@ class _Endpoint(_Reward):
     """Name of the model there."""
     api_key_variable: str | None = None
     """Environment variable with the key, read in the process that asks. None: no key is sent."""
-    temperature: NonNegativeFloat = 0.0
-    """Of the judge."""
-    max_tokens: PositiveInt = 512
-    """Longest reply of the judge."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Sampling temperature of the judge. Null: not sent."""
+    max_tokens: PositiveInt | None = 512
+    """Longest reply of the judge, its thoughts included. Null: not sent."""
+    max_tokens_parameter: Annotated[str, Field(min_length=1)] = "max_tokens"
+    """Name of that limit in the request; newer services take `max_completion_tokens`."""
+    extra_arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further fields of the request, such as `reasoning_effort`."""
     request_timeout_s: PositiveFloat = 30.0
     """Longest wait for one reply."""
     retries: NaturalInt = 3
@@ -215,11 +219,19 @@ class _Endpoint(_Reward):
     def limits_itself(self) -> bool:
         return True
 
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """Fields of a request beside `model` and `messages`."""
+        own = {"temperature": self.temperature, self.max_tokens_parameter: self.max_tokens}
+        sent = {name: value for name, value in own.items() if value is not None}
+        return {**sent, **self.extra_arguments}
+
 
 class Judge(_Endpoint):
-    """A language model scores the episode; its reply must hold `<score>number</score>` once.
+    """A language model scores the episode, by the number in a tag at the end of its final answer.
 
-    The reward is the score's place between `min_score` and `max_score`, from 0 to 1.
+    `<score>` in the template stands for that tag, which is another for each request: text of the
+    policy that spells it does not count. The reward is the score's place between `min_score` and `max_score`, from 0 to 1.
     """
 
     kind: Literal["judge"]
@@ -240,8 +252,9 @@ class Judge(_Endpoint):
 
 
 class PairwiseJudge(_Endpoint):
-    """A language model compares each two episodes of a group; its reply holds `<winner>` once.
+    """A language model compares each two episodes of a group, and names the better one in a tag.
 
+    `<winner>` in the template stands for that tag, as `<score>` does for a judge.
     The reward is the share of comparisons won, a tie counting half. None for a group of one.
     """
 

@@ -70,9 +70,13 @@ class Tally:
         self._filtered[why] += 1
         if self._filtered.total() >= self._max_filtered_groups:
             reasons = ", ".join(f"{n} {name}" for name, n in self._filtered.most_common())
+            last = next((entry for entry in reversed(self._recent) if entry is not None), None)
+            error = (
+                f"; the last error was: {last[1]}" if last and self._filtered["all_failed"] else ""
+            )
             self._fail(
                 f"{self._filtered.total()} groups in a row were filtered ({reasons}): nothing is "
-                "left to learn from; replay.max_filtered_groups is the limit"
+                f"left to learn from; replay.max_filtered_groups is the limit{error}"
             )
 
     def count_usable(self) -> None:

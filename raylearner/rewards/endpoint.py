@@ -13,22 +13,37 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from raylearner.config.rewards import Judge, PairwiseJudge
-from raylearner.errors import RewardError
+from raylearner.errors import JudgeRefused, RewardError
 from raylearner.text import encodable_json
 
 SHOWN_CHARACTERS = 300
 MAX_REPLY_BYTES = 4 << 20
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})
+PARAMETER_STATUSES = frozenset({400, 422})
+"""Statuses of a request with parameters that the service does not take."""
 
 Answer = TypeVar("Answer")
 
 
+class _Part(BaseModel):
+    type: str = ""
+    text: str = ""
+
+
 class _Message(BaseModel):
-    content: str
+    content: str | list[_Part] | None = None
+
+    @property
+    def text(self) -> str:
+        """Without parts of other types, such as thoughts."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content if part.type in ("text", ""))
+        return self.content or ""
 
 
 class _Choice(BaseModel):
     message: _Message
+    finish_reason: str | None = None
 
 
 class _Reply(BaseModel):
@@ -68,7 +83,8 @@ class Endpoint:
             except _Failure as failure:
                 if number > section.retries or not failure.is_transient:
                     tries = f" ({number} tries)" if number > 1 else ""
-                    raise RewardError(f"POST {self._url} {failure}{tries}") from failure.__cause__
+                    error = RewardError if failure.is_transient else JudgeRefused
+                    raise error(f"POST {self._url} {failure}{tries}") from failure.__cause__
             await asyncio.sleep(delay_s)
             delay_s *= 2
         raise AssertionError("at least one try")
@@ -83,8 +99,7 @@ class Endpoint:
         body: dict[str, Any] = {
             "model": section.model,
             "messages": [{"role": "user", "content": request}],
-            "temperature": section.temperature,
-            "max_tokens": section.max_tokens,
+            **section.request_fields,
         }
         try:
             async with (
@@ -104,13 +119,11 @@ class Endpoint:
             raise _Failure(f"failed: {said[:SHOWN_CHARACTERS]}", is_transient=True) from error
         if not 200 <= status < 300:
             is_transient = status >= 500 or status in RETRIED_STATUSES
-            raise _Failure(f"answered status {status} {_shown(content)}", is_transient=is_transient)
-        try:
-            return _Reply.model_validate_json(encodable_json(content)).choices[0].message.content
-        except (ValidationError, IndexError) as error:
+            advice = _advice(section, content) if status in PARAMETER_STATUSES else ""
             raise _Failure(
-                f"answered no chat completion: {_shown(content)}", is_transient=True
-            ) from error
+                f"answered status {status} {_shown(content)}{advice}", is_transient=is_transient
+            )
+        return _text(content)
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -134,6 +147,20 @@ class Endpoint:
         return {"Authorization": f"Bearer {key}"}
 
 
+def _text(content: bytes) -> str:
+    """The text of a chat completion that ended by itself."""
+    try:
+        choice = _Reply.model_validate_json(encodable_json(content)).choices[0]
+    except (ValidationError, IndexError) as error:
+        raise _Failure(
+            f"answered no chat completion: {_shown(content)}", is_transient=True
+        ) from error
+    if choice.finish_reason == "length":
+        shown = repr(choice.message.text[-SHOWN_CHARACTERS:])
+        raise _Failure(f"answered {shown}, cut by its length; raise max_tokens", is_transient=True)
+    return choice.message.text
+
+
 def _parsed(text: str, parse: Callable[[str], Answer]) -> Answer:
     try:
         return parse(text)
@@ -141,6 +168,18 @@ def _parsed(text: str, parse: Callable[[str], Answer]) -> Answer:
         raise _Failure(
             f"answered {text[:SHOWN_CHARACTERS]!r}: {error}", is_transient=True
         ) from error
+
+
+def _advice(section: Judge | PairwiseJudge, content: bytes) -> str:
+    """Which keys change what a service refused, by the names that its reply holds."""
+    said = content.decode("utf-8", "replace")
+    keys = {
+        "tokens": "max_tokens_parameter (the limit's name) or max_tokens (null leaves it out)",
+        "temperature": "temperature (null leaves it out)",
+    }
+    keys |= {name: f"extra_arguments.{name}" for name in section.extra_arguments}
+    named = [advice for name, advice in keys.items() if name in said]
+    return f"; change {' or '.join(named or keys.values())}"
 
 
 def _shown(content: bytes) -> str:

@@ -1,18 +1,21 @@
 """A language model as a judge: of one episode by a score, or of a group by comparing pairs."""
 
 import asyncio
+import logging
 import math
-import re
 from collections.abc import Coroutine, Sequence
 from itertools import permutations
 from typing import Any
 
-from raylearner.config.rewards import Judge, PairwiseJudge
+from raylearner.config.rewards import Judge, PairwiseJudge, RewardSection
+from raylearner.errors import ConfigError, JudgeRefused, RewardError, causes
 from raylearner.rewards.endpoint import Endpoint
 from raylearner.rewards.functions import EpisodeView, RewardLog
+from raylearner.rewards.verdict import VerdictForm
+from raylearner.types import Message, Prompt, StopReason
 
-_SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
-_WINNER = re.compile(r"<winner>(.*?)</winner>", re.DOTALL)
+logger = logging.getLogger(__name__)
+
 _POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
@@ -36,19 +39,17 @@ class JudgeReward:
         await self._endpoint.close()
 
     async def _ask(self, episode: EpisodeView) -> float:
-        request = self._section.template.format(
-            prompt=episode.prompt_text,
-            completion=episode.completion,
-            answer=_reference(episode),
+        form = VerdictForm("score", "number")
+        request = form.request(
+            self._section.template,
+            trusted={"prompt": episode.prompt_text, "answer": _reference(episode)},
+            candidates={"completion": episode.completion},
         )
-        return await self._endpoint.ask(request, self._parse)
+        return await self._endpoint.ask(request, lambda reply: self._number(form.parse(reply)))
 
-    def _parse(self, reply: str) -> float:
+    def _number(self, verdict: str) -> float:
         low, high = self._section.min_score, self._section.max_score
-        found = _SCORE.findall(reply)
-        if len(found) != 1:
-            raise ValueError(f"expected <score>number</score> once, got {len(found)} of it")
-        score = float(found[0])
+        score = float(verdict)
         if not math.isfinite(score) or not low <= score <= high:
             raise ValueError(f"expected a score from {low:g} to {high:g}")
         return score
@@ -85,25 +86,70 @@ class PairwiseReward:
         await self._endpoint.close()
 
     async def _ask(self, first: EpisodeView, second: EpisodeView) -> float:
-        request = self._section.template.format(
-            prompt=first.prompt_text,
-            first=first.completion,
-            second=second.completion,
-            answer=_reference(first),
+        form = VerdictForm("winner", "A, B or tie")
+        request = form.request(
+            self._section.template,
+            trusted={"prompt": first.prompt_text, "answer": _reference(first)},
+            candidates={"first": first.completion, "second": second.completion},
         )
-        return await self._endpoint.ask(request, _points)
+        return await self._endpoint.ask(request, lambda reply: _points(form.parse(reply)))
 
 
-def _points(reply: str) -> float:
+def _points(winner: str) -> float:
     """What the first of two gets."""
-    found = [winner.strip().lower() for winner in _WINNER.findall(reply)]
-    if len(found) != 1 or found[0] not in _POINTS:
-        raise ValueError("expected <winner>A</winner>, B or tie once")
-    return _POINTS[found[0]]
+    if winner.lower() not in _POINTS:
+        raise ValueError("expected A, B or tie as the winner")
+    return _POINTS[winner.lower()]
 
 
 def _reference(episode: EpisodeView) -> str:
     return " / ".join(episode.prompt.answers)
+
+
+async def check_judges(rewards: RewardSection) -> None:
+    """Ask every judge once, before anything starts.
+
+    Raises `ConfigError` for those that refuse the request for good, such as a parameter that the
+    service does not take, with its own words. Other failures may pass, and are logged.
+    """
+    judges = {
+        name: section.model_copy(update={"retries": 0})
+        for name, section in zip(rewards.names, rewards.functions, strict=True)
+        if isinstance(section, Judge | PairwiseJudge)
+    }
+    found = await asyncio.gather(*(_ask_once(section) for section in judges.values()))
+    problems: list[str] = []
+    for name, error in zip(judges, found, strict=True):
+        if isinstance(error, JudgeRefused):
+            problems.append(f"rewards.functions: {name!r}: {error}")
+        elif error is not None:
+            logger.warning("reward %r: a first request of its judge failed: %s", name, error)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+async def _ask_once(section: Judge | PairwiseJudge) -> RewardError | None:
+    view = EpisodeView(
+        prompt=Prompt(
+            prompt_id="check", messages=(Message(role="user", content="1+1=?"),), answer="2"
+        ),
+        turns=(),
+        response="",
+        completion_ids=(),
+        stop_reason=StopReason.END,
+        policy_version=0,
+    )
+    reward = JudgeReward(section) if isinstance(section, Judge) else PairwiseReward(section)
+    try:
+        await reward.score([view, view], RewardLog("check", 2))
+    except ExceptionGroup as group:
+        errors = [error for error in causes(group) if isinstance(error, RewardError)]
+        if not errors:
+            raise
+        return next((e for e in errors if isinstance(e, JudgeRefused)), errors[0])
+    finally:
+        await reward.close()
+    return None
 
 
 async def _gathered(questions: Sequence[Coroutine[Any, Any, float]]) -> list[float]:

@@ -93,6 +93,13 @@ def test_functions_that_cannot_be_imported_are_named_before_anything_starts(base
             "must hold {completion} and may hold {answer}, {prompt}",
         ),
         (
+            [
+                "rewards.functions=[{kind: judge, url: 'http://h', model: m,"
+                " extra_arguments: {temperature: 1, stream: true}}]"
+            ],
+            "rewards.functions.0.extra_arguments: must not hold temperature, stream",
+        ),
+        (
             ["rewards.functions=[{kind: model, path: ./no/such}]"],
             "rewards.functions.0.path: no such directory './no/such'",
         ),
