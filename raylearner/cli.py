@@ -21,9 +21,10 @@ from raylearner.config.checks import notes
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.deadline import stop_time_s
-from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes
+from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
 from raylearner.observability import logs, run_directory
 from raylearner.observability.run_directory import OR_START_OVER
+from raylearner.text import visible
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
 
@@ -283,14 +284,14 @@ def _exit_codes() -> Iterator[None]:
         raise
     except Exception as error:
         found = list(causes(error))
-        if not all(isinstance(cause, RaylearnerError) for cause in found):
+        said = "\n".join(dict.fromkeys(map(summary, found)))
+        if not all(isinstance(cause, RaylearnerError | OSError) for cause in found):
             traceback.print_exception(error)
-            _leave(f"failed: {type(error).__name__}: {error}", FAILED)
+            _leave(f"failed: {said}", FAILED)
         is_input = all(isinstance(cause, ConfigError) for cause in found)
-        said = "\n".join(dict.fromkeys(str(cause) for cause in found))
         _leave(said if is_input else f"the run failed: {said}", BAD_INPUT if is_input else FAILED)
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    typer.echo(message, err=True)
+    typer.echo(visible(message), err=True)
     raise typer.Exit(code) from None

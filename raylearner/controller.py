@@ -6,6 +6,7 @@ and for the learner's step; whoever makes no progress for `run.watchdog_s` is na
 
 import asyncio
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import ray
 
 from raylearner import placement
+from raylearner.cleanup import clean_up
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import (
-    CheckpointError,
     LearnerDied,
     RunStopped,
     StalledError,
+    summary,
 )
 from raylearner.evaluation import Evaluator, SideEvaluation
 from raylearner.learner import checkpoint
@@ -125,14 +127,14 @@ class Controller:
 
     async def close(self) -> None:
         """Ends every actor and what it started. Safe to call twice."""
-        await self._finish_report()
-        if self._side_evaluation is not None:
-            await self._side_evaluation.cancel()
-        if self._saver is not None:
-            await self._saver.cancel()
-        if self._started is not None:
-            await self._started.close()
-        self._recorder.spans(self._tracer.drain())
+        parts = (self._side_evaluation, self._saver)
+        await clean_up(
+            sys.exception(),
+            self._finish_report,
+            *(part.cancel for part in parts if part is not None),
+            *([] if self._started is None else [self._started.close]),
+            lambda: self._recorder.spans(self._tracer.drain()),
+        )
 
     @property
     def _actors(self) -> RunActors:
@@ -302,7 +304,7 @@ class Controller:
             await self._reported()
         except Exception as error:
             self._reporting = None
-            logger.warning("step %d is not wholly on record: %s", self.step, error)
+            logger.warning("step %d is not wholly on record: %s", self.step, summary(error))
 
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
@@ -366,8 +368,8 @@ class Controller:
         if self._saver is not None:
             try:
                 await self._saver.wait()
-            except (CheckpointError, LearnerDied) as error:
-                logger.warning("%s", error)
+            except Exception as error:
+                logger.warning("the checkpoint in flight is lost: %s", summary(error))
 
     async def _restore(self, latest: Checkpoint) -> None:
         learner = self._actors.learner

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from raylearner import jobs, reachable
+from raylearner import jobs, machine, reachable
 from raylearner.config.report import versions
 from raylearner.errors import ConfigError
 
@@ -40,7 +40,7 @@ def findings() -> Iterator[Finding]:
     """Everything that is looked at, as it is known; imports happen in processes of their own."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         *(_versions, _torch, _torchvision, _vllm, _tune),
-        *(_shared_memory, _disk, _ports, _token, _cluster),
+        *(_shared_memory, _disk, _sockets, _ports, _token, _cluster),
     )
     for check in checks:
         yield from check()
@@ -155,13 +155,24 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    for name, folder in (("disk", Path.cwd()), ("disk of Ray's logs", Path("/tmp"))):
+    for name, folder in (
+        ("disk", Path.cwd()),
+        ("disk of Ray's logs", Path(machine.ray_folder()[1])),
+    ):
         free = shutil.disk_usage(folder).free
         if free >= MIN_DISK_BYTES:
             yield Finding("ok", name, f"{_gib(free)} free")
         else:
             advice = "checkpoints and spilled objects need room: see run.keep_last, or move run.dir"
             yield Finding("problem", name, f"{_gib(free)} free in {folder}", advice)
+
+
+def _sockets() -> Iterator[Finding]:
+    problems = machine.long_sockets(has_vllm=True)
+    if not problems:
+        yield Finding("ok", "sockets", "temporary directories are short enough for them")
+    for problem in problems:
+        yield Finding("problem", "sockets", problem)
 
 
 def _gib(size: int) -> str:

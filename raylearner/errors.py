@@ -1,6 +1,8 @@
 """Every error that raylearner raises on purpose; all of them pickle, since they cross Ray."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
 
 
 class RaylearnerError(Exception):
@@ -87,6 +89,10 @@ class EvaluationIncomplete(RaylearnerError):
     """Held-out prompts were left unplayed, since the actors that were to play them died."""
 
 
+class StartError(RaylearnerError):
+    """Ray did not start, or this machine cannot hold what a run needs."""
+
+
 class RunStopped(RaylearnerError):
     """The run ended on request, after a checkpoint."""
 
@@ -99,7 +105,30 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             yield from causes(inner)
         return
     cause = getattr(error, "cause", None)
-    yield cause if isinstance(cause, RaylearnerError) else error
+    yield cause if isinstance(cause, RaylearnerError | OSError) else error
+
+
+def summary(error: BaseException) -> str:
+    """One line without traces: the first cause, with the path where the system refused one."""
+    cause = next(causes(error))
+    if isinstance(cause, RaylearnerError):
+        return str(cause)
+    lines = str(cause).strip().splitlines()
+    if isinstance(cause, OSError) and cause.strerror:
+        places = [str(place) for place in (cause.filename, cause.filename2) if place is not None]
+        return f"{' -> '.join(places)}: {cause.strerror}" if places else cause.strerror
+    return f"{type(cause).__name__}: {lines[-1]}" if lines else type(cause).__name__
+
+
+@contextmanager
+def naming(path: str | PathLike[str]) -> Iterator[None]:
+    """Adds `path` to errors of the system that name none, as those of a write to an open file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def error_kind(error: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from raylearner import machine
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
+from raylearner.cleanup import clean_up_now
 from raylearner.colocation import Colocation
 from raylearner.config import resources
 from raylearner.config.checks import notes
@@ -24,7 +27,9 @@ from raylearner.errors import (
     LearnerDied,
     PushBroken,
     RaylearnerError,
+    StartError,
     WeightTransferError,
+    summary,
 )
 from raylearner.observability.spans import Span
 from raylearner.reachable import knock, refuse_bad_authentication
@@ -54,23 +59,36 @@ def connect(config: ClusterSection) -> str:
         try:
             knock(address)
             return ray.init(address=address, **common).dashboard_url or ""
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # of many kinds, and all of them end here
             key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
             raise ConfigError(
-                f"{key} {address!r} cannot be joined: {error}; start it with"
+                f"{key} {address!r} cannot be joined: {summary(error)}; start it with"
                 " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
                 " or leave the address out for a local cluster"
-            ) from error
-    context = ray.init(
-        address="local",
-        num_cpus=config.num_cpus,
-        object_store_memory=config.object_store_bytes,
-        include_dashboard=config.dashboard,
-        dashboard_host="127.0.0.1",
-        _node_ip_address="127.0.0.1",
-        **common,
-    )
+            ) from None
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=config.num_cpus,
+            object_store_memory=config.object_store_bytes,
+            include_dashboard=config.dashboard,
+            dashboard_host="127.0.0.1",
+            _node_ip_address="127.0.0.1",
+            **common,
+        )
+    except Exception as error:  # of many kinds, and all of them end here
+        variable, folder = machine.ray_folder()
+        raise StartError(
+            f"Ray did not start: {summary(error)}; its logs are in"
+            f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` looks at"
+            " the machine"
+        ) from None
     return context.dashboard_url or ""
+
+
+def disconnect() -> None:
+    """Leaves the cluster, and ends a local one. What fails here replaces no other failure."""
+    clean_up_now(sys.exception(), ray.shutdown)
 
 
 def resolve(config: RunConfig) -> RunConfig:

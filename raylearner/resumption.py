@@ -37,6 +37,14 @@ def taken_up(folder: Path, *, or_start_over: bool) -> Iterator[Checkpoint | None
         yield None
 
 
+def is_done(folder: Path, *, num_steps: int) -> bool:
+    """Whether the last step of a run is on disk already. Reads no checkpoint of an earlier step."""
+    newest = checkpoint.newest(folder / "checkpoints")
+    if newest is None or newest.step < num_steps:
+        return False
+    return checkpoint.find_fault(newest.folder) is None
+
+
 def refuse_without_checkpoint(folder: Path) -> None:
     """Raises `ConfigError` where `taken_up` would find nothing to go on from."""
     if checkpoint.latest(folder / "checkpoints") is None:

@@ -6,6 +6,7 @@ start, each bounded by its own limit, and for pushes, bounded by `weights.deadli
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 
 from raylearner import placement
 from raylearner.actors.reward_actor import RewardActors
+from raylearner.cleanup import clean_up
 from raylearner.colocation import Colocation
 from raylearner.config.schema import RunConfig
 from raylearner.errors import WeightTransferError
@@ -120,17 +122,19 @@ class RunActors:
         self._count_engines()
 
     async def close(self) -> None:
-        """Ends every actor and what it started. Safe to call twice."""
+        """Ends every actor and what it started, each whatever the others do. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        await self.fleet.stop()
-        await self.publisher.close()
-        await self.learner.close()
-        ray.kill(self.replay)
-        await self._rewards.close()
-        if self._colocation is not None:
-            self._colocation.release()
+        await clean_up(
+            sys.exception(),
+            self.fleet.stop,
+            self.publisher.close,
+            self.learner.close,
+            lambda: ray.kill(self.replay),
+            self._rewards.close,
+            *([] if self._colocation is None else [self._colocation.release]),
+        )
 
     async def restart_learner(self) -> None:
         """After its death: new ranks with the initial policy, episodes under way ended, no push left."""

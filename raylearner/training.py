@@ -8,19 +8,19 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import ray
-
-from raylearner import deadline, placement, resumption
+from raylearner import deadline, machine, placement, resumption
+from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import refuse_blindness, refuse_lost_adapters
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.controller import Controller
 from raylearner.environments.catalogue import wait_for_services
-from raylearner.errors import RunStopped, causes
+from raylearner.errors import RunStopped, causes, summary
 from raylearner.learner.checkpoint import Checkpoint
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
@@ -41,6 +41,16 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
     it aside, and `ConfigError` is raised otherwise.
     """
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    if resume is not None and resumption.is_done(folder, num_steps=config.run.num_steps):
+        logger.info(
+            "nothing is left to do: all %d steps of %s are done; raise run.num_steps to train on",
+            *(config.run.num_steps, folder),
+        )
+        return
+    machine.refuse_long_sockets(config)
+    machine.refuse_full_disks(folder)
     training, held_out = _load_data(config)
     deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
@@ -53,18 +63,15 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
         refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
         refuse(config)
         renderer.refuse_untold_tools(config.environment)
-    assert config.run.dir is not None, "the command line names a directory"
-    folder = Path(config.run.dir).absolute()
     with ExitStack() as held:
-        latest = None
         if resume is not None:
             latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
+        else:
+            latest = held.enter_context(run_directory.claimed(folder, is_new=True))
         placement.connect(config.cluster)
-        held.callback(ray.shutdown)
+        held.callback(placement.disconnect)
         config = placement.resolve(config)
         placement.check_supply(config)
-        if resume is None:
-            held.enter_context(run_directory.claimed(folder, is_new=True))
         asyncio.run(_train(config, folder, training, held_out, latest=latest))
 
 
@@ -95,17 +102,23 @@ async def _train(
     stop_s = deadline.stop_time_s(config.run, os.environ)
     if stop_s is not None:
         loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
+    first: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
-            await controller.start(tasks, latest=latest)
-            await controller.train()
-            await controller.close()
-    except* Exception as group:
-        if not isinstance(group.exceptions[0], RunStopped):
-            cause = next(causes(group))
-            logger.error("the run ended at step %d: %s", controller.step, cause)
+            try:
+                await controller.start(tasks, latest=latest)
+                await controller.train()
+                await controller.close()
+            except Exception as error:
+                task = asyncio.current_task()
+                # A task of the group that failed before would have cancelled this one.
+                first = error if task is not None and not task.cancelling() else None
+                raise
+    except ExceptionGroup as group:
+        cause = next(causes(first or group))
+        if not isinstance(cause, RunStopped):
+            logger.error("the run ended at step %d: %s", controller.step, summary(cause))
             await controller.finish_checkpoint()
-        raise group.exceptions[0] from group.exceptions[0].__cause__
+        raise cause from cause.__cause__
     finally:
-        await controller.close()
-        recorder.close()
+        await clean_up(sys.exception(), controller.close, recorder.close)

@@ -5,17 +5,18 @@ What is evaluated is a checkpoint of a run, or the model of the configuration.
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raylearner import placement
+from raylearner import machine, placement
 from raylearner.actors.reward_actor import RewardActors
+from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import refuse_blindness
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
@@ -58,15 +59,17 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     renderer.refuse_untold_tools(config.environment)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
-    placement.connect(config.cluster)
-    try:
-        config = placement.resolve(config)
-        with run_directory.claimed(folder, is_new=True):
+    machine.refuse_long_sockets(config)
+    machine.refuse_full_disks(folder)
+    with run_directory.claimed(folder, is_new=True):
+        try:
+            placement.connect(config.cluster)
+            config = placement.resolve(config)
             record = asyncio.run(
                 _evaluate(config, folder, prompts, model=model, step=step, version=version)
             )
-    finally:
-        ray.shutdown()
+        finally:
+            placement.disconnect()
     Console().print(table(record))
 
 
@@ -133,8 +136,7 @@ async def _evaluate(
             record["policy_version"] = version
             recorder.evaluation(record)
         finally:
-            await fleet.stop()
-            await rewards.close()
+            await clean_up(sys.exception(), fleet.stop, rewards.close)
     return record
 
 

@@ -57,6 +57,14 @@ def latest(checkpoints: Path) -> Checkpoint | None:
     return None
 
 
+def newest(checkpoints: Path) -> Checkpoint | None:
+    """The newest by name that was finished; its bytes are not looked at."""
+    for folder in _newest_first(checkpoints):
+        if folder.suffix != PARTIAL:
+            return Checkpoint(folder=folder, step=_order(folder)[0])
+    return None
+
+
 def faults(checkpoints: Path) -> list[str]:
     """Of every checkpoint that is not whole, why; the newest first."""
     found = (find_fault(folder) for folder in _newest_first(checkpoints))

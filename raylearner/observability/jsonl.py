@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raylearner.errors import naming
+
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
@@ -20,8 +22,9 @@ class JsonlFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(dumps(record) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(dumps(record) + "\n")
+            self._file.flush()
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in read_lines(self.path) if line.strip()]
@@ -32,14 +35,16 @@ class JsonlFile:
         kept = [row for row in rows if row.get("step", 0) <= step]
         if len(kept) < len(rows):
             draft = self.path.with_suffix(".partial")
-            draft.write_text("".join(dumps(row) + "\n" for row in kept), encoding="utf-8")
+            with naming(draft):
+                draft.write_text("".join(dumps(row) + "\n" for row in kept), encoding="utf-8")
             self._file.close()
             os.replace(draft, self.path)
             self._file = self.path.open("a", encoding="utf-8")
         return len(rows) - len(kept)
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
 
 
 def read_lines(path: Path) -> list[str]:

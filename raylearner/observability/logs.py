@@ -34,6 +34,22 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
+class LogFile(logging.FileHandler):
+    """A file whose failure is reported once, on the console, and ends nothing."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        error = sys.exception()
+        cause = error.strerror if isinstance(error, OSError) else repr(error)
+        sys.stderr.write(f"{self.baseFilename}: the log is not written: {cause}\n")
+
+
 def set_up(level: int = logging.INFO) -> None:
     """The console for our own package, warnings only for the rest; twice does no harm.
 
@@ -49,7 +65,7 @@ def set_up(level: int = logging.INFO) -> None:
 
 def add_file(path: Path) -> logging.Handler:
     """Also write to `path`, appending; give the handler to `remove` at the end."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path)
     handler.setFormatter(VisibleFormatter(FORMAT))
     logging.getLogger().addHandler(handler)
     return handler

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from raylearner.cleanup import clean_up_now
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import ObservabilitySection, RunConfig
-from raylearner.errors import error_kind
+from raylearner.errors import error_kind, naming
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
 from raylearner.observability.jsonl import JsonlFile
@@ -69,7 +71,8 @@ class Recorder:
         """Of a whole configuration, which is written to the directory, with the sinks it asks for."""
         run_dir.mkdir(parents=True, exist_ok=True)
         draft = run_dir / "config.yaml.partial"
-        draft.write_text(resolved_yaml(config))
+        with naming(draft):
+            draft.write_text(resolved_yaml(config), encoding="utf-8")
         draft.replace(run_dir / "config.yaml")
         sinks = make_sinks(
             config.observability,
@@ -183,18 +186,26 @@ class Recorder:
             )
 
     def close(self) -> None:
-        """Safe to call twice."""
-        self._display.close()
-        self._metrics.close()
-        self._evaluations.close()
-        if self._trace is not None:
-            self._write_spans([])
-            self._trace.close()
-            self._trace = None
+        """Safe to call twice. Closes all of it, and then raises the first failure."""
         with self._sinks_lock:
-            while self._sinks:
-                self._sinks.pop().close()
-        logs.remove(self._log_handler)
+            sinks, self._sinks = self._sinks, []
+        clean_up_now(
+            sys.exception(),
+            self._display.close,
+            self._metrics.close,
+            self._evaluations.close,
+            self._close_trace,
+            *(sink.close for sink in reversed(sinks)),
+            lambda: logs.remove(self._log_handler),
+        )
+
+    def _close_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            try:
+                trace.write(self._tracer.drain())
+            finally:
+                trace.close()
 
     def _tell_errors(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """The first of each kind: a few failed episodes in every step end no run."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from raylearner.errors import naming
+
 Argument: TypeAlias = str | int | float | bool
 
 MAX_TRACE_EVENTS = 500_000
@@ -114,6 +116,7 @@ class TraceFile:
 
     def __init__(self, path: Path, *, max_events: int = MAX_TRACE_EVENTS) -> None:
         self.num_dropped = 0
+        self._path = path
         self._max_events = max_events
         self._num_events = 0
         self._tracks: dict[str, _Lanes] = {}
@@ -121,6 +124,10 @@ class TraceFile:
         self._continue()
 
     def write(self, spans: Iterable[Span]) -> None:
+        with naming(self._path):
+            self._write(spans)
+
+    def _write(self, spans: Iterable[Span]) -> None:
         ordered = sorted(spans, key=lambda span: (span.track, span.start_s, -span.duration_s))
         for track, group in itertools.groupby(ordered, key=lambda span: span.track):
             process = zlib.crc32(track.encode()) & 0x7FFFFFFF
@@ -148,11 +155,13 @@ class TraceFile:
     def close(self) -> None:
         if self._file.closed:
             return
-        self._append(
-            {"name": "dropped", "ph": "M", "pid": 0, "tid": 0, "args": {"count": self.num_dropped}},
-            end="\n]\n",
-        )
-        self._file.close()
+        count = {"count": self.num_dropped}
+        dropped = {"name": "dropped", "ph": "M", "pid": 0, "tid": 0, "args": count}
+        with naming(self._path):
+            try:
+                self._append(dropped, end="\n]\n")
+            finally:
+                self._file.close()
 
     def _append(self, event: Mapping[str, object], *, end: str = ",\n") -> None:
         self._num_events += 1

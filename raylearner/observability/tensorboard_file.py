@@ -14,6 +14,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from raylearner.errors import naming
 from raylearner.observability.sinks import StepRecord
 
 HISTOGRAM_BUCKETS = 30
@@ -26,6 +27,7 @@ class TensorBoardFile:
         self, folder: Path, *, hparams: Mapping[str, bool | int | float | str] | None = None
     ) -> None:
         """`hparams` fill the HPARAMS page, where runs are compared by them."""
+        self._folder = folder
         self._writer = EventFileWriter(str(folder))
         self._has_hparams = bool(hparams)
         if hparams:
@@ -51,11 +53,13 @@ class TensorBoardFile:
     def close(self) -> None:
         if self._has_hparams:
             self._add(event_pb2.Event(wall_time=time.time(), summary=_session_end()))
-        self._writer.close()
+        with naming(self._folder):
+            self._writer.close()
 
     def _add(self, event: event_pb2.Event) -> None:
-        self._writer.add_event(event)
-        self._writer.flush()
+        with naming(self._folder):
+            self._writer.add_event(event)
+            self._writer.flush()
 
 
 def _session_end() -> summary_pb2.Summary:

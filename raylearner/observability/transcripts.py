@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner.errors import naming
 from raylearner.observability.jsonl import dumps
 from raylearner.types import Trajectory, TrajectoryKey, Turn
 
@@ -106,7 +107,8 @@ def _write_images(folder: Path, trajectory: Trajectory) -> None:
         if not path.exists():
             folder.mkdir(exist_ok=True)
             draft = path.with_suffix(".partial")
-            draft.write_bytes(image)
+            with naming(draft):
+                draft.write_bytes(image)
             os.replace(draft, path)
 
 
@@ -129,7 +131,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     path = step_file(folder, step)
     draft = path.with_suffix(".partial")
-    with draft.open("w", encoding="utf-8") as file:
+    with naming(draft), draft.open("w", encoding="utf-8") as file:
         for trajectory in trajectories:
             record = transcript(
                 trajectory,

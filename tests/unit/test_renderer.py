@@ -94,7 +94,9 @@ def test_the_content_of_an_observation_never_makes_special_tokens(renderer: Rend
     assert "I win" in renderer.decode_all(reply)
 
 
-def test_half_a_surrogate_pair_in_a_reply_is_shown_as_a_replacement_character(renderer: Renderer) -> None:
+def test_half_a_surrogate_pair_in_a_reply_is_shown_as_a_replacement_character(
+    renderer: Renderer,
+) -> None:
     message = Message(role="user", content="a\ud800b")
     text = renderer.decode_all(renderer.render_reply([message], last_token_id=None))
     assert "user\na\ufffdb<|im_end|>" in text

@@ -1,0 +1,189 @@
+"""How a run ends: every part is closed, the first cause stands, and the system's refusals are one line."""
+
+import asyncio
+import errno
+import logging
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylearner import training
+from raylearner.cleanup import clean_up, clean_up_now
+from raylearner.config.schema import ObservabilitySection
+from raylearner.errors import ConfigError, LearnerError, StartError, naming, summary
+from raylearner.observability import logs
+from raylearner.observability.recorder import Recorder
+
+
+def failing(error: Exception, made: list[str], name: str) -> Any:
+    async def step() -> None:
+        made.append(name)
+        raise error
+
+    return step
+
+
+async def test_every_step_is_made_and_the_first_failure_raised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: list[str] = []
+    with pytest.raises(ValueError, match="first"):
+        await clean_up(
+            None,
+            lambda: made.append("a"),
+            failing(ValueError("first"), made, "b"),
+            failing(OSError(errno.ENOSPC, "No space left", "x"), made, "c"),
+            lambda: made.append("d"),
+        )
+    assert made == ["a", "b", "c", "d"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "while ending the run: x: No space left"
+    ]
+
+
+def test_failures_behind_a_cause_are_logged_only(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[int] = []
+    clean_up_now(KeyError("cause"), lambda: 1 / 0, lambda: made.append(1))
+    assert made == [1]
+    assert "ZeroDivisionError: division by zero" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/a/b"), "/a/b: No space left on device"),
+        (OSError(errno.EROFS, "Read-only", "/a", None, "/b"), "/a -> /b: Read-only"),
+        (ExceptionGroup("", [LearnerError("one"), KeyError("two")]), "one"),
+        (RuntimeError("a\nlast"), "RuntimeError: last"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_the_cause_of_an_error_is_one_line_with_the_path(error: Exception, line: str) -> None:
+    assert summary(error) == line
+
+
+def test_a_write_that_fails_names_its_file() -> None:
+    with pytest.raises(OSError, match="here") as caught, naming("here"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (caught.value.filename, caught.value.errno) == ("here", errno.ENOSPC)
+    with pytest.raises(FileNotFoundError) as caught, naming("here"):
+        Path("/none/such").read_text()
+    assert caught.value.filename == "/none/such"
+
+
+def test_a_full_disk_names_the_file_and_the_log_reports_itself_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full takes no byte: a real error of the system for each kind of file."""
+    run = tmp_path / "run"
+    config = ObservabilitySection(tensorboard=False, trace=False)
+    recorder = Recorder(run, config, num_steps=1)
+    full = Path("/dev/full")
+    recorder._metrics._file.close()
+    recorder._metrics._file = full.open("a")
+    assert isinstance(recorder._log_handler, logs.LogFile)
+    recorder._log_handler.setStream(full.open("a")).close()
+    logging.getLogger("raylearner").warning("one")
+    logging.getLogger("raylearner").warning("two")
+    with pytest.raises(OSError, match="No space left") as caught:
+        recorder.step(1, {"learner/loss": 1.0})
+    assert caught.value.filename == str(run / "metrics.jsonl")
+    with pytest.raises(OSError, match="No space left"):
+        recorder.close()
+    assert capsys.readouterr().err.count("the log is not written: No space left on device") == 1
+
+
+class _Controller:
+    """A controller of which single parts fail, at the times that a test says."""
+
+    step = 3
+    body: list[Exception] = []  # noqa: RUF012
+    task: list[Exception] = []  # noqa: RUF012
+    at_cancel: list[Exception] = []  # noqa: RUF012
+    closing: list[Exception] = []  # noqa: RUF012
+
+    def __init__(self, *_: object) -> None: ...
+
+    def request_stop(self) -> None: ...
+
+    async def start(self, tasks: asyncio.TaskGroup, *, latest: object) -> None:
+        async def play() -> None:
+            for error in self.task:
+                raise error
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                for error in self.at_cancel:
+                    raise error from None
+                raise
+
+        tasks.create_task(play())
+
+    async def train(self) -> None:
+        await asyncio.sleep(0)
+        for error in self.body:
+            raise error
+        await asyncio.sleep(60)
+
+    async def finish_checkpoint(self) -> None: ...
+
+    async def close(self) -> None:
+        for error in self.closing:
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"body": LearnerError("body")}, "body"),
+        ({"task": LearnerError("task")}, "task"),
+        ({"body": LearnerError("body"), "at_cancel": KeyError("later")}, "body"),
+        ({"body": LearnerError("body"), "closing": OSError("closing")}, "body"),
+        ({"task": LearnerError("task"), "closing": KeyError("closing")}, "task"),
+    ],
+)
+def test_the_first_cause_of_a_run_is_what_it_ends_with(
+    parts: dict[str, Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = type("Controller", (_Controller,), {name: [e] for name, e in parts.items()})
+    recorder = types.SimpleNamespace(of_run=lambda *_, **__: types.SimpleNamespace(close=list))
+    monkeypatch.setattr(training, "Controller", controller)
+    monkeypatch.setattr(training, "Recorder", recorder)
+    monkeypatch.setattr(training.deadline, "stop_time_s", lambda *_: None)
+    config: Any = types.SimpleNamespace(run=types.SimpleNamespace(num_steps=1))
+    with pytest.raises(LearnerError) as caught:
+        asyncio.run(training._train(config, tmp_path, [], [], latest=None))
+    assert str(caught.value) == expected
+
+
+def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylearner import placement
+    from raylearner.config.schema import ClusterSection
+
+    def refuse(**_: object) -> None:
+        raise RuntimeError("Traceback ...\nthe node timed out")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement.ray, "init", refuse)
+    with pytest.raises(StartError) as caught:
+        placement.connect(ClusterSection())
+    assert caught.value.__cause__ is None
+    assert "RuntimeError: the node timed out" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stop_of_the_system_leaves_the_command_line_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import typer
+
+    from raylearner import cli
+
+    error = OSError(errno.ENOSPC, "No space left on device", "/runs/x\x1b[2J")
+    error.__cause__ = ConfigError("inner")
+    with pytest.raises(typer.Exit) as left, cli._exit_codes():
+        raise error
+    assert left.value.exit_code == cli.FAILED
+    assert capsys.readouterr().err == ("the run failed: /runs/x\\x1b[2J: No space left on device\n")

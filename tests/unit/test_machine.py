@@ -1,0 +1,141 @@
+"""What is known of a machine before anything starts: paths of sockets, disks, and who holds a directory."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from minimal import MINIMAL
+
+from raylearner import machine, training
+from raylearner.config.schema import RunConfig
+from raylearner.errors import ConfigError
+from raylearner.learner import checkpoint
+from raylearner.observability import run_directory
+
+LONG = "/tmp/slurm_jobdir/1234567/partition-with-a-long-name/tmp.t0016/another-level"
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    for variable in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR", "VLLM_RPC_BASE_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    return RunConfig.model_validate(yaml.safe_load(MINIMAL))
+
+
+def test_a_temporary_directory_too_long_for_sockets_is_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.refuse_long_sockets(config)
+    monkeypatch.setenv("TMPDIR", LONG)
+    with pytest.raises(ConfigError, match="TMPDIR") as caught:
+        machine.refuse_long_sockets(config)
+    assert f"{len(LONG)} bytes" in str(caught.value)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    machine.refuse_long_sockets(config)
+    monkeypatch.setenv("RAY_TMPDIR", LONG)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    machine.refuse_long_sockets(config)
+
+
+def test_the_longest_path_that_is_allowed_holds_rays_sockets(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private.utils import validate_socket_filepath
+
+    room = machine.MAX_SOCKET_PATH_BYTES - len(machine.RAY_SOCKET) - 1
+    folder = "/" + "d" * (room - 1)
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    machine.refuse_long_sockets(config)
+    validate_socket_filepath(f"{folder}/{machine.RAY_SOCKET}")
+    monkeypatch.setenv("RAY_TMPDIR", f"{folder}d")
+    with pytest.raises(ConfigError):
+        machine.refuse_long_sockets(config)
+
+
+def test_a_full_disk_is_refused_and_one_nearly_full_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = types.SimpleNamespace(free=5 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    machine.refuse_full_disks(tmp_path / "not" / "yet")
+    assert "5 MiB are free" in caplog.text
+    usage.free = 0
+    with pytest.raises(ConfigError, match=r"run\.dir") as caught:
+        machine.refuse_full_disks(tmp_path / "not" / "yet")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_directory_in_use_is_refused_with_its_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX);"
+    holder += " f.write('process 7 on there\\n'); f.flush(); print(1, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(folder / run_directory.LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        for refuse in (
+            lambda: run_directory.refuse_existing(folder),
+            lambda: run_directory.claimed(folder, is_new=True).__enter__(),
+            lambda: run_directory.claimed(folder, is_new=False).__enter__(),
+        ):
+            with pytest.raises(ConfigError, match="in use by process 7 on there"):
+                refuse()
+    with pytest.raises(ConfigError, match="exists already"):
+        run_directory.refuse_existing(folder)
+
+
+def test_a_new_directory_that_was_not_used_is_gone_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match="no room"), run_directory.claimed(folder, is_new=True):
+        raise ConfigError("no room")
+    assert not folder.exists()
+    with run_directory.claimed(folder, is_new=True):
+        (folder / "config.yaml").write_text("")
+    assert folder.is_dir()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / run_directory.LOCK_FILE).mkdir()
+    with (
+        pytest.raises(ConfigError, match="cannot be written"),
+        run_directory.claimed(tmp_path, is_new=False),
+    ):
+        pass
+
+
+async def test_a_resume_with_nothing_left_ends_before_anything_starts(
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with checkpoint.writing(tmp_path / "checkpoints", step=config.run.num_steps) as partial:
+        (partial / "weights").write_text("w")
+    section = config.run.model_copy(update={"dir": str(tmp_path)})
+    config = config.model_copy(update={"run": section})
+    monkeypatch.setattr(training, "_load_data", lambda _: 1 / 0)
+    caplog.set_level("INFO")
+    training.run(config, resume=tmp_path)
+    assert "nothing is left to do" in caplog.text
+    assert str(tmp_path) in caplog.text
+    longer = section.model_copy(update={"num_steps": section.num_steps + 1})
+    with pytest.raises(ZeroDivisionError):
+        training.run(config.model_copy(update={"run": longer}), resume=tmp_path)
+    (tmp_path / "checkpoints" / f"step_{section.num_steps:06d}" / "weights").write_text("v")
+    with pytest.raises(ZeroDivisionError):
+        training.run(config, resume=tmp_path)
+
+
+def test_the_lock_of_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
+    with (tmp_path / run_directory.LOCK_FILE).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(f"process {os.getpid()} on here\n")
+    with run_directory.claimed(tmp_path, is_new=False):
+        pass
