@@ -73,6 +73,7 @@ STAGES = (
         on_cpu=False,
     ),
     Stage("head", "benchmarks.gpu.head", 1, 120),
+    Stage("verification", "benchmarks.gpu.verification", 1, 180),
     Stage(
         "throughput_eager_full",
         "benchmarks.gpu.throughput",

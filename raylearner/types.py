@@ -394,7 +394,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Fixed prompts with the learner's log-probabilities: what proves that weights arrived."""
+    """Fixed prompts with the learner's log-probabilities, which an engine must find again."""
 
     token_ids: tuple[tuple[int, ...], ...]
     """Sequences of at least 2 tokens, as engines take them: one placeholder for each image."""
@@ -415,7 +415,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """One push: which version, how its tensors travel, and how the arrival is proven."""
+    """One push: which version, how its tensors travel, and how the arrival is verified.
+
+    The payload has the `checksums` of what is sent, by name.
+    """
 
     policy_version: PolicyVersion
     transport: str
@@ -435,3 +438,7 @@ class WeightReceipt:
     pause_s: float
     update_s: float
     proof_s: float
+    verify_s: float = 0.0
+    """In which the engine compared the checksums of what it holds."""
+    num_verified: int = 0
+    """Tensors whose checksums the engine's parameters have, as the learner sent them."""

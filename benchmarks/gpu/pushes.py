@@ -66,6 +66,11 @@ class BareLearner:
 
         return self._model.named_weights(DTYPES[dtype])
 
+    def weight_checksums(self, dtype: str) -> dict[str, Any]:
+        from raylearner.learner.model import DTYPES
+
+        return self._model.weight_checksums(DTYPES[dtype])
+
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._model.weight_shapes()
 

@@ -36,6 +36,8 @@ from raylearner.types import (
     WeightUpdate,
 )
 from raylearner.weights import proof
+from raylearner.weights.checksums import Checksums, plain
+from raylearner.weights.verification import refuse_differences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -104,6 +106,7 @@ class TransformersEngine:
         self._loop: asyncio.Task[None] | None = None
         self._failure: str | None = None
         self._model: Any = None
+        self._came: list[str] = []
         self._cache: Any = None
         self._sight: Sight | None = None
 
@@ -357,6 +360,8 @@ class TransformersEngine:
         started = time.monotonic()
         self._load_weights(update.payload)
         loaded = time.monotonic()
+        num_verified = self._verify(update)
+        verified = time.monotonic()
         found = proof.check(
             self._probe_logprobs(update.probe), update.probe, policy_version=update.policy_version
         )
@@ -366,7 +371,9 @@ class TransformersEngine:
             proof_gap=found,
             pause_s=finished - paused,
             update_s=loaded - started,
-            proof_s=finished - loaded,
+            proof_s=finished - verified,
+            verify_s=verified - loaded,
+            num_verified=num_verified,
         )
 
     @torch.no_grad()
@@ -384,6 +391,7 @@ class TransformersEngine:
         came = {id(parameters[name]) for name in tensors}  # a tied tensor comes under either name
         if missing := sorted(n for n, p in parameters.items() if id(p) not in came):
             raise WeightTransferError(f"weights refused: never came: {', '.join(missing[:5])}")
+        self._came = list(tensors)
         for name, tensor in tensors.items():
             if tensor.shape != parameters[name].shape:
                 raise WeightTransferError(
@@ -391,6 +399,17 @@ class TransformersEngine:
                     f"got {tuple(tensor.shape)}"
                 )
             parameters[name].copy_(tensor)
+
+    def _verify(self, update: WeightUpdate) -> int:
+        """Compares what the model's own parameters hold with what was sent, tensor by tensor."""
+        sent = update.payload["checksums"]
+        sums = Checksums()
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name in sent.keys() & parameters.keys():
+            sums.add(name, parameters[name])
+        parts = [[name, name, "all of it", *plain(found)] for name, found in sums.result().items()]
+        report = {"names": self._came, "parts": parts, "repacked": [], "strays": [], "arrived": {}}
+        return refuse_differences(sent, [report], policy_version=update.policy_version)
 
     @torch.inference_mode()
     def _probe_logprobs(self, probe: Probe) -> list[list[float]]:

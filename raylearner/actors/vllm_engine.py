@@ -98,7 +98,7 @@ class VllmEngine:
         try:
             vllm_process.set_environment(
                 kv_cache_gib=self._config.kv_cache_gib,
-                shares_memory=self._weights.backend == "ipc",
+                shares_memory=self._weights.shares_memory,
             )
             await asyncio.to_thread(self._create, self._log.configuration())
             assert self._llm is not None
@@ -284,7 +284,9 @@ class VllmEngine:
                 await self._clear_caches(llm)
         started = time.monotonic()
         await self._weights.replace(llm, update)
-        finished = time.monotonic()
+        loaded = time.monotonic()
+        num_verified = await self._weights.verify(llm, update)
+        verified = time.monotonic()
         if self._is_asleep:
             await llm.wake_up(tags=["kv_cache"])
             self._is_asleep = False
@@ -303,8 +305,10 @@ class VllmEngine:
             policy_version=update.policy_version,
             proof_gap=proof_gap,
             pause_s=resumed - paused,
-            update_s=finished - started,
+            update_s=loaded - started,
             proof_s=proof_s,
+            verify_s=verified - loaded,
+            num_verified=num_verified,
         )
 
     async def _clear_caches(self, llm: "AsyncLLM") -> None:

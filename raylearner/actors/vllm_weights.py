@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import PolicyVersion, WeightUpdate
-from raylearner.weights.fit import refuse_misfit
-from raylearner.weights.group import WeightGroup
+from raylearner.weights.fit import refuse_misfit, refuse_other_tensors
+from raylearner.weights.group import WeightGroup, backend
+from raylearner.weights.verification import refuse_adapter_differences, refuse_differences
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -28,15 +29,25 @@ class WeightEntrance:
         """What every request must name, once one has come."""
 
     @property
-    def backend(self) -> str:
-        """Of vLLM's weight transfer; adapters come another way."""
+    def _loading(self) -> str:
+        """The transport that vLLM's weight transfer is made for; adapters come another way."""
         return "shared_files" if self._transport == "adapter" else self._transport
+
+    @property
+    def backend(self) -> str:
+        """Of vLLM's weight transfer."""
+        return backend(self._loading)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether weights are read from the learner's own GPU memory."""
+        return self._transport == "ipc"
 
     async def initialize(self, llm: "AsyncLLM", policy_version: PolicyVersion) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         # A broadcast's communicator is made at its first push, among all members.
-        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self.backend)
+        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self._loading)
         if arguments is not None:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
         await llm.update_weight_version(str(policy_version))
@@ -48,6 +59,7 @@ class WeightEntrance:
                 f"weights came by {update.transport!r}, this engine takes {self._transport!r}"
             )
         await asyncio.to_thread(refuse_misfit, update, llm.model_config.model)
+        await asyncio.to_thread(refuse_other_tensors, update)
         if update.transport == "nccl":
             await self._join(llm, update.payload["group"])
 
@@ -57,6 +69,20 @@ class WeightEntrance:
             await self._replace_adapter(llm, update)
         else:
             await self._replace_weights(llm, update)
+
+    async def verify(self, llm: "AsyncLLM", update: WeightUpdate) -> int:
+        """The number of tensors of which every rank holds just what was sent.
+
+        Raises `WeightTransferError` naming those of which one does not.
+        """
+        if update.transport == "adapter":
+            path = update.payload["path"]
+            reports = await llm.collective_rpc("adapter_report", args=(path,))
+            refuse = refuse_adapter_differences
+        else:
+            reports = await llm.collective_rpc("weight_report")
+            refuse = refuse_differences
+        return refuse(update.payload["checksums"], reports, policy_version=update.policy_version)
 
     async def _replace_weights(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -96,6 +122,7 @@ class WeightEntrance:
 
     def _arguments(self, update: WeightUpdate) -> dict[str, Any]:
         payload = dict(update.payload)
+        del payload["checksums"]
         if update.transport == "nccl":
             del payload["group"]
         elif update.transport == "ipc":

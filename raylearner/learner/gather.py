@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from raylearner.weights.checksums import MODULUS, NOTHING, Checksum, Checksums, whole
 
 MAX_GATHER_BYTES = 256 * 1024**2
 """Parameters are gathered together up to this size, or one by one where larger."""
@@ -40,6 +43,41 @@ def gathered(
         held.append((name, tensor))
         num_bytes += size
     yield from _gather(held, dtype)
+
+
+def gathered_checksums(
+    named_parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> dict[str, Checksum]:
+    """Those of what `gathered` yields; each rank reads its own part and nothing else travels."""
+    sums, everywhere = Checksums(), Checksums()
+    sizes: dict[str, int] = {}
+    group, device_type = None, "cpu"
+    for name, parameter in named_parameters:
+        tensor = parameter.detach()
+        sizes[name] = tensor.numel()
+        if not isinstance(tensor, DTensor):
+            everywhere.add(name, tensor.to(dtype))
+            continue
+        mesh = tensor.device_mesh
+        group, device_type = mesh.get_group(mesh.ndim - 1), mesh.device_type
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        local = tensor.to_local().to(mesh.device_type, dtype)
+        row = math.prod(tensor.shape[1:])
+        sums.add(name, local, whole(local.shape, offset[0] * row if offset else 0))
+    own, found = sums.result(), everywhere.result()
+    sharded = [name for name in sizes if name not in found]
+    table = torch.tensor([[_signed(n) for n in own.get(name, NOTHING)[:2]] for name in sharded])
+    if group is not None and dist.get_world_size(group) > 1:
+        table = table.to(device_type)
+        dist.all_reduce(table, group=group)
+    for name, (words, places) in zip(sharded, table.tolist(), strict=True):
+        found[name] = Checksum(words % MODULUS, places % MODULUS, sizes[name])
+    return {name: found[name] for name in sizes}
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as torch counts them."""
+    return number - MODULUS if number >= MODULUS // 2 else number
 
 
 def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -56,6 +56,7 @@ from raylearner.learner.update import (
 from raylearner.learner.writes import Writer, Writes
 from raylearner.observability.spans import Tracer
 from raylearner.types import PolicyVersion, TrajectoryKey
+from raylearner.weights.checksums import Checksum
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,10 @@ class Learner:
     def causal_lm(self) -> nn.Module:
         """The transformers model, sharded: its shapes say what a step costs."""
         return self._model.causal_lm
+
+    def weight_checksums(self, dtype: str) -> dict[str, Checksum]:
+        """Of what `named_weights` yields; every rank must call it."""
+        return self._model.weight_checksums(DTYPES[dtype])
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and full shapes of what `named_weights` yields, in its order."""

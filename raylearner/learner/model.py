@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 from raylearner.learner import attention, lora
 from raylearner.learner.attention import Backend
 from raylearner.learner.context import ContextGroup
-from raylearner.learner.gather import gathered
+from raylearner.learner.gather import gathered, gathered_checksums
 from raylearner.learner.images import PackedImages
 from raylearner.learner.logprobs import chunked_logprobs, chunked_squared_probs
 from raylearner.learner.micro_batch import PackedTokens
 from raylearner.tokenization.vision import deal_out
 from raylearner.types import BAN_BIAS
+from raylearner.weights.checksums import Checksum, Checksums
 
 DTYPES = {
     "float64": torch.float64,
@@ -217,6 +218,15 @@ class PackedModel(nn.Module):
         if self.has_adapters:
             return lora.merged(self.causal_lm, dtype)
         return gathered(self.causal_lm.named_parameters(), dtype)
+
+    def weight_checksums(self, dtype: torch.dtype) -> dict[str, Checksum]:
+        """Of what `named_weights` yields. Every rank must call it, and finds the same."""
+        if self.has_adapters:
+            sums = Checksums()
+            for name, tensor in lora.merged(self.causal_lm, dtype):
+                sums.add(name, tensor)
+            return sums.result()
+        return gathered_checksums(self.causal_lm.named_parameters(), dtype)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """By their transformers names all parameters, or the adapters where there are any.

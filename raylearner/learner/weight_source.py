@@ -17,6 +17,7 @@ from raylearner.config.schema import WeightsSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.images import ImageReader
 from raylearner.types import PolicyVersion, Probe, WeightUpdate
+from raylearner.weights.checksums import Checksum
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.proof import probe_tokens
 from raylearner.weights.shared_files import write_adapter, write_weights
@@ -34,6 +35,8 @@ class WeightSource(Protocol):
     def model_folder(self) -> Path: ...
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]: ...
+
+    def weight_checksums(self, dtype: str) -> Mapping[str, Checksum]: ...
 
     def weight_shapes(self) -> Sequence[tuple[str, tuple[int, ...]]]: ...
 
@@ -138,6 +141,8 @@ class WeightWriter:
                 "names": [name for name, _ in shapes],
                 "dtype_names": [self._dtype] * len(shapes),
                 "shapes": [list(shape) for _, shape in shapes],
+                # Before anything travels: engines compare as soon as they have loaded it.
+                "checksums": self._source.weight_checksums(self._dtype),
             }
         is_adapter = self._transport == "adapter"
         source = self._source

@@ -139,6 +139,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("weights/update_s", "s", "Longest time in which an engine loaded tensors."),
     ("weights/connect_s", "s", "Time in which the learner met the engines of a new communicator."),
     ("weights/send_s", "s", "Time in which the learner gathered and broadcast weights."),
+    ("weights/verify_s", "s", "Longest time in which an engine compared checksums of its parameters."),
+    ("weights/verify_tensors", "tensors", "Tensors that every engine holds with the checksums sent."),
     ("weights/proof_s", "s", "Longest time that a proof took."),
     ("weights/proof_gap", "nats", "Largest |learner - engine| log-probability on the probe prompts."),
     ("weights/num_engines", "engines", "Engines that acknowledged the push."),

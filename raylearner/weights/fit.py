@@ -30,6 +30,18 @@ def refuse_misfit(update: WeightUpdate, model_path: str) -> None:
         )
 
 
+def refuse_other_tensors(update: WeightUpdate) -> None:
+    """Raises `WeightTransferError` naming the first tensor that travels without a checksum, or not at all."""
+    theirs, sent = _pushed(update.payload), update.payload["checksums"]
+    if theirs and (others := sorted(theirs.keys() ^ sent.keys())):
+        name = others[0]
+        fault = "was sent and is not there" if name in sent else "is there and was not sent"
+        raise WeightTransferError(
+            f"weights refused: {name} {fault} ({len(others)} tensors, policy version"
+            f" {update.policy_version})"
+        )
+
+
 @lru_cache(maxsize=1)
 def _of_model(model_path: str) -> Mapping[str, Shape]:
     """An engine runs one model, and is pushed to at every step."""

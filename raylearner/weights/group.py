@@ -9,6 +9,11 @@ PACKED_BYTES = 512 * 1024**2
 """Size of one broadcast: while one is on its way the next is gathered."""
 
 
+def backend(transport: str) -> str:
+    """What a transport's engine is called among vLLM's weight-transfer backends."""
+    return f"verified_{transport}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
     """A communicator to be: rank 0 sends, engines hold `ranks_per_member` ranks each, in order.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from raylearner.weights.checksums import Checksums
+
 
 class IpcShare:
     """Owns the buffer of the last push."""
@@ -27,10 +29,13 @@ class IpcShare:
         names: list[str] = []
         shapes: list[list[int]] = []
         parts: list[Tensor] = []
+        sums = Checksums()
         for name, tensor in weights:
             names.append(name)
             shapes.append(list(tensor.shape))
-            parts.append(tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8))
+            cast = tensor.detach().to(dtype).contiguous()
+            sums.add(name, cast)
+            parts.append(cast.reshape(-1).view(torch.uint8))
         self._buffer = buffer = torch.cat(parts)
         sizes = [part.numel() for part in parts]
         del parts
@@ -46,6 +51,7 @@ class IpcShare:
             "shapes": shapes,
             "tensor_sizes": sizes,
             "handles": handles,
+            "checksums": sums.result(),
         }
 
     def release(self) -> None:

@@ -1,7 +1,8 @@
-"""The proof that weights arrived: log-probabilities of probe prompts, engine against learner.
+"""What checksums cannot see of a push: log-probabilities of probe prompts, engine against learner.
 
-Checksums compare engines with each other only; a head that kept its old weights, a tensor that
-never came or a cache that outlived the push all show here.
+That parameters hold what was sent is for `verification`; a kernel's packed copy or a tied head that kept
+its old weights, a cache that outlived the push and other settings show here, where they change
+log-probabilities by more than the tolerance.
 """
 
 import math

@@ -233,6 +233,7 @@ class Publisher:
             "weights/proof_s": max((r.proof_s for r in receipts), default=0.0),
             "weights/proof_gap": max((r.proof_gap for r in receipts), default=0.0),
             "weights/num_engines": float(len(receipts)),
+            **_verified(receipts),
             **timings,
         }
         if not errors or receipts:
@@ -372,3 +373,13 @@ class Publisher:
         for update in ready:
             del self._readers[id(update)]
             await self._discard(update)
+
+
+def _verified(receipts: Sequence[WeightReceipt]) -> dict[str, float]:
+    """Of engines that hold weights; scripted ones have none to verify."""
+    if not any(receipt.num_verified for receipt in receipts):
+        return {}
+    return {
+        "weights/verify_s": max(receipt.verify_s for receipt in receipts),
+        "weights/verify_tensors": float(min(receipt.num_verified for receipt in receipts)),
+    }

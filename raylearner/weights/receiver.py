@@ -1,7 +1,7 @@
-"""What runs inside vLLM's workers: the `shared_files` transfer engine, and the watch on the owner.
+"""What runs inside vLLM's workers: transfer engines that tell what they hold, and the watch on the owner.
 
 A worker imports this module because the engine arguments name `WorkerExtension`. Importing it
-registers the backend and, where the environment names an owner, starts to watch it: a core and its
+registers the backends and, where the environment names an owner, starts to watch it: a core and its
 workers must not outlive the process that made them, not even when that one is killed.
 """
 
@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,24 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
+from raylearner.weights.adapters import adapter_report
+from raylearner.weights.group import backend
 from raylearner.weights.owner import OWNER_VARIABLE, start_time
-from raylearner.weights.shared_files import BACKEND
+from raylearner.weights.trace import Trace
 
 
 @dataclass
@@ -49,56 +58,69 @@ class SharedFilesUpdate(WeightTransferUpdateInfo):
     """Whether tensors may be missing; they then keep their old values."""
 
 
-class SharedFilesEngine(WeightTransferEngine[SharedFilesInit, SharedFilesUpdate]):
-    """Loads a safetensors file into a running model, all of it or not at all.
+class _Verified(WeightTransferEngine[Any, Any]):
+    """What all transports share: a push loads all of the model or fails, and tells what is held then.
 
     An exception leaves the model without usable weights: the engine must then be replaced.
     """
 
-    init_info_cls = SharedFilesInit
-    update_info_cls = SharedFilesUpdate
+    model: torch.nn.Module
+    _trace: Trace | None = None
+    _loaded: set[str]
 
-    def init_transfer_engine(self, init_info: SharedFilesInit) -> None:
-        # It warns of a tied head that was not loaded by itself; `receive_weights` checks for real.
+    def start_weight_update(self) -> None:
+        # It warns of a tied head that was not loaded by itself; `_refuse_gaps` checks for real.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
             logging.ERROR
         )
-
-    def start_weight_update(self) -> None:
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._embedding_names = tied_names(self.model)
+        self._loaded = set()
+        self._trace = self._trace or Trace(self.model, may_repack=_may_repack)
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
+        self._trace.start()
 
-    def receive_weights(self, update_info: SharedFilesUpdate) -> None:
-        tensors = load_file(update_info.path)
-        if len(tensors) != update_info.num_tensors:
-            raise ValueError(
-                f"{update_info.path} holds {len(tensors)} tensors, {update_info.num_tensors} were written"
-            )
-        with torch.device(self.device):
-            loaded = self._load(tensors)
-        if not update_info.is_partial:
-            self._refuse_gaps(loaded)
+    def receive_weights(self, update_info: Any) -> None:
+        load: Any = self.model.load_weights
+        # Transports call the model's own `load_weights`; for their time it is this one.
+        self.model.load_weights = self._load(load)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            super().receive_weights(update_info)
+        finally:
+            del self.model.load_weights
+        if not getattr(update_info, "is_partial", False):
+            self._refuse_gaps(self._loaded)
 
     def finish_weight_update(self) -> None:
-        with torch.device(self.device):
-            finalize_layerwise_reload(self.model, self.model_config)
+        super().finish_weight_update()
         # On CPUs a tied head was repacked when the checkpoint was loaded and is no part of the
         # reload: without this it would keep the old weights under the new version.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
-    def shutdown(self) -> None:
-        pass
+    def report(self) -> dict[str, Any]:
+        """What the parameters hold now. Read anew at every call."""
+        if self._trace is None:
+            raise ValueError("nothing has been loaded yet that could be verified")
+        return self._trace.report()
 
-    def _load(self, tensors: dict[str, torch.Tensor]) -> set[str]:
-        load: Any = self.model.load_weights
-        try:
-            return set(load(iter(tensors.items())) or ())
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"weights refused: the model has no such tensor: {error}") from error
+    def _load(self, load: Any) -> Any:
+        trace = self._trace
+        assert trace is not None
+
+        def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            try:
+                loaded = set(load(trace.watched(weights)) or ())
+            except (KeyError, ValueError) as error:
+                raise ValueError(
+                    f"weights refused: the model has no such tensor: {error}"
+                ) from error
+            self._loaded |= loaded
+            return loaded
+
+        return watched
 
     def _refuse_gaps(self, loaded: set[str]) -> None:
         missing = self._expected - loaded
@@ -124,8 +146,68 @@ class SharedFilesEngine(WeightTransferEngine[SharedFilesInit, SharedFilesUpdate]
             )
 
 
+class _FileReader(WeightTransferEngine[SharedFilesInit, SharedFilesUpdate]):
+    """Loads a safetensors file."""
+
+    init_info_cls = SharedFilesInit
+    update_info_cls = SharedFilesUpdate
+
+    def init_transfer_engine(self, init_info: SharedFilesInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def receive_weights(self, update_info: SharedFilesUpdate) -> None:
+        tensors = load_file(update_info.path)
+        if len(tensors) != update_info.num_tensors:
+            raise ValueError(
+                f"{update_info.path} holds {len(tensors)} tensors, {update_info.num_tensors} were written"
+            )
+        load: Any = self.model.load_weights
+        with torch.device(self.device):
+            load(iter(tensors.items()))
+
+    def finish_weight_update(self) -> None:
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class SharedFilesEngine(_Verified, _FileReader):
+    pass
+
+
+class VerifiedNcclEngine(_Verified, NCCLWeightTransferEngine):
+    pass
+
+
+class VerifiedIpcEngine(_Verified, IPCWeightTransferEngine):
+    pass
+
+
 class WorkerExtension:
-    """Carries nothing: naming it makes the worker import this module."""
+    """Mixed into vLLM's worker: its methods can be called from the engine's side."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def weight_report(self) -> dict[str, Any]:
+        """What this rank's parameters hold since the last push, for `verification`."""
+        return self.weight_transfer_engine.report()
+
+    def adapter_report(self, path: str) -> dict[str, Any]:
+        """What this rank's places for adapters hold, next to the adapter in `path`."""
+        return adapter_report(self.model_runner.lora_manager._adapter_manager, path)
+
+
+def _may_repack(layer: torch.nn.Module) -> bool:
+    """Whether a kernel may keep the layer's weights in a layout of its own."""
+    method = getattr(layer, "quant_method", None)
+    is_plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    return method is not None and (current_platform.is_cpu() or not is_plain)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -169,6 +251,11 @@ def _end_with_owner(pid: int, born: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedFilesEngine)
+for _transport, _engine in (
+    ("shared_files", SharedFilesEngine),
+    ("nccl", VerifiedNcclEngine),
+    ("ipc", VerifiedIpcEngine),
+):
+    if backend(_transport) not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend(_transport), _engine)
 watch_owner()

@@ -16,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from raylearner.errors import WeightTransferError
 from raylearner.types import PolicyVersion
-
-BACKEND = "shared_files"
+from raylearner.weights.checksums import Checksums
 
 
 def write_weights(
@@ -32,7 +31,7 @@ def write_weights(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = _untied(tensors, dtype)
+    kept, sums = _untied(tensors, dtype)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
     # A version pushed twice must not lose its file when the first push is discarded.
     path = folder / f"policy_{policy_version:08d}_{uuid4().hex[:8]}.safetensors"
@@ -48,7 +47,12 @@ def write_weights(
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise _full(folder, num_bytes, free) from error
         raise WeightTransferError(f"weights could not be written to {path}: {error}") from error
-    return {"path": str(path), "num_tensors": len(kept), "num_bytes": num_bytes}
+    return {
+        "path": str(path),
+        "num_tensors": len(kept),
+        "num_bytes": num_bytes,
+        "checksums": sums.result(),
+    }
 
 
 def write_adapter(
@@ -81,10 +85,12 @@ def discard_weights(payload: Mapping[str, Any]) -> None:
 
 def _untied(
     tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+) -> tuple[dict[str, torch.Tensor], Checksums]:
+    """Copies on the host by name, and the checksums of what was copied."""
     # An address alone does not prove a tie: a gathered tensor may reuse that of one already freed.
     owners: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StorageWeakRef] = {}
     kept: dict[str, torch.Tensor] = {}
+    sums = Checksums()
     for name, tensor in tensors:
         tensor = tensor.detach()
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
@@ -92,9 +98,10 @@ def _untied(
         if owner is not None and not owner.expired() and tensor.numel() > 0:
             continue
         owners[key] = StorageWeakRef(tensor.untyped_storage())
-        is_floating = tensor.is_floating_point()
-        kept[name] = tensor.to("cpu", dtype if is_floating else tensor.dtype).contiguous()
-    return kept
+        cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        sums.add(name, cast)
+        kept[name] = cast.cpu()
+    return kept, sums
 
 
 def _full(folder: Path, num_bytes: int, free: int) -> WeightTransferError:

@@ -118,6 +118,10 @@ class TwoRanks:
     outputs: list[StepOutput]
     probe: list[list[float]]
     weights: dict[str, Any]
+    checksums: dict[str, Any]
+    """By each rank of its own rows, added up."""
+    sent: dict[str, Any]
+    """Checksums of the full tensors."""
     saved: Path
     saved_beside: Path
     """By `finish_save`, while rank 1 had no room for its own files."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import writes
 from raylearner.learner.learner import Learner
+from raylearner.weights.checksums import checksum
 
 
 def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
@@ -37,6 +38,8 @@ def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     result = {
         "outputs": outputs,
         "probe": learner.probe_logprobs([[35, 36, 37], [20, 21, 22, 23]]),
+        "checksums": learner.weight_checksums("bfloat16"),
+        "sent": {name: checksum(w) for name, w in learner.named_weights("bfloat16")},
         "weights": {name: w.numpy().copy() for name, w in learner.named_weights("float64")},
     }
     if rank == 0:

@@ -131,6 +131,11 @@ def test_three_steps_equal_a_naive_padded_loop(
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=1e-6)
 
 
+def test_ranks_add_up_checksums_of_their_own_rows(two_ranks: Any) -> None:
+    assert two_ranks.checksums == two_ranks.sent
+    assert two_ranks.checksums.keys() == two_ranks.weights.keys()
+
+
 def test_one_rank_and_two_give_the_same_numbers(tiny_folder: Path, two_ranks: Any) -> None:
     """Also where a rank had no row: the third step has one only."""
     section = LearnerSection(**two_ranks.config)

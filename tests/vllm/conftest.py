@@ -16,6 +16,7 @@ from raylearner.actors import vllm_process
 from raylearner.actors.vllm_engine import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
+from raylearner.weights.checksums import Checksum
 from raylearner.weights.proof import probe_tokens
 from raylearner.weights.shared_files import write_weights
 
@@ -65,11 +66,10 @@ class Lab:
             special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
             num_tokens=32,
         )
-        tensors = [(name, t) for name, t in model.named_parameters() if name != without]
         return WeightUpdate(
             policy_version=version,
             transport="shared_files",
-            payload=write_weights(tensors, self.folder, version, torch.float32),
+            payload=self.write(model, without=without),
             probe=Probe(
                 token_ids=token_ids,
                 logprobs=tuple(
@@ -79,6 +79,13 @@ class Lab:
             ),
             should_clear_caches=should_clear_caches,
         )
+
+    def write(self, model: Qwen2ForCausalLM, *, without: str | None = None) -> dict[str, Any]:
+        tensors = [(name, t) for name, t in model.named_parameters() if name != without]
+        return write_weights(tensors, self.folder, self.version, torch.float32)
+
+    def sums(self, model: Qwen2ForCausalLM) -> dict[str, Checksum]:
+        return self.write(model)["checksums"]
 
     async def push(self, **arguments: Any) -> WeightReceipt:
         self.version += 1

@@ -123,6 +123,42 @@ async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) ->
     assert lab.gap(prompt, later) < 1e-4
 
 
+async def test_adapters_are_verified_in_the_places_where_they_are_held(lab: AdapterLab) -> None:
+    receipt = await lab.push(2000)
+    names = [name for name, _ in lora.adapter_weights(lab.model, torch.float32)]
+    assert receipt.num_verified == len(names)
+    llm, held = lab.engine._llm, lab.payloads[-1]
+    later = AdapterLab(lab.engine, lab.folder)
+    later.set_version(2001)
+    payload = write_adapter(
+        lora.adapter_weights(later.model, torch.float32),
+        lora.adapter_config(later.model, base="base"),
+        lab.folder,
+        2001,
+        torch.float32,
+    )
+
+    def update(path: str, sums: dict) -> WeightUpdate:
+        return WeightUpdate(
+            policy_version=2001,
+            transport="adapter",
+            payload={"path": path, "checksums": sums},
+            probe=Probe(token_ids=(), logprobs=(), tolerance=1.0),
+        )
+
+    entrance = lab.engine._weights
+    # The file is the new one, and the engine never loaded it.
+    with pytest.raises(WeightTransferError, match="is not what"):
+        await entrance.verify(llm, update(payload["path"], payload["checksums"]))
+    # The file is not what was sent.
+    with pytest.raises(WeightTransferError, match="another checksum"):
+        await entrance.verify(llm, update(held["path"], payload["checksums"]))
+    one = {**held["checksums"], names[3]: payload["checksums"][names[3]]}
+    with pytest.raises(WeightTransferError) as caught:
+        await entrance.verify(llm, update(held["path"], one))
+    assert [name for name in names if name in str(caught.value)] == [names[3]]
+
+
 async def test_the_proof_tells_another_adapter(lab: AdapterLab) -> None:
     """The last test of this engine, which it condemns."""
     with pytest.raises(WeightTransferError, match="proof of policy version 1001 failed"):

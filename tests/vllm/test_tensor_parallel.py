@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +13,11 @@ from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
 
 from raylearner.actors.vllm_engine import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.errors import WeightTransferError
 from raylearner.types import Sampling, WeightUpdate
+from raylearner.weights.checksums import Checksum
 from raylearner.weights.shared_files import write_weights
+from raylearner.weights.verification import refuse_differences
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +28,21 @@ pytestmark = [
         torch.cuda.device_count() == 1, reason="needs two GPUs or none, 1 is visible"
     ),
 ]
+
+
+def refuse_withheld_shards(sent: Mapping[str, Checksum], reports: Sequence[Any]) -> None:
+    """One rank's part of one tensor is named; a rank that has what the other one has is noticed."""
+    with pytest.raises(WeightTransferError, match="embed_tokens.weight came in part"):
+        refuse_differences(sent, [reports[0], reports[0]], policy_version=1)
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "lm_head.weight",
+    ):
+        left = {**reports[1], "parts": [part for part in reports[1]["parts"] if part[0] != name]}
+        with pytest.raises(WeightTransferError, match=f"{name} came in part"):
+            refuse_differences(sent, [reports[0], left], policy_version=1)
 
 
 async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> None:
@@ -53,8 +74,30 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         await asyncio.sleep(0.3)
         receipt = await engine.receive(update)
         log.info("%s", receipt)
+        sent = update.payload["checksums"]
+        assert receipt.num_verified == len(sent) == len(weights)
+        reports = await engine._llm.collective_rpc("weight_report")
         assert receipt.proof_gap < 0.05
         completions = await asyncio.gather(*running)
         assert {v for c in completions for v in c.policy_versions.tolist()} == {0, 1}
+        refuse_withheld_shards(sent, reports)
+        # A rank that kept what it had while the other one took the next version.
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 1e-6 * torch.randn_like(parameter).sign()
+        payload = write_weights(policy.named_parameters(), tmp_path / "pushed", 2, torch.float32)
+        receipt = await engine.receive(
+            replace(
+                update,
+                policy_version=2,
+                payload=payload,
+                probe=make_probe(policy, 2, tolerance=0.05),
+            )
+        )
+        assert receipt.num_verified == len(weights)
+        later = await engine._llm.collective_rpc("weight_report")
+        for mixed in ([later[0], reports[1]], [reports[0], later[1]]):
+            with pytest.raises(WeightTransferError, match=r"embed_tokens"):
+                refuse_differences(payload["checksums"], mixed, policy_version=2)
     finally:
         await engine.close()

@@ -1,7 +1,8 @@
 """Weights land under running generations of a real vLLM, and the proof tells whether they did."""
 
 import asyncio
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from raylearner.errors import EngineError, WeightTransferError
-from raylearner.types import Sampling
+from raylearner.types import Sampling, WeightUpdate
+from raylearner.weights.checksums import Checksum
 
 pytestmark = [
     pytest.mark.vllm,
@@ -21,6 +23,10 @@ both = pytest.mark.parametrize("lab", ["tied", "untied"], indirect=True, scope="
 
 RUNNING = Sampling(max_tokens=300, banned_token_ids=(1,))
 """Never ends early."""
+
+
+def with_sums(update: WeightUpdate, sums: Mapping[str, Checksum]) -> WeightUpdate:
+    return replace(update, payload={**update.payload, "checksums": sums})
 
 
 async def start_running(lab, prompt: list[int], count: int = 16) -> list[asyncio.Task]:
@@ -163,6 +169,57 @@ async def test_weights_refused_by_name_condemn_the_engine(lab) -> None:
             await lab.engine.generate(lab.tokens("abc"), RUNNING)
         with pytest.raises(EngineError, match="did not arrive"):
             await lab.push()
+
+
+@untied
+async def test_parameters_are_verified_tensor_by_tensor_whatever_the_probe_would_notice(
+    lab,
+) -> None:
+    receipt = await lab.push()
+    names = [name for name, _ in lab.model(lab.version).named_parameters()]
+    assert receipt.num_verified == len(names)
+    held = lab.update(lab.version)
+    engine, llm = lab.engine, lab.engine._llm
+
+    # A whole push that was withheld, at the smallest learning rate that people use.
+    model = copy.deepcopy(lab.model(lab.version))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-6 * torch.randn_like(parameter).sign()
+    moved = lab.sums(model)
+    with pytest.raises(WeightTransferError) as caught:
+        await engine._weights.verify(llm, with_sums(held, moved))
+    assert names[0] in str(caught.value)
+    assert f"and {len(names) - 5} more" in str(caught.value)
+
+    # One tensor that was withheld, whether it is fused, a norm, the embedding or the head.
+    for name in names:
+        mixed = {**held.payload["checksums"], name: moved[name]}
+        with pytest.raises(WeightTransferError) as caught:
+            await engine._weights.verify(llm, with_sums(held, mixed))
+        assert [n for n in names if f"{n} has" in str(caught.value)] == [name]
+
+    # The same on its way: a file that has everything, and one matrix as it was before.
+    stale = "model.layers.1.mlp.up_proj.weight"
+    right = lab.sums(model)
+    dict(model.named_parameters())[stale].data = dict(lab.model(lab.version).named_parameters())[
+        stale
+    ].data
+    wrong = with_sums(replace(held, payload=lab.write(model)), right)
+    await engine._weights.replace(llm, wrong)
+    with pytest.raises(WeightTransferError, match=stale):
+        await engine._weights.verify(llm, wrong)
+
+    # What never came at all, and what nobody sent.
+    partly = replace(held, payload=lab.write(model, without=stale) | {"is_partial": True})
+    await engine._weights.replace(llm, partly)
+    with pytest.raises(WeightTransferError, match=f"{stale} never came"):
+        await engine._weights.verify(llm, with_sums(partly, right))
+    await engine._weights.replace(llm, held)
+    fewer = {name: sums for name, sums in held.payload["checksums"].items() if name != stale}
+    with pytest.raises(WeightTransferError, match=f"{stale} came .* was not sent"):
+        await engine._weights.verify(llm, with_sums(held, fewer))
+    assert await engine._weights.verify(llm, held) == len(names)
 
 
 @untied

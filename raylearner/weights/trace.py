@@ -1,0 +1,213 @@
+"""Where the tensors of a push end up in a running model, seen as its own loaders write them.
+
+A loader of vLLM fuses, shards and pads as its layer needs; nothing here knows how. The copies that it
+makes are seen, and each is a part of a named tensor that goes to a place in a parameter. That map is
+made at the first push and kept, since the same names with the same shapes go the same way. After every
+push the parameters are read at those places. Parameters that a kernel repacks are no longer there in
+the loader's layout: of them, what the loader wrote is read before the repacking.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raylearner.weights.checksums import Checksum, Checksums, Region, plain
+
+DEFERRED = "online_process_loader"
+"""What vLLM calls the loaders that keep tensors until their layer has all of its own."""
+_MARK = "_is_traced_by_raylearner"
+
+
+class Write(NamedTuple):
+    """A part of a named tensor, and its place in a parameter."""
+
+    name: str
+    part: Region
+    place: Region
+    dtype: torch.dtype
+    """Of the named tensor; the parameter's may be wider."""
+
+
+@dataclass(slots=True)
+class _Target:
+    """What is known of one parameter."""
+
+    writes: list[Write] = field(default_factory=list[Write])
+    layout: tuple[Any, ...] = ()
+    """Of the parameter that its loader wrote into."""
+    is_repacked: bool | None = None
+    """Unknown until the first push is over."""
+
+
+class Trace:
+    """Owns the map of one model; one push at a time between `start` and `report`."""
+
+    def __init__(self, model: nn.Module, *, may_repack: Callable[[nn.Module], bool]) -> None:
+        """`may_repack` says of which layers a kernel may hold the weights in a layout of its own."""
+        self._model = model
+        self._may_repack = may_repack
+        self._targets: dict[str, _Target] = {}
+        self._sources: dict[int, list[tuple[int, int, str, torch.dtype]]] = {}
+        self._names: list[str] = []
+        self._written: dict[str, Checksums] = {}
+        self._arrived = Checksums()
+        self._strays: set[str] = set()
+        self._is_first = True
+
+    def start(self) -> None:
+        """Begin a push, once the model's parameters have the loaders that will write them."""
+        self._sources, self._names = {}, []
+        self._written, self._arrived = {}, Checksums()
+        self._is_first = not self._targets
+        for module_name, module in self._model.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._trace(module, name, f"{module_name}.{name}".strip("."))
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors on their way into the model, known from here on by where they lie."""
+        for name, tensor in weights:
+            tensor = tensor.contiguous()
+            self._names.append(name)
+            first = tensor.data_ptr()
+            end = first + tensor.numel() * tensor.element_size()
+            storage = tensor.untyped_storage().data_ptr()
+            # Memory that is used again belongs to the last that came.
+            others = [o for o in self._sources.get(storage, ()) if o[1] <= first or o[0] >= end]
+            self._sources[storage] = [*others, (first, end, name, tensor.dtype)]
+            if self._is_first or self._strays:
+                self._arrived.add(name, tensor)
+            yield name, tensor
+
+    def report(self) -> dict[str, Any]:
+        """What this rank holds now, in plain types, as `verification.refuse_differences` takes it."""
+        held = Checksums()
+        for parameter_name, target in self._targets.items():
+            parameter = self._find(parameter_name)
+            if target.is_repacked is not True and _layout(parameter) == target.layout:
+                for write in target.writes:
+                    values = write.place.view(parameter.data).to(write.dtype)
+                    held.add(_key(parameter_name, write), values, write.part)
+        found = held.result()
+        written = {k: s for sums in self._written.values() for k, s in sums.result().items()}
+        parts: list[list[Any]] = []
+        for parameter_name, target in self._targets.items():
+            if target.is_repacked is None:
+                target.is_repacked = self._was_repacked(parameter_name, target, found, written)
+            for write in target.writes:
+                key = _key(parameter_name, write)
+                sums = (written if target.is_repacked else found).get(key)
+                if sums is not None:
+                    parts.append([write.name, parameter_name, str(write.part), *plain(sums)])
+        return {
+            "names": self._names,
+            "parts": parts,
+            "repacked": sorted(n for n, target in self._targets.items() if target.is_repacked),
+            "strays": sorted(self._strays),
+            "arrived": {name: plain(sums) for name, sums in self._arrived.result().items()},
+        }
+
+    def _find(self, parameter_name: str) -> Tensor:
+        module_name, _, name = parameter_name.rpartition(".")
+        return getattr(self._model.get_submodule(module_name), name)
+
+    def _was_repacked(
+        self,
+        parameter_name: str,
+        target: _Target,
+        found: Mapping[str, Checksum],
+        written: Mapping[str, Checksum],
+    ) -> bool:
+        if _layout(self._find(parameter_name)) != target.layout:
+            return True
+        module = self._model.get_submodule(parameter_name.rpartition(".")[0])
+        keys = [_key(parameter_name, write) for write in target.writes]
+        return self._may_repack(module) and any(found.get(k) != written.get(k) for k in keys)
+
+    def _trace(self, module: nn.Module, name: str, parameter_name: str) -> None:
+        """Put a watch around the loader that vLLM's deferred ones call in the end."""
+        outer = getattr(getattr(module, name), "weight_loader", None)
+        while getattr(getattr(outer, "__wrapped__", None), "__name__", "") == DEFERRED:
+            outer = outer.__wrapped__
+        if getattr(outer, "__name__", "") != DEFERRED or hasattr(outer.__wrapped__, _MARK):
+            return
+        inner = outer.__wrapped__
+
+        @wraps(inner)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            parameter = getattr(module, name)
+            if parameter.is_meta:
+                return inner(*args, **kwargs)
+            with self._watch(parameter_name, parameter):
+                return inner(*args, **kwargs)
+
+        setattr(traced, _MARK, True)
+        outer.__wrapped__ = traced
+
+    @contextmanager
+    def _watch(self, parameter_name: str, parameter: Tensor) -> Iterator[None]:
+        target = self._targets.setdefault(parameter_name, _Target())
+        if target.is_repacked is False:
+            yield
+            return
+        target.layout = _layout(parameter)
+        with _Copies() as copies:
+            yield
+        storage = parameter.untyped_storage().data_ptr()
+        seen = [c for c in copies.seen if c[0].untyped_storage().data_ptr() == storage]
+        if not seen:
+            self._strays.add(parameter_name)
+        written: dict[Region, Write] = {}
+        for values, source in seen:
+            inside = values.storage_offset() - parameter.storage_offset()
+            place = Region.of(inside, values.shape, values.stride())
+            write = self._write(place, values, source)
+            if write is not None:
+                written[place] = write
+            else:
+                written.pop(place, None)
+                self._strays.add(parameter_name)
+        for place, write in written.items():
+            if write not in target.writes:
+                target.writes.append(write)
+            key = _key(parameter_name, write)
+            self._written[key] = Checksums()
+            self._written[key].add(key, place.view(parameter.data).to(write.dtype), write.part)
+
+    def _write(self, place: Region, values: Tensor, source: Tensor) -> Write | None:
+        """None where the source is not a part of a tensor that came, as when a loader computes it."""
+        first = source.data_ptr()
+        for start, end, name, dtype in self._sources.get(source.untyped_storage().data_ptr(), ()):
+            if start <= first < end and source.shape == values.shape and source.dtype == dtype:
+                offset = (first - start) // source.element_size()
+                part = Region.of(offset, source.shape, source.stride())
+                return Write(name, part, place, dtype)
+        return None
+
+
+class _Copies(TorchDispatchMode):
+    """Sees what is copied into what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self.seen.append((args[0], args[1]))
+        return result
+
+
+def _layout(parameter: Tensor) -> tuple[Any, ...]:
+    return tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype
+
+
+def _key(parameter_name: str, write: Write) -> str:
+    return f"{parameter_name} {write}"

@@ -1,0 +1,139 @@
+"""Tensors followed through loaders that fuse, shard, pad and turn them, deferred as vLLM defers them."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raylearner.errors import WeightTransferError
+from raylearner.weights.checksums import checksum
+from raylearner.weights.trace import Trace
+from raylearner.weights.verification import refuse_differences
+
+DIM, ROWS = 8, 6
+
+
+class Rank(nn.Module):
+    """One of two ranks: q and k fused and cut by rows, `o` cut by columns and kept turned, a padded
+    embedding, a norm that both have, and a scale of which the loader makes another."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.qk = nn.Parameter(torch.zeros(ROWS, DIM))
+        self.o = nn.Parameter(torch.zeros(DIM // 2, ROWS))
+        self.embedding = nn.Parameter(torch.zeros(4, DIM))
+        self.norm = nn.Parameter(torch.zeros(DIM))
+        self.scale = nn.Parameter(torch.zeros(3))
+
+    def place(self, name: str, tensor: Tensor) -> tuple[nn.Parameter, Callable[[Tensor], None]]:
+        """The parameter that takes the tensor, and what writes this rank's part into it."""
+        half = ROWS // 2
+        if name in "qk":
+            start = 0 if name == "q" else half
+            part = tensor[self.rank * half :][:half]
+            return self.qk, lambda p: copy(p[start : start + half], part)
+        if name == "o":
+            columns = tensor[:, self.rank * DIM // 2 :][:, : DIM // 2]
+            return self.o, lambda p: copy(p, columns.t())
+        if name == "embedding":
+            part = tensor[self.rank * 4 :][:4]
+            return self.embedding, lambda p: copy(p[: len(part)], part)
+        if name == "norm":
+            return self.norm, lambda p: copy(p, tensor)
+        return self.scale, lambda p: copy(p, -tensor.exp())
+
+
+def copy(place: Tensor, value: Tensor) -> None:
+    place.data.copy_(value)
+
+
+class Worker:
+    """Loads a rank as vLLM does: each parameter's loader is called again by a deferred one."""
+
+    def __init__(self, rank: int, *, repacks: bool = False) -> None:
+        self.model = Rank(rank)
+        self.trace = Trace(self.model, may_repack=lambda module: repacks)
+        self.repacks = repacks
+
+    def load(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        for parameter in self.model.parameters():
+
+            def loader(target: Tensor, write: Callable[[Tensor], None]) -> None:
+                write(target)
+
+            @wraps(loader)
+            def online_process_loader(*args: Any, held: Any = loader) -> Any:
+                return online_process_loader.__wrapped__(*args)
+
+            online_process_loader.__name__ = "online_process_loader"
+            parameter.weight_loader = online_process_loader
+        self.trace.start()
+        for name, tensor in self.trace.watched(tensors.items()):
+            parameter, write = self.model.place(name, tensor)
+            parameter.weight_loader.__wrapped__(parameter, write)
+        if self.repacks:
+            with torch.no_grad():
+                self.model.qk.copy_(self.model.qk.flip(0))
+        return self.trace.report()
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    shapes = {"q": (6, 8), "k": (6, 8), "o": (6, 8), "embedding": (7, 8), "norm": (8,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def sent(of: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: checksum(tensor) for name, tensor in of.items()}
+
+
+def refused(of: Mapping[str, Tensor], reports: list[dict[str, Any]]) -> str:
+    with pytest.raises(WeightTransferError) as caught:
+        refuse_differences(sent(of), reports, policy_version=3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("repacks", [False, True])
+def test_every_part_is_found_again_and_each_one_that_is_missing_is_named(repacks: bool) -> None:
+    workers = [Worker(rank, repacks=repacks) for rank in (0, 1)]
+    for seed in (0, 1):  # the second push goes by the map that the first one made
+        now = tensors(seed)
+        reports = [worker.load(now) for worker in workers]
+        assert refuse_differences(sent(now), reports, policy_version=seed) == len(now)
+    assert reports[0]["repacked"] == (["qk"] if repacks else [])
+    later = tensors(2)
+    for name in now:
+        mixed = {**now, name: later[name]}
+        text = refused(mixed, reports)
+        assert f"{name} has another checksum" in text
+        assert text.count("checksum") == 1
+    # One rank that kept its old weights, tensor by tensor.
+    for name in now:
+        mixed = {**now, name: tensors(0)[name]}
+        half_stale = [reports[0], workers[1].load(mixed)]
+        assert f"{name} " in refused(now, half_stale)
+    fewer = {name: tensor for name, tensor in now.items() if name != "k"}
+    assert "k never came to rank 1" in refused(now, [reports[0], workers[1].load(fewer)])
+    assert "k came to rank 0 of the engine and was not sent" in refused(fewer, reports)
+
+
+def test_a_tensor_that_no_parameter_took_is_named() -> None:
+    worker = Worker(0)
+    now = tensors(0)
+    report = worker.load({name: tensor for name, tensor in now.items() if name != "norm"})
+    report["names"].append("norm")
+    assert "norm was loaded into no parameter" in refused({"norm": now["norm"]}, [report])
+
+
+def test_what_a_loader_computes_is_verified_where_it_arrives() -> None:
+    worker = Worker(0)
+    now = {"scale": torch.randn(3)}
+    for seed in (0, 1):
+        report = worker.load(now)
+        assert report["strays"] == ["scale"]
+        assert refuse_differences(sent(now), [report], policy_version=seed) == 1
+        assert "scale" in refused({"scale": torch.randn(3)}, [report])
