@@ -30,6 +30,7 @@ from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.start import check_template
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
         renderer = Renderer.from_pretrained(config.model.path, config.renderer)
         refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
         refuse(config)
-        renderer.refuse_untold_tools(config.environment)
+        check_template(renderer, config.environment, [*training, *held_out])
     with ExitStack() as held:
         if resume is not None:
             latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))

@@ -5,6 +5,7 @@ Only the standard library, numpy and `text` are imported here, so that every roo
 one. Whatever holds text from outside makes it encodable when it is made.
 """
 
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
@@ -78,6 +79,26 @@ class CompletionStop(StrEnum):
     ABORTED = "aborted"
 
 
+CALL_ID_LENGTH = 9
+"""Letters and digits of a tool call's id: every template accepts so many, Mistral's no other number."""
+
+
+def new_call_id() -> str:
+    """The id of one tool call."""
+    return uuid.uuid4().hex[:CALL_ID_LENGTH]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """One call of a tool; `arguments` is the JSON text of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+    __post_init__ = make_encodable
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message; images are encoded bytes (PNG, JPEG, WebP), one for each `IMAGE_MARK` of the
@@ -86,6 +107,12 @@ class Message:
     role: Role
     content: str
     images: tuple[bytes, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
+    """Tools that a message of the assistant calls."""
+    call_id: str | None = None
+    """The call that a message of a tool answers."""
+    name: str | None = None
+    """Who speaks; for a message of a tool, the tool."""
 
     __post_init__ = make_encodable
 

@@ -30,6 +30,7 @@ from raylearner.prompts import load_prompts
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.start import check_template
 from raylearner.types import PolicyVersion, Prompt
 
 COLUMNS = ("reward/mean", "num_prompts", "errors", "turns/mean", "sampled_tokens/mean")
@@ -56,7 +57,7 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     renderer = Renderer.from_pretrained(model, config.renderer)
     if renderer.vision is None:
         refuse_blindness(config)
-    renderer.refuse_untold_tools(config.environment)
+    check_template(renderer, config.environment, prompts)
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     machine.refuse_long_sockets(config)

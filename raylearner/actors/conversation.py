@@ -2,12 +2,12 @@
 
 A call whose messages go on from a recorded reply continues that reply's segment: its tokens stay as
 they were sampled, and only new messages are rendered. A call that rewrites what came before, or goes
-on from an earlier reply, starts a segment of its own, whose beginning does not train again.
+on from an earlier reply, starts a segment of its own, whose beginning does not train again; so does
+every call under a chat template that rewrites what it wrote before.
 """
 
 import asyncio
 import json
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -24,9 +24,18 @@ from raylearner.environments.chat import (
 from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall
 from raylearner.errors import EngineError, RenderError, TrajectoryError
 from raylearner.observability.spans import Tracer
+from raylearner.tokenization.continuation import RewritesHistory
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
-from raylearner.types import Claim, Completion, CompletionStop, Sampling, StopReason, Turn
+from raylearner.types import (
+    Claim,
+    Completion,
+    CompletionStop,
+    Sampling,
+    StopReason,
+    Turn,
+    new_call_id,
+)
 
 MAX_EMPTY_REPLIES = 16
 """Calls answered with nothing, once the length is used up, before the program is ended."""
@@ -155,14 +164,16 @@ class Conversation:
         new = request.messages[num_known:]
         templates = [message.template() for message in new]
         if place is None:
-            token_ids = renderer.render_chat(templates, tools=request.tools)
-            self._refuse_long_prompt(request, len(token_ids))
-            return self._with_budget(_Plan(token_ids=token_ids, num_kept=0, segment=None), request)
+            return self._anew(request)
         recorded = place.segment.transcript.token_ids
         kept = recorded[: place.end]
-        reply_ids = renderer.render_continuation(
-            templates, tools=request.tools, last_token_id=kept[-1]
-        )
+        calls = request.messages[num_known - 1].template().get("tool_calls", ())
+        try:
+            reply_ids = renderer.render_continuation(
+                templates, calls=calls, tools=request.tools, last_token_id=kept[-1]
+            )
+        except RewritesHistory:
+            return self._anew(request)
         is_tip = place.end == len(recorded) and not place.segment.is_busy
         plan = _Plan(
             token_ids=kept + reply_ids,
@@ -171,6 +182,14 @@ class Conversation:
             reply="\n".join(message.content for message in new),
         )
         return self._with_budget(plan, request)
+
+    def _anew(self, request: ChatRequest) -> _Plan:
+        if request.may_call_tools:
+            self.renderer.refuse_lost_results(request.tools)
+        templates = [message.template() for message in request.messages]
+        token_ids = self.renderer.render_chat(templates, tools=request.tools)
+        self._refuse_long_prompt(request, len(token_ids))
+        return self._with_budget(_Plan(token_ids=token_ids, num_kept=0, segment=None), request)
 
     def _find(self, request: ChatRequest) -> tuple[_Place | None, int]:
         """The longest beginning of the messages that ends with a recorded reply, and its length."""
@@ -317,7 +336,7 @@ def _parsed(text: str, request: ChatRequest) -> tuple[ChatMessage, bool]:
             content=text.partition(JsonDialect.opening)[0].strip(),
             calls=tuple(
                 FunctionCall(
-                    call_id=f"call_{uuid.uuid4().hex[:24]}",
+                    call_id=new_call_id(),
                     name=call.name,
                     arguments=json.dumps(call.arguments),
                 )

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raylearner.config.environment import ToolUse
-from raylearner.environments.dialect import Answer, Dialect, Invalid, ToolCall
+from raylearner.environments.dialect import Action, Answer, Dialect, Invalid, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
 from raylearner.tools.protocol import Observation, Tool
-from raylearner.types import Message, Prompt, StopReason
+from raylearner.types import Message, Prompt, StopReason, new_call_id
 
 
 class ToolUseEnvironment:
@@ -65,7 +65,7 @@ class ToolUseEnvironment:
         observations = await asyncio.gather(*(self._observe(action) for action in actions))
         names = [action.name for action in actions if isinstance(action, ToolCall)]
         return Reply(
-            messages=tuple(self._message(observation) for observation in observations),
+            messages=tuple(map(self._message, actions, observations)),
             tool=",".join(names) or None,
             is_valid=is_valid,
             num_shown=sum(len(observation.ids) for observation in observations),
@@ -99,7 +99,13 @@ class ToolUseEnvironment:
         self._shown.extend(observation.ids)
         return observation
 
-    def _message(self, observation: Observation) -> Message:
+    def _message(self, action: Action, observation: Observation) -> Message:
         tag = self._config.observation_tag
         text = observation.text if tag is None else f"<{tag}>{observation.text}</{tag}>"
-        return Message(role="tool", content=text, images=observation.images)
+        return Message(
+            role="tool",
+            content=text,
+            images=observation.images,
+            call_id=new_call_id(),
+            name=action.name if isinstance(action, ToolCall) else None,
+        )

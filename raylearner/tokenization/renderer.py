@@ -1,26 +1,40 @@
 """Messages to tokens and back, append-only: what the policy sampled is never tokenised again.
 
-A prompt goes through the model's chat template once. Each later reply is rendered as the text that
-the template puts after an assistant turn, found once by rendering marked messages, so a transcript
-only grows. The content of observations never produces special tokens.
+A prompt goes through the model's chat template once. Each later reply is what the template writes
+behind an assistant's turn, found in its own rendering of a dialogue with that reply, so a transcript
+only grows. Contents never produce control tokens.
 """
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
-from raylearner.config.schema import EnvironmentSection, RendererSection, ToolUse
+from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError, RenderError
+from raylearner.tokenization.continuation import (
+    Continuation,
+    RewritesHistory,
+    calls_before,
+    first_name,
+    stand_in_id,
+    stand_in_result,
+)
+from raylearner.tokenization.control import ControlTokens, Marked
+from raylearner.tokenization.messages import images_of, template_message, texts_of
+from raylearner.tokenization.template import (
+    STAND_IN_SCHEMA,
+    ChatTemplate,
+    adapted,
+    frame_token_ids,
+    result,
+)
 from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
-_CONTENT_MARK = "\u2402observation\u2403"
-_TURN_MARK = "\u2402completion\u2403"
-_TOOL_MARK = "raylearner_marked_tool"
 CUT_MARK = " ...[cut]"
 SHOWN_CHARACTERS = 200
 """Of a rendered text that an error quotes."""
@@ -39,18 +53,24 @@ class Renderer:
     ) -> None:
         """`vision` makes it one that shows images, `end_token_ids` are what the model names itself.
 
-        Raises `ConfigError` where the chat template writes images otherwise than `vision` does.
+        Raises `ConfigError` where the chat template writes images otherwise than `vision` does, or does
+        not show what `observation_role` makes of observations.
         """
         self._tokenizer = tokenizer
         self.vision = vision
         self._fitter = None if vision is None else ImageFitter(vision, config.images)
         self.config = config
         self.end_token_ids = tuple(dict.fromkeys([*_end_token_ids(tokenizer), *end_token_ids]))
-        self._end_texts = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in self.end_token_ids}
+        arguments = config.chat_template_arguments
+        vision_ids = () if vision is None else vision.control_token_ids
+        frame_ids = frame_token_ids(tokenizer, arguments, self.end_token_ids)
+        self._control = ControlTokens(tokenizer, [*self.end_token_ids, *vision_ids, *frame_ids])
+        self.chat = ChatTemplate(tokenizer, arguments, self._control)
+        self.continuation = Continuation(self.chat, self._control, self.end_token_ids)
+        self._image_mark = f"raylearner{secrets.token_hex(8)}"
         self._cut_mark = self.encode(CUT_MARK)
-        self._reply_head, self._reply_tail = "", ""
         if config.observation_role != "inline":
-            self._reply_head, self._reply_tail = self._find_reply_frame(config.observation_role)
+            self._refuse_lost_observations(config.observation_role)
         if vision is not None:
             self._refuse_other_images(vision)
 
@@ -84,18 +104,13 @@ class Renderer:
         """What a policy must not sample: placeholders of images."""
         return () if self.vision is None else self.vision.banned_token_ids
 
-    def refuse_untold_tools(self, environment: EnvironmentSection) -> None:
-        """Raises `ConfigError` where calls are the model's own, and its template tells of no tool."""
-        if not isinstance(environment, ToolUse) or environment.dialect.kind != "json":
-            return
-        tool = {"name": _TOOL_MARK, "description": "-", "parameters": {"type": "object"}}
-        messages: list[Mapping[str, Any]] = [{"role": "user", "content": "-"}]
-        text = self._template(messages, tools=[{"type": "function", "function": tool}])
-        if _TOOL_MARK not in text:
-            raise ConfigError(
-                "environment.dialect.kind: 'json' needs a chat template that tells of tools, and the"
-                " model's does not; use 'tags', and say in data.system_prompt how tools are called"
-            )
+    def refuse_lost_results(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raises `RenderError` where the chat template has no place for what tools answer."""
+        answer = stand_in_result(tools)
+        try:
+            self.continuation.after_turn([answer], calls=calls_before([answer], tools), tools=tools)
+        except RewritesHistory:
+            return  # it has, in dialogues that are rendered as a whole
 
     async def fit_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages with images as the model sees them; `render` takes no others.
@@ -119,15 +134,17 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The prompt's tokens, the header of the assistant's turn included.
+        """The prompt's tokens, the header of the assistant's turn included, and behind it the content of
+        a last message of the assistant, which the policy continues.
 
         `tools` are function schemas that the chat template announces.
 
         Raises `RenderError` when the template fails or the prompt exceeds `max_prompt_tokens`.
         """
-        token_ids = self.render_chat(
-            [{"role": m.role, "content": _template_content(m)} for m in messages], tools=tools
-        )
+        is_prefilled = messages[-1].role == "assistant"
+        shown = [template_message(m) for m in (messages[:-1] if is_prefilled else messages)]
+        marked = self.chat.render(adapted(shown, self.continuation.form), tools)
+        token_ids = self._control.encode(marked + (messages[-1].content if is_prefilled else ""))
         if self.vision is not None:
             token_ids = self.vision.expand(token_ids, images_of(messages))
         if len(token_ids) > self.config.max_prompt_tokens:
@@ -141,83 +158,105 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """As `render`, of messages as chat templates take them, and of any length."""
-        text = self._template(list(messages), tools=list(tools) or None)
-        return self.encode(text, keeps_special=True)
+        return self._control.encode(
+            self.chat.render(adapted(messages, self.continuation.form), tools)
+        )
 
     def render_continuation(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        calls: Sequence[Mapping[str, Any]] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         last_token_id: int | None,
     ) -> list[int]:
         """As `render_reply`, each message in its own role and cut by itself, whatever the
-        configuration says of roles.
+        configuration says of roles. `calls` are those of the turn.
 
-        Raises `RenderError` where the template does not show every message, in order.
+        Raises `RewritesHistory`, and `RenderError` where the template does not show every message, in
+        order.
         """
-        marks = [f"\u2402message {index}\u2403" for index in range(len(messages))]
-        marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        text = self._template(
-            [
-                {"role": "user", "content": "-"},
-                {"role": "assistant", "content": _TURN_MARK},
-                *marked,
-            ],
-            tools=list(tools) or None,
+        limit = self.config.max_observation_tokens
+        shown = [{**m, "content": self._cut(m["content"], limit)[0]} for m in messages]
+        marked = self.continuation.after_turn(
+            shown, calls=calls or calls_before(shown, tools), tools=tools
         )
-        _, found, rest = text.partition(_TURN_MARK)
-        token_ids: list[int] = []
-        for index, (message, mark) in enumerate(zip(messages, marks, strict=True)):
-            frame, found_mark, rest = rest.partition(mark)
-            if not found or not found_mark:
-                raise RenderError(
-                    f"the chat template drops a {message['role']!r} message after an assistant turn"
-                )
-            if index == 0:
-                frame = self._without_end(frame, last_token_id)
-            token_ids += self.encode(frame, keeps_special=True)
-            token_ids += self._cut(
-                self.encode(str(message["content"])), self.config.max_observation_tokens
-            )
-        return token_ids + self.encode(rest, keeps_special=True)
+        return self._behind(last_token_id, marked)
 
-    def render_reply(self, messages: Sequence[Message], *, last_token_id: int | None) -> list[int]:
+    def render_reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        last_token_id: int | None,
+    ) -> list[int]:
         """The tokens that carry `messages` after an assistant turn, up to the next turn's header.
 
-        `last_token_id` is the last token sampled: an end token that the policy sampled itself is
-        not written twice. Contents are cut to `max_observation_tokens` with a visible mark.
+        In the role of tools each message is one result, in the user's they are one message. `tools` are
+        those of the prompt; where they are not given, a stand-in for the role of tools.
+        `last_token_id` is the last token sampled: an end token that the policy sampled itself is not
+        written twice. Contents are cut to `max_observation_tokens` with a visible mark.
+
+        Raises `RenderError` where the template refuses the reply.
         """
-        content_ids = self._content(messages)
-        if self.config.observation_role == "inline":
-            return content_ids
-        head_ids = self.encode(
-            self._without_end(self._reply_head, last_token_id), keeps_special=True
-        )
-        return head_ids + content_ids + self.encode(self._reply_tail, keeps_special=True)
+        role = self.config.observation_role
+        if tools is None:
+            tools = [STAND_IN_SCHEMA] if role == "tool" else []
+        contents = self._contents(messages)
+        images = images_of(messages)
+        if role == "inline":
+            return self._control.encode(self._with_images("\n".join(contents), images))
+        shown: list[Mapping[str, Any]] = [{"role": "user", "content": "\n".join(contents)}]
+        if role == "tool":
+            shown = [
+                result(
+                    message.call_id or stand_in_id(number),
+                    message.name or first_name(tools),
+                    content,
+                )
+                for number, (message, content) in enumerate(zip(messages, contents, strict=True))
+            ]
+        marked = self.continuation.after_turn(shown, calls=calls_before(shown, tools), tools=tools)
+        return self._behind(last_token_id, self._with_images(marked, images))
 
-    def _content(self, messages: Sequence[Message]) -> list[int]:
-        """Texts and images of an observation; of its text at most `max_observation_tokens`."""
+    def _contents(self, messages: Sequence[Message]) -> list[str]:
+        """Of an observation, with a mark for each image; of its text at most `max_observation_tokens`."""
         room = self.config.max_observation_tokens
-        token_ids: list[int] = []
-        for text, image in zip_longest(texts_of(messages), images_of(messages)):
-            text_ids = self._cut(self.encode(text), room)
-            room -= len(text_ids)
-            token_ids += text_ids
-            if image is not None:
-                assert self.vision is not None, "only a model that sees has images fitted"
-                token_ids += self.vision.block(image)
-        return token_ids
+        contents: list[str] = []
+        for message in messages:
+            pieces: list[str] = []
+            for text in texts_of([message]):
+                piece, size = self._cut(text, room)
+                pieces.append(piece)
+                room -= size
+            contents.append(self._image_mark.join(pieces))
+        return contents
 
-    def _cut(self, content_ids: list[int], limit: int) -> list[int]:
-        if len(content_ids) <= limit:
-            return content_ids
+    def _cut(self, text: str, limit: int) -> tuple[str, int]:
+        """The text that is shown, and its tokens."""
+        token_ids = self.encode(text)
+        if len(token_ids) <= limit:
+            return text, len(token_ids)
         keep = max(0, limit - len(self._cut_mark))
-        return content_ids[:keep] + self._cut_mark[: limit - keep]
+        length = len(self._text(token_ids[:keep]))
+        mark = self._text(self._cut_mark[: limit - keep])
+        while length and len(self.encode(text[:length] + mark)) > limit:
+            length -= 1  # what is cut may need more tokens than it did as a part
+        return text[:length] + mark, limit
 
-    def _without_end(self, head: str, last_token_id: int | None) -> str:
-        ended_by = self._end_texts.get(last_token_id) if last_token_id is not None else None
-        return head if ended_by is None else head.removeprefix(ended_by)
+    def _with_images(self, marked: Marked, images: Sequence[bytes]) -> Marked:
+        if not images:
+            return marked
+        first, *others = marked.split(self._image_mark)
+        assert self.vision is not None, "only a model that sees has images fitted"
+        blocks = ["".join(map(self._control.name, self.vision.block(image))) for image in images]
+        return first + "".join(b + text for b, text in zip(blocks, others, strict=True))
+
+    def _behind(self, last_token_id: int | None, marked: Marked) -> list[int]:
+        """The tokens of a continuation, without the end token that the policy sampled itself."""
+        token_ids = self._control.encode(marked)
+        is_sampled = last_token_id in self.end_token_ids and token_ids[:1] == [last_token_id]
+        return token_ids[1:] if is_sampled else token_ids
 
     def collapse(self, token_ids: Sequence[int]) -> Sequence[int]:
         """As engines take tokens: one placeholder for each image."""
@@ -232,40 +271,24 @@ class Renderer:
         shown = list(self.collapse(token_ids))
         return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
-    def _template(
-        self, messages: list[Mapping[str, Any]], *, tools: list[Mapping[str, Any]] | None = None
-    ) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **self.config.chat_template_arguments,
-                )
-            )
-        except Exception as error:  # Jinja raises whatever a template raises
-            raise RenderError(
-                f"the chat template refused {len(messages)} messages: {error}"
-            ) from error
-
     def encode(self, text: str, *, keeps_special: bool = False) -> list[int]:
-        """The tokens of `text`; special tokens written in it count as text unless kept."""
-        if not text:
-            return []
-        return list(
-            self._tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=not keeps_special
-            )
-        )
+        """The tokens of `text`; control tokens written in it count as text unless kept."""
+        return self._control.encode(self._control.mark(text) if keeps_special else text)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def _template(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        return self.chat.text(messages, tools)
 
     def _refuse_other_images(self, vision: Vision) -> None:
         """Observations get their images from `Vision.block`, prompts from the template."""
         image = Message(role="user", content=f"-{IMAGE_MARK}-", images=(b"",))
         cure = "take the chat template and the config.json that the model came with"
         try:
-            token_ids = self.render_chat([{"role": "user", "content": _template_content(image)}])
+            token_ids = self.render_chat([template_message(image)])
         except RenderError as error:
             raise ConfigError(f"of a message with one image {error}; {cure}") from error
         count = token_ids.count(vision.image_token_id)
@@ -288,59 +311,19 @@ class Renderer:
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         return repr(text[-SHOWN_CHARACTERS:]) if text else f"of ids {list(token_ids)}"
 
-    def _find_reply_frame(self, role: str) -> tuple[str, str]:
-        messages: list[Mapping[str, Any]] = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _TURN_MARK},
-            {"role": role, "content": _CONTENT_MARK},
-        ]
-        text = self._template(messages)
-        _, found_turn, rest = text.partition(_TURN_MARK)
-        head, found_content, tail = rest.partition(_CONTENT_MARK)
-        if not found_turn or not found_content:
-            raise RenderError(
-                f"the chat template drops a {role!r} message after an assistant turn;"
-                " choose another renderer.observation_role (user, tool or inline)"
-            )
-        return head, tail
-
-
-def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
-    """All images of the messages, in order."""
-    return tuple(image for message in messages for image in message.images)
-
-
-def texts_of(messages: Sequence[Message]) -> list[str]:
-    """What stands before, between and behind all images of the messages, which are a line apart.
-
-    Raises `RenderError` when a message has other marks than images.
-    """
-    texts: list[str] = []
-    for message in messages:
-        first, *others = _texts(message)
-        texts[-1:] = [f"{texts[-1]}\n{first}" if texts else first, *others]
-    return texts
-
-
-def _texts(message: Message) -> list[str]:
-    """Of one message, in which marks without images are text like any other."""
-    if not message.images:
-        return [message.content]
-    texts, num_images = message.content.split(IMAGE_MARK), len(message.images)
-    if len(texts) != num_images + 1:
-        raise RenderError(f"{len(texts) - 1} marks in the content for {num_images} images")
-    return texts
-
-
-def _template_content(message: Message) -> str | list[dict[str, str]]:
-    """Content as chat templates take it: text, or parts where there are images."""
-    if not message.images:
-        return message.content
-    parts: list[dict[str, str]] = []
-    for index, text in enumerate(_texts(message)):
-        parts += [{"type": "image"}] if index else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
+    def _refuse_lost_observations(self, role: str) -> None:
+        try:
+            if role == "tool":
+                self.refuse_lost_results([STAND_IN_SCHEMA])
+            else:
+                self.continuation.after_turn([{"role": role, "content": "-"}])
+        except RewritesHistory:
+            return  # matters to environments with several turns alone
+        except RenderError as error:
+            raise ConfigError(
+                f"renderer.observation_role: {role!r} does not work with the model's chat template:"
+                f" {error}; choose another (user, tool or inline)"
+            ) from error
 
 
 def _end_token_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from raylearner.errors import RenderError
-from raylearner.tokenization.renderer import Renderer, images_of, texts_of
+from raylearner.tokenization.messages import images_of, texts_of
+from raylearner.tokenization.renderer import Renderer
 from raylearner.types import (
     IMAGE_MARK,
     Claim,
@@ -49,6 +50,7 @@ class Transcript:
     _versions: list[int] = field(default_factory=list[int])
     _turns: list[Turn] = field(default_factory=list[Turn])
     _open: _OpenTurn | None = None
+    _tools: Sequence[Mapping[str, Any]] = ()
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Starts with the rendered prompt, its images fitted before.
@@ -62,6 +64,7 @@ class Transcript:
                 f" {self.renderer.config.images.max_images}"
             )
         self.open_with(self.renderer.render(messages, tools=tools))
+        self._tools = tools
         self.images.extend(images)
 
     def open_with(self, token_ids: Sequence[int]) -> None:
@@ -137,7 +140,7 @@ class Transcript:
         reply_ids: list[int] = []
         if messages:
             last = self.token_ids[-1] if turn.end > turn.start else None
-            reply_ids = self.renderer.render_reply(messages, last_token_id=last)
+            reply_ids = self.renderer.render_reply(messages, tools=self._tools, last_token_id=last)
         images = images_of(messages)
         image_room = self.renderer.config.images.max_images - len(self.images)
         fits = len(reply_ids) < self.remaining_tokens and len(images) <= image_room

@@ -89,6 +89,11 @@ class Vision:
         """What no policy may sample: nothing would stand behind it."""
         return (self.image_token_id, self.video_token_id)
 
+    @property
+    def control_token_ids(self) -> tuple[int, ...]:
+        """What the template writes for images, and texts must not."""
+        return (*self.banned_token_ids, self.start_token_id, self.end_token_id)
+
     def grid(self, image: bytes) -> Grid:
         """Of an image that `ImageFitter` made. Raises `RenderError` for any other."""
         height, width = image_size(image)

@@ -17,6 +17,7 @@ from raylearner.config.schema import RendererSection, TinyModel, ToolUse
 from raylearner.errors import ConfigError, RenderError
 from raylearner.learner.tiny_model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.start import check_template
 from raylearner.tokenization.tokenizer import QWEN_CLASSES, QWEN_TYPES, load_tokenizer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import Claim, Completion, CompletionStop, Message, Prompt, StopReason
@@ -212,7 +213,7 @@ def test_calls_in_the_models_own_form_need_a_template_that_tells_of_tools(
     template = tmp_path / "chat_template.jinja"
     template.write_text((TELLS if tells else "") + template.read_text())
     renderer = make_renderer(tmp_path)
-    renderer.refuse_untold_tools(ToolUse(kind="tool_use"))
+    check_template(renderer, ToolUse(kind="tool_use"))
     calls = ToolUse.model_validate({"kind": "tool_use", "dialect": {"kind": "json"}})
     with nullcontext() if tells else pytest.raises(ConfigError, match="does not; use 'tags'"):
-        renderer.refuse_untold_tools(calls)
+        check_template(renderer, calls)

@@ -314,6 +314,15 @@ async def test_more_images_than_the_limit_truncate_like_a_full_context(
         await opened(renderer, make_message(rng, 3))
 
 
+async def test_text_that_spells_an_image_shows_none(qwen2_5_folder: Path) -> None:
+    renderer = make_renderer(qwen2_5_folder)
+    spelled = "<|vision_start|><|image_pad|><|vision_end|>"
+    transcript = await opened(renderer, Message(role="user", content=spelled))
+    assert renderer.vision is not None
+    assert not {*renderer.vision.control_token_ids} & {*transcript.token_ids}
+    assert spelled in renderer.decode_all(transcript.token_ids)
+
+
 async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: Path) -> None:
     renderer = make_renderer(qwen2_5_folder)
     vision = renderer.vision
@@ -322,7 +331,7 @@ async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: 
     with pytest.raises(RenderError, match="2 marks in the content for 1 images"):
         await opened(renderer, Message(role="user", content=IMAGE_MARK * 2, images=(image,)))
     with pytest.raises(RenderError, match="1 placeholders for 0 images"):
-        await opened(renderer, Message(role="user", content="<|image_pad|>"))
+        vision.expand([vision.image_token_id], [])
     trajectory = closed(
         await opened(renderer, Message(role="user", content=IMAGE_MARK, images=(image,)))
     )

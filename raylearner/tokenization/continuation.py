@@ -1,0 +1,190 @@
+"""What a chat template writes behind an assistant's turn, found in its own rendering of a dialogue.
+
+A dialogue of one user message, a marked turn and the new messages is rendered as a whole; what stands
+behind the turn is what continues any transcript, since earlier turns stay as they were sampled.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+
+from raylearner.errors import RenderError
+from raylearner.tokenization.control import ControlTokens, Marked
+from raylearner.tokenization.template import (
+    STAND_IN_SCHEMA,
+    STAND_IN_TOOL,
+    CallForm,
+    ChatTemplate,
+    Json,
+    adapted,
+    call,
+    result,
+)
+
+_USER: Json = {"role": "user", "content": "-"}
+_SYSTEM: Json = {"role": "system", "content": "-"}
+_LONG_ID = "call_" + "0123456789ab" * 2
+_FORMS = tuple(
+    CallForm(has_text_arguments=is_text, has_short_ids=is_short)
+    for is_text in (False, True)
+    for is_short in (False, True)
+)
+_THOUGHTS = re.compile(r"</?think>|\s")
+
+
+class RewritesHistory(RenderError):
+    """A template that changes what it wrote before, so transcripts cannot grow at their end only."""
+
+
+class Continuation:
+    """Continues dialogues by one chat template. Immutable, shared by all episodes."""
+
+    def __init__(
+        self, template: ChatTemplate, control: ControlTokens, end_token_ids: Sequence[int]
+    ) -> None:
+        self._template = template
+        self._control = control
+        self._end_token_ids = tuple(end_token_ids)
+        self._turn = f"raylearner{secrets.token_hex(8)}"
+        self.form = self._find_form()
+
+    def after_turn(
+        self,
+        messages: Sequence[Json],
+        *,
+        calls: Sequence[Json] = (),
+        tools: Sequence[Json] = (),
+        has_system: bool = False,
+    ) -> Marked:
+        """From the end of an assistant's turn with `calls` to the header of the next.
+
+        Raises `RewritesHistory`, and `RenderError` where the template refuses the messages or does not
+        show each of them, in order.
+        """
+        opening = [_SYSTEM, _USER] if has_system else [_USER]
+        dialogue = [*opening, self._marked_turn(calls), *messages]
+        text = self._template.render(adapted(dialogue, self.form), tools)
+        before, found, rest = text.rpartition(self._turn)
+        if not found:
+            raise RenderError("the chat template drops a turn of the assistant")
+        self._refuse_rewriting(opening, before, tools, has_calls=bool(calls))
+        if calls:
+            rest = self._from_end(rest, dialogue, tools)
+        self._refuse_dropping(dialogue, len(opening) + 1, tools)
+        return rest
+
+    def _marked_turn(self, calls: Sequence[Json]) -> Json:
+        """Its content and its last call's arguments hold the mark, of which the last counts."""
+        turn = {"role": "assistant", "content": self._turn}
+        if not calls:
+            return turn
+        kept = list(calls if self.form.takes_several else calls[-1:])
+        last = {**kept[-1]["function"], "arguments": {"mark": self._turn}}
+        return {**turn, "tool_calls": [*kept[:-1], {**kept[-1], "function": last}]}
+
+    def _from_end(self, rest: Marked, dialogue: Sequence[Json], tools: Sequence[Json]) -> Marked:
+        """Without what closes the call, which the policy samples itself."""
+        place = self._control.first(rest, self._end_token_ids)
+        if place is not None:
+            return rest[place:]
+        said = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in dialogue
+        ]
+        _, _, plain = self._template.render(adapted(said, self.form), tools).rpartition(self._turn)
+        if not plain or not rest.endswith(plain):
+            raise RenderError(
+                "the chat template does not show where a turn with tool calls ends: none of the end"
+                f" tokens {[self._control.plain(self._control.name(i)) for i in self._end_token_ids]}"
+                " follows its calls"
+            )
+        return plain
+
+    def _refuse_rewriting(
+        self, opening: Sequence[Json], before: Marked, tools: Sequence[Json], *, has_calls: bool
+    ) -> None:
+        """Thoughts that a template drops from earlier turns do not count: they stay as sampled."""
+        shown = self._template.render(opening, tools, opens=False)
+        if not before.startswith(shown):
+            raise RewritesHistory(
+                "the chat template writes the messages before a turn of the assistant otherwise once"
+                " more messages follow it, so a transcript cannot grow at its end only"
+            )
+        opened = self._template.render(opening, tools)
+        if has_calls or not opened.startswith(shown):
+            return
+        header, written = (_THOUGHTS.sub("", text.removeprefix(shown)) for text in (opened, before))
+        if not header.startswith(written) and not written.startswith(header):
+            raise RewritesHistory(
+                f"the chat template opens a turn of the assistant with {self._control.plain(header)!r}"
+                f" and shows it later with {self._control.plain(written)!r}"
+            )
+
+    def _refuse_dropping(self, dialogue: Sequence[Json], start: int, tools: Sequence[Json]) -> None:
+        marks = {i: f"{self._turn}x{i}x" for i in range(start, len(dialogue))}
+        marked = [
+            {**message, "content": marks[i]} if i in marks else message
+            for i, message in enumerate(dialogue)
+        ]
+        text = self._template.text(adapted(marked, self.form), tools)
+        place = 0
+        for i, mark in marks.items():
+            if dialogue[i].get("tool_calls"):
+                continue  # many templates show either content or calls
+            place = text.find(mark, place)
+            if place < 0:
+                raise RenderError(
+                    f"the chat template drops a {dialogue[i]['role']!r} message after an assistant"
+                    " turn"
+                )
+
+    def _find_form(self) -> CallForm:
+        """The first form of calls that the template takes; the common one where it takes none."""
+        for form in _FORMS:
+            if self._takes(form, 1):
+                several = self._takes(form, 2)
+                return CallForm(
+                    has_text_arguments=form.has_text_arguments,
+                    has_short_ids=form.has_short_ids,
+                    takes_several=several,
+                )
+        return CallForm()
+
+    def _takes(self, form: CallForm, num_calls: int) -> bool:
+        ids = [f"{_LONG_ID}{i}" for i in range(num_calls)]
+        calls = [call(call_id, STAND_IN_TOOL, {"mark": "-"}) for call_id in ids]
+        dialogue = [
+            _USER,
+            {"role": "assistant", "content": "-", "tool_calls": calls},
+            *(result(call_id, STAND_IN_TOOL, "-") for call_id in ids),
+        ]
+        try:
+            self._template.text(adapted(dialogue, form), [STAND_IN_SCHEMA])
+        except RenderError:
+            return False
+        return True
+
+
+def calls_before(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+    """The calls that the first messages answer, which templates want to see before them."""
+    calls: list[Json] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "tool":
+            break
+        name = message.get("name") or first_name(tools)
+        calls.append(call(message.get("tool_call_id") or stand_in_id(number), name, {}))
+    return calls
+
+
+def stand_in_result(tools: Sequence[Json]) -> Json:
+    """Stands for what a tool answers."""
+    return result(stand_in_id(0), first_name(tools), "-")
+
+
+def first_name(tools: Sequence[Json]) -> str:
+    """Stands for the tool of a turn whose call could not be read."""
+    return str(tools[0]["function"]["name"]) if tools else STAND_IN_TOOL
+
+
+def stand_in_id(number: int) -> str:
+    return f"call{number:05}"

@@ -1,0 +1,226 @@
+"""A model's chat template: messages to marked texts, in which only the template's own words are control.
+
+What messages and tools contain is never control, whatever it spells: the template is rendered a second
+time with the spellings in its contents broken, so what is left of control tokens is its own.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from raylearner.errors import RenderError
+from raylearner.tokenization.control import ControlTokens, Marked
+from raylearner.types import CALL_ID_LENGTH
+
+Json: TypeAlias = Mapping[str, Any]
+
+STAND_INS = range(0x10FF00, 0x10FFFD)
+"""Private characters, any of which may stand for the first character of a control token."""
+STAND_IN_TOOL = "raylearner_marked_tool"
+STAND_IN_SCHEMA: Json = {
+    "type": "function",
+    "function": {
+        "name": STAND_IN_TOOL,
+        "description": "-",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_MARK = "raylearnermark"
+_USER: Json = {"role": "user", "content": "-"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a template takes messages with tool calls."""
+
+    has_text_arguments: bool = False
+    """Arguments as JSON text, not as an object."""
+    has_short_ids: bool = False
+    """Ids must have nine letters or digits."""
+    takes_several: bool = True
+    """A turn may have more than one call."""
+
+
+class ChatTemplate:
+    """One tokenizer's template with its arguments. Immutable, shared by all episodes."""
+
+    def __init__(self, tokenizer: Any, arguments: Json, control: ControlTokens) -> None:
+        self._tokenizer = tokenizer
+        self._arguments = arguments
+        self._control = control
+        self._breaks = _breaks(control)
+
+    def text(self, messages: Sequence[Json], tools: Sequence[Json], *, opens: bool = True) -> str:
+        """What the template writes; `opens` adds the header of the assistant's turn.
+
+        Raises `RenderError` with what the template raises.
+        """
+        return written(self._tokenizer, self._arguments, messages, tools, opens=opens)
+
+    def render(
+        self, messages: Sequence[Json], tools: Sequence[Json] = (), *, opens: bool = True
+    ) -> Marked:
+        """The marked text. Raises `RenderError`, also where contents cannot be told from frames."""
+        text = self.text(messages, tools, opens=opens)
+        for breaks in self._breaks:
+            stand_ins = self._stand_ins(text)
+
+            def broken(content: str, breaks: re.Pattern[str] = breaks) -> str:
+                return breaks.sub(lambda found: stand_ins[found[0]], content)  # noqa: B023
+
+            shown = [_with_contents(message, broken) for message in messages]
+            offered = [_with_contents(tool, broken) for tool in tools]
+            if shown == list(messages) and offered == list(tools):
+                return self._control.mark(text)
+            try:
+                marked = self._control.mark(self.text(shown, offered, opens=opens))
+            except RenderError:
+                continue
+            for character, stand_in in stand_ins.items():
+                marked = marked.replace(stand_in, character)
+                marked = marked.replace(json.dumps(stand_in)[1:-1], character)
+            if self._control.plain(marked) == text:
+                return marked
+        raise RenderError(
+            "a message spells a control token, and the chat template changes messages so that it"
+            " cannot be kept as text"
+        )
+
+    def _stand_ins(self, text: str) -> dict[str, str]:
+        """One for each first character of control tokens, of which `text` has none."""
+        unused = (chr(code) for code in STAND_INS if chr(code) not in text)
+        firsts = sorted({spelling[0] for spelling in self._control.texts})
+        return dict(zip(firsts, unused, strict=False))
+
+
+def written(
+    tokenizer: Any, arguments: Json, messages: Sequence[Json], tools: Sequence[Json], *, opens: bool
+) -> str:
+    """What a tokenizer's chat template writes. Raises `RenderError`."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=opens,
+                **arguments,
+            )
+        )
+    except Exception as error:  # Jinja raises whatever a template raises
+        raise RenderError(f"the chat template refused {len(messages)} messages: {error}") from error
+
+
+def frame_token_ids(tokenizer: Any, arguments: Json, end_token_ids: Sequence[int]) -> list[int]:
+    """The tokens with which a template frames messages, whether or not they are declared special.
+
+    DeepSeek's roles are not. What opens thoughts and calls in a turn of the assistant is not among
+    them: that is the policy's to write.
+    """
+    added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    spelling = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+
+    def write(*messages: Json, opens: bool = False, tools: Sequence[Json] = ()) -> str:
+        try:
+            return written(tokenizer, arguments, messages, tools, opens=opens)
+        except RenderError:
+            return ""
+
+    turn = {"role": "assistant", "content": _MARK}
+    called = {**turn, "tool_calls": [call("123456789", STAND_IN_TOOL, {"mark": _MARK})]}
+    opening = write(_USER)
+    header = write(_USER, opens=True).removeprefix(opening)
+    _, _, after = write(_USER, turn, _USER).rpartition(_MARK)
+    answer = result("123456789", STAND_IN_TOOL, "-")
+    _, _, called_rest = write(_USER, called, answer, tools=[STAND_IN_SCHEMA]).rpartition(_MARK)
+    ends = {text for text, i in added.items() if i in end_token_ids} | set(spelling.findall(after))
+    places = (called_rest.find(end) for end in ends)
+    place = min((place for place in places if place >= 0), default=len(called_rest))
+    found = [
+        *spelling.findall(opening),
+        *spelling.findall(header)[:1],
+        *spelling.findall(after),
+        *spelling.findall(called_rest[place:]),
+    ]
+    return [added[text] for text in dict.fromkeys(found)]
+
+
+def call(call_id: str, name: str, arguments: object) -> Json:
+    """A tool call of an assistant's message, as chat templates take it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(call_id: str, name: str, content: object) -> Json:
+    """What a tool answered to a call."""
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+
+
+def _breaks(control: ControlTokens) -> list[re.Pattern[str]]:
+    """Which characters of contents are replaced, the surest way first.
+
+    Without the first characters of control tokens contents cannot make one, not even several contents
+    that a template joins. Templates that look for tags such as `</think>` in contents need these kept,
+    so next only what begins like a control token is broken, at last only whole spellings.
+    """
+    spellings = sorted(control.texts, key=len, reverse=True)
+    patterns = [
+        "|".join(sorted({re.escape(spelling[0]) for spelling in spellings})),
+        "|".join(sorted({_ahead(spelling[:2]) for spelling in spellings})),
+        "|".join(map(_ahead, spellings)),
+    ]
+    return [re.compile(pattern or r"(?!)") for pattern in patterns]
+
+
+def _ahead(text: str) -> str:
+    """Matches the first character of `text` where all of it follows."""
+    return f"{re.escape(text[0])}(?={re.escape(text[1:])})"
+
+
+def _with_contents(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value).items()
+        return {change(key): _with_contents(item, change) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [_with_contents(item, change) for item in cast(Sequence[Any], value)]
+    return value
+
+
+def adapted(messages: Sequence[Json], form: CallForm) -> list[Json]:
+    """The messages in the form that a template takes."""
+    return [_adapted(message, form) for message in messages]
+
+
+def _adapted(message: Json, form: CallForm) -> Json:
+    found = dict(message)
+    if "tool_call_id" in found:
+        found["tool_call_id"] = _id(found["tool_call_id"], form)
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [
+            {
+                **call,
+                "id": _id(call["id"], form),
+                "function": {
+                    **call["function"],
+                    "arguments": _arguments(call["function"]["arguments"], form),
+                },
+            }
+            for call in calls
+        ]
+    return found
+
+
+def _id(call_id: str, form: CallForm) -> str:
+    """The same short id for the same long one."""
+    if not form.has_short_ids or (len(call_id) == CALL_ID_LENGTH and call_id.isalnum()):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:CALL_ID_LENGTH]
+
+
+def _arguments(arguments: Any, form: CallForm) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if form.has_text_arguments else arguments
