@@ -109,6 +109,9 @@ def check(arguments: Arguments = None) -> None:
         typer.echo(report.report(config))
         for note in notes(config):
             typer.echo(f"note: {note}")
+        from raylearner import openings
+
+        openings.check(config, report=lambda note: typer.echo(f"note: {note}"))
 
 
 @app.command()

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from raylearner import deadline, machine, placement, resumption
+from raylearner import deadline, machine, openings, placement, resumption
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import refuse_blindness, refuse_lost_adapters
 from raylearner.config.schema import RunConfig, TinyModel
@@ -29,7 +29,6 @@ from raylearner.replay.sampler import make_sampler
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
-from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.start import check_template
 from raylearner.types import Prompt
 
@@ -56,14 +55,17 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
     GroupScorer(config.rewards)
+    renderer = openings.make_renderer(config)
+    if renderer is not None:
+        if not isinstance(config.model, TinyModel):
+            refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
+            refuse(config)
+            check_template(renderer, config.environment, [*training, *held_out])
+        training = openings.fitting(config, training, renderer, key="data.train")
+        held_out = openings.fitting(config, held_out, renderer, key="data.evaluation")
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
-    if not isinstance(config.model, TinyModel):
-        renderer = Renderer.from_pretrained(config.model.path, config.renderer)
-        refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
-        refuse(config)
-        check_template(renderer, config.environment, [*training, *held_out])
     with ExitStack() as held:
         if resume is not None:
             latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))

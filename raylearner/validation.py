@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raylearner import machine, placement
+from raylearner import machine, openings, placement
 from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import refuse_blindness
@@ -29,7 +29,6 @@ from raylearner.placement import RolloutFleet
 from raylearner.prompts import load_prompts
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
-from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.start import check_template
 from raylearner.types import PolicyVersion, Prompt
 
@@ -54,10 +53,12 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     Scorer(config.rewards)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
-    renderer = Renderer.from_pretrained(model, config.renderer)
+    renderer = openings.make_renderer(config, model=model)
+    assert renderer is not None, "a model directory has a tokenizer"
     if renderer.vision is None:
         refuse_blindness(config)
     check_template(renderer, config.environment, prompts)
+    prompts = openings.fitting(config, prompts, renderer, key="data.evaluation")
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     machine.refuse_long_sockets(config)

@@ -70,6 +70,14 @@ def notes(config: RunConfig) -> list[str]:
         found.append(
             "replay.on_stale: 'train' puts no bound on staleness; watch buffer/staleness/max"
         )
+    episodes, ranks = config.episodes_per_step, learner.num_data_ranks
+    if episodes % ranks:
+        idle = f"; {ranks - episodes} of them have none" if episodes < ranks else ""
+        found.append(
+            f"learner.num_ranks: the {episodes} episodes of a step (replay.groups_per_step *"
+            f" replay.group_size = {replay.groups_per_step} * {replay.group_size}) do not divide by"
+            f" {ranks} ranks; they are dealt out by tokens, and a rank that has fewer waits{idle}"
+        )
     found.extend(objective_notes(config))
     found.extend(image_notes(config))
     return found

@@ -193,6 +193,8 @@ class DataSection(Section):
     """Held-out prompts: one source or several."""
     sampler: SamplerSection = Shuffle(kind="shuffle")
     """Which prompt comes next."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """What happens to rows whose prompt has more than `renderer.max_prompt_tokens` tokens, with the system prompt, examples and tools: the run is refused, or they are left out. Both count and name them at start."""
     system_prompt: str | None = None
     """Put before each prompt that has no system message."""
     examples: tuple[ExampleMessage, ...] = ()

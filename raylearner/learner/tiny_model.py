@@ -1,61 +1,17 @@
 """A small random model made on the spot: Qwen2, a tokenizer of single bytes, a ChatML template."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import pre_tokenizers
-from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.config.model_checks import head_faults
 from raylearner.config.schema import TinyModel
 from raylearner.errors import ConfigError
+from raylearner.tokenization.tiny_tokenizer import END_OF_TURN, PAD, TAGS, make_tokenizer
 
-TAG_NAMES = ("calc", "search", "fetch", "code", "result", "observation", "answer")
-TAGS = tuple(tag for name in TAG_NAMES for tag in (f"<{name}>", f"</{name}>"))
-"""Ordinary tokens of several characters each: what the tools' default tags are."""
-
-END_OF_TURN = "<|im_end|>"
-PAD = "<|endoftext|>"
-SPECIAL = (PAD, "<|im_start|>", END_OF_TURN)
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def make_tokenizer(
-    max_length: int,
-    *,
-    special: Sequence[str] = (),
-    chat_template: str = CHAT_TEMPLATE,
-) -> Qwen2Tokenizer:
-    """Byte-level without merges: one token per ASCII character, nothing unknown; tags are whole.
-
-    `special` are further special tokens. The class is the one that transformers picks for this model
-    type, whatever the files say.
-    """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Qwen2Tokenizer(
-        vocab={text: index for index, text in enumerate((*SPECIAL, *special, *alphabet))},
-        merges=[],
-        unk_token=None,  # pyright: ignore[reportArgumentType]
-        eos_token=END_OF_TURN,
-        pad_token=PAD,
-        extra_special_tokens=["<|im_start|>", *special],
-        chat_template=chat_template,
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    )
-    tags: list[str | AddedToken] = [
-        AddedToken(tag, special=False, normalized=False) for tag in TAGS
-    ]
-    tokenizer.add_tokens(tags)
-    return tokenizer
+__all__ = ["END_OF_TURN", "PAD", "TAGS", "make_tiny_model", "make_tokenizer"]
 
 
 def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from raylearner.errors import RenderError
 
@@ -16,6 +16,9 @@ MAX_DECODED_PIXELS = 80_000_000
 """Larger images are refused before they are decoded: 240 MB as RGB."""
 COMPRESSION = 1
 """PNG's least: pages compress well anyway, and episodes wait for it."""
+
+TURNED = (5, 6, 7, 8)
+"""Orientations of EXIF in which width and height change places."""
 
 TargetSize = Callable[[int, int], tuple[int, int]]
 """From height and width to those that the model is shown."""
@@ -62,6 +65,24 @@ def image_size(encoded: bytes) -> tuple[int, int]:
     """Height and width, from the header alone."""
     with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         return image.height, image.width
+
+
+def upright_size(encoded: bytes) -> tuple[int, int]:
+    """Height and width as shown, from the header alone. Raises `RenderError` for no image."""
+    try:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+            width, height = image.size
+            is_turned = image.getexif().get(ExifTags.Base.Orientation) in TURNED
+    except Exception as error:  # codecs raise whatever they like on hostile bytes
+        raise RenderError(f"{_undecoded(encoded)}: {error}") from error
+    return (width, height) if is_turned else (height, width)
+
+
+def blank_image(height: int, width: int) -> bytes:
+    """A PNG of one colour."""
+    buffer = io.BytesIO()
+    Image.new("1", (width, height)).save(buffer, "PNG", compress_level=COMPRESSION)
+    return buffer.getvalue()
 
 
 def _undecoded(encoded: bytes) -> str:

@@ -8,6 +8,7 @@ only grows. Contents never produce control tokens.
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -111,6 +112,23 @@ class Renderer:
             self.continuation.after_turn([answer], calls=calls_before([answer], tools), tools=tools)
         except RewritesHistory:
             return  # it has, in dialogues that are rendered as a whole
+
+    def with_prompt_limit(self, max_prompt_tokens: int) -> Self:
+        """The same one with another limit."""
+        other = copy(self)
+        other.config = self.config.model_copy(update={"max_prompt_tokens": max_prompt_tokens})
+        return other
+
+    def stand_ins(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with blank images of the sizes that `fit_images` gives: they render to as many
+        tokens, and nothing is decoded. Raises `RenderError` for images that cannot be shown."""
+        if self._fitter is None and any(m.images for m in messages):
+            raise RenderError("a message holds images, which this model cannot see")
+        fitter = self._fitter
+        return tuple(
+            replace(m, images=tuple(map(fitter.stand_in, m.images))) if fitter and m.images else m
+            for m in messages
+        )
 
     async def fit_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages with images as the model sees them; `render` takes no others.

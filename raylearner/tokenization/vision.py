@@ -8,7 +8,7 @@ for its start and end stand between any two.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self, cast
@@ -28,7 +28,7 @@ from raylearner.config.vision_files import (
     token_keys,
 )
 from raylearner.errors import ConfigError, RenderError
-from raylearner.tokenization.images import fit_image, image_size
+from raylearner.tokenization.images import blank_image, fit_image, image_size, upright_size
 
 MAX_KEPT_BYTES = 256 * 1024**2
 """Images that one actor keeps, encoded, as they came and fitted: the episodes of a group are shown the
@@ -207,6 +207,10 @@ class ImageFitter:
         with self._lock:  # another thread may have been faster
             return self._keep(image, self._fitted.get(image, fitted))
 
+    def stand_in(self, image: bytes) -> bytes:
+        """A blank image of the size that `fit` gives, found from the header. Raises `RenderError`."""
+        return _blank(*self._size(*upright_size(image)))
+
     def _keep(self, image: bytes, fitted: bytes) -> bytes:
         self._drop(image)
         self._fitted[image] = fitted
@@ -218,6 +222,11 @@ class ImageFitter:
     def _drop(self, image: bytes) -> None:
         if (fitted := self._fitted.pop(image, None)) is not None:
             self._kept_bytes -= len(image) + len(fitted)
+
+
+@lru_cache(maxsize=256)
+def _blank(height: int, width: int) -> bytes:
+    return blank_image(height, width)
 
 
 def _fitted_size(unit: int, section: ImagesSection, height: int, width: int) -> tuple[int, int]:

@@ -276,3 +276,20 @@ def test_checks_run_when_a_file_is_loaded(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"config\.yaml:5  sampling\.top_k: must be 0"):
         load([str(path)], [])
+
+
+@pytest.mark.parametrize(
+    ("replay", "num_ranks", "words"),
+    [
+        ({"groups_per_step": 7, "group_size": 5}, 2, "35 episodes"),
+        ({"groups_per_step": 1, "group_size": 2}, 3, "1 of them have none"),
+        ({"groups_per_step": 4, "group_size": 3}, 2, None),
+    ],
+)
+def test_episodes_that_do_not_divide_by_ranks_are_noted(
+    replay: dict[str, int], num_ranks: int, words: str | None
+) -> None:
+    config = make_config(replay=replay, learner={"num_ranks": num_ranks})
+    found = [note for note in notes(config) if note.startswith("learner.num_ranks")]
+    assert len(found) == (words is not None)
+    assert words is None or words in found[0]
