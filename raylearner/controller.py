@@ -65,7 +65,15 @@ class Controller:
         self._folder = folder
         self._recorder = recorder
         self._training = training
-        self._evaluator = Evaluator(config.evaluation, held_out) if held_out else None
+        self._evaluator = (
+            Evaluator(
+                config.evaluation,
+                held_out,
+                failed_reward=config.rewards.reported_failed_reward,
+            )
+            if held_out
+            else None
+        )
         self._side_evaluation: SideEvaluation | None = None
         self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
         self._stop_requested = asyncio.Event()
@@ -280,7 +288,12 @@ class Controller:
             actors.fleet.drain(), actors.learner.drain_spans()
         )
         self._recorder.spans([*played, *trained, *self._tracer.drain()])
-        self._recorder.step(step, step_metrics(take.groups, activities) | metrics)
+        reported = step_metrics(
+            take.groups,
+            activities,
+            failed_reward=self._config.rewards.reported_failed_reward,
+        )
+        self._recorder.step(step, reported | metrics)
         trajectories = [t for group in take.groups for t in group.trajectories]
         await asyncio.to_thread(
             self._recorder.trajectories,

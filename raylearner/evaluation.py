@@ -6,18 +6,21 @@ version that is evaluated while the others go on and get newer ones.
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from raylearner.actors.rollout_worker import EvaluateCall
 from raylearner.config.schema import EvaluationSection
-from raylearner.errors import EvaluationIncomplete, RaylearnerError
-from raylearner.types import PolicyVersion, Prompt, StopReason, Trajectory
+from raylearner.errors import EvaluationIncomplete, RaylearnerError, error_kind
+from raylearner.observability.episodes import Episode, episodes_of, mean_reward
+from raylearner.types import PolicyVersion, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
+WARNED_FAILED_FRACTION = 0.1
+"""Share of failed episodes from which an evaluation is warned of."""
 MAX_ROUNDS = 3
 """How often the share of an actor that died is given to the others."""
 
@@ -25,8 +28,12 @@ MAX_ROUNDS = 3
 class Evaluator:
     """Plays `num_prompts` held-out prompts, spread over the actors, and reports rewards by source."""
 
-    def __init__(self, config: EvaluationSection, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self, config: EvaluationSection, prompts: Sequence[Prompt], *, failed_reward: float = 0.0
+    ) -> None:
+        """`failed_reward` is what an episode that failed counts as in means."""
         self._config = config
+        self._failed_reward = failed_reward
         self._prompts = _spread(prompts)[: config.num_prompts]
 
     async def evaluate(
@@ -87,17 +94,37 @@ class Evaluator:
                 f"evaluation was to be pinned to version {policy_version}, but tokens carry"
                 f" versions {sorted(versions)}"
             )
-        by_source: dict[str, list[Trajectory]] = defaultdict(list)
-        for trajectory in played:
-            by_source[trajectory.source].append(trajectory)
+        episodes = episodes_of(played)
+        by_source: dict[str, list[Episode]] = defaultdict(list)
+        for episode in episodes:
+            by_source[episode.first.source].append(episode)
+        self._warn_of_failures(episodes, step)
         record: dict[str, Any] = {
             "step": step,
             "policy_version": policy_version,
-            **_summary(played, prefix=""),
+            **_summary(episodes, prefix="", failed_reward=self._failed_reward),
         }
-        for source, trajectories in sorted(by_source.items()):
-            record.update(_summary(trajectories, prefix=f"{source}/"))
+        for source, found in sorted(by_source.items()):
+            record |= _summary(found, prefix=f"{source}/", failed_reward=self._failed_reward)
         return record
+
+    def _warn_of_failures(self, episodes: Sequence[Episode], step: int) -> None:
+        errors = Counter(
+            error_kind(episode.first.error or "") for episode in episodes if episode.is_failed
+        )
+        if errors.total() < WARNED_FAILED_FRACTION * len(episodes) or not errors:
+            return
+        kind = errors.most_common(1)[0][0]
+        example = next(
+            e.first.error
+            for e in episodes
+            if e.is_failed and error_kind(e.first.error or "") == kind
+        )
+        logger.warning(
+            "evaluation at step %d: %d of %d episodes failed and count as not solved in reward/mean;"
+            " most often by %s, for example: %s",
+            *(step, errors.total(), len(episodes), kind, example),
+        )
 
 
 class SideEvaluation:
@@ -170,15 +197,19 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for turn in rounds for prompt in turn if prompt is not None]
 
 
-def _summary(trajectories: list[Trajectory], *, prefix: str) -> dict[str, float | int | None]:
-    """Of episodes: a reward stands on every segment, and counts once."""
-    episodes = [t for t in trajectories if t.segment == 0]
-    rewards = [t.reward for t in episodes if t.reward is not None]
+def _summary(
+    episodes: Sequence[Episode], *, prefix: str, failed_reward: float
+) -> dict[str, float | int | None]:
+    """The headline `reward/mean` counts episodes that failed as not solved."""
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    num_failed = sum(e.is_failed for e in episodes)
     count = max(1, len(episodes))
     return {
-        f"{prefix}reward/mean": sum(rewards) / len(rewards) if rewards else None,
+        f"{prefix}reward/mean": mean_reward(episodes, failed_reward=failed_reward),
+        f"{prefix}reward/mean_without_failed": sum(rewards) / len(rewards) if rewards else None,
         f"{prefix}num_prompts": len(episodes),
-        f"{prefix}errors": sum(t.stop_reason is StopReason.ERROR for t in episodes),
-        f"{prefix}turns/mean": sum(len(t.turns) for t in trajectories) / count,
-        f"{prefix}sampled_tokens/mean": sum(t.num_sampled_tokens for t in trajectories) / count,
+        f"{prefix}errors": num_failed,
+        f"{prefix}failed_fraction": num_failed / count,
+        f"{prefix}turns/mean": sum(len(e.turns) for e in episodes) / count,
+        f"{prefix}sampled_tokens/mean": sum(e.num_sampled_tokens for e in episodes) / count,
     }

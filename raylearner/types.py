@@ -218,6 +218,8 @@ class Turn:
     max_policy_version: PolicyVersion
     tool: str | None = None
     is_valid: bool = True
+    number: int = 0
+    """Its place among all turns of the episode in time, from 0, whatever their segments."""
 
     __post_init__ = make_encodable
 
@@ -250,6 +252,12 @@ class Trajectory:
     """Side in pixels of the square that becomes one placeholder. None where sizes mean nothing."""
     shown: tuple[str, ...] = ()
     """Ids of the passages and pages that tools showed, in order."""
+    response_text: str = ""
+    """All text after the prompt, observations included."""
+    given_answer: str | None = None
+    """What an agent program returned as its answer; None where the last turn is it."""
+    claim_step: int | None = None
+    """Learner steps committed when the episode was claimed; None outside of training."""
     reward: float | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -32,7 +32,14 @@ from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.start import check_template
 from raylearner.types import PolicyVersion, Prompt
 
-COLUMNS = ("reward/mean", "num_prompts", "errors", "turns/mean", "sampled_tokens/mean")
+COLUMNS = (
+    "reward/mean",
+    "reward/mean_without_failed",
+    "num_prompts",
+    "errors",
+    "turns/mean",
+    "sampled_tokens/mean",
+)
 
 
 def run(config: RunConfig, *, checkpoint: Path | None) -> None:
@@ -82,7 +89,7 @@ def table(record: dict[str, Any]) -> Table:
         shown.add_column(name, justify="left" if name == "source" else "right")
     sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
     for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
-        values = (record[f"{prefix}{column}"] for column in COLUMNS)
+        values = (record.get(f"{prefix}{column}") for column in COLUMNS)
         shown.add_row(Text(source), *("-" if v is None else f"{v:.4g}" for v in values))
     return shown
 
@@ -132,7 +139,9 @@ async def _evaluate(
         try:
             with recorder.stage(f"starting {config.actors.num_actors} engines"):
                 await asyncio.gather(rewards.start(), fleet.start())
-            evaluator = Evaluator(config.evaluation, prompts)
+            evaluator = Evaluator(
+                config.evaluation, prompts, failed_reward=config.rewards.reported_failed_reward
+            )
             # Engines count from 0: they loaded these weights, and none are pushed.
             record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
             record["policy_version"] = version

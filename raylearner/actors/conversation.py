@@ -267,8 +267,9 @@ class Conversation:
                 tool=segment.tool,
                 is_valid=segment.is_valid,
             )
+        number = len(self._order)
         self._order.append((segment, len(segment.transcript.turns)))
-        text = segment.transcript.add_completion(completion)
+        text = segment.transcript.add_completion(completion, number=number)
         message, segment.is_valid = _parsed(_before(text, request.stop), request)
         segment.tool = ",".join(call.name for call in message.calls) or None
         self.num_tool_calls += len(message.calls)

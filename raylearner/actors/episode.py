@@ -15,7 +15,7 @@ from raylearner.environments.agent import Agent
 from raylearner.environments.protocol import Environment, Outcome
 from raylearner.errors import EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer
-from raylearner.rewards.functions import EpisodeView
+from raylearner.rewards.functions import view_of
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
@@ -27,7 +27,6 @@ from raylearner.types import (
     Sampling,
     StopReason,
     Trajectory,
-    Turn,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,14 +80,7 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
         )
         if error is not None or stop_reason is StopReason.ABORTED:
             return trajectory
-        (trajectory,) = await scored(
-            kit,
-            claim,
-            [trajectory],
-            outcome,
-            turns=trajectory.turns,
-            response=transcript.response_text,
-        )
+        (trajectory,) = await scored(kit, claim, [trajectory], outcome)
         return trajectory
 
 
@@ -151,31 +143,11 @@ def until_end(completion: Completion, end_token_ids: tuple[int, ...]) -> Complet
 
 
 async def scored(
-    kit: EpisodeKit,
-    claim: Claim,
-    segments: Sequence[Trajectory],
-    outcome: Outcome,
-    *,
-    turns: Sequence[Turn],
-    response: str,
-    answer: str | None = None,
+    kit: EpisodeKit, claim: Claim, segments: Sequence[Trajectory], outcome: Outcome
 ) -> list[Trajectory]:
     """The segments of one episode with what it is worth, the same for each; none trains when a
-    reward fails. `turns` are those of all segments as they came; `answer` is what a program gave as
-    its answer."""
-    sampled = [s.token_ids[s.loss_mask] for s in segments]
-    view = EpisodeView(
-        prompt=claim.prompt,
-        turns=tuple(turns),
-        response=response,
-        completion_ids=tuple(np.concatenate(sampled).tolist()),
-        stop_reason=segments[-1].stop_reason,
-        policy_version=max(segment.max_policy_version for segment in segments),
-        step=claim.step,
-        metrics=outcome.metrics,
-        shown=outcome.shown,
-        answer=answer,
-    )
+    reward fails."""
+    view = view_of(claim.prompt, segments, kit.scorer.weights.keys())
     try:
         with kit.tracer.span("reward", group=claim.group_id):
             score = await kit.scorer.score(view)

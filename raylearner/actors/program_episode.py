@@ -58,6 +58,7 @@ async def play_program_episode(
                 stop_reason=end.stop_reason,
                 error=end.error,
                 metrics=outcome.metrics,
+                given_answer=end.answer,
                 segment=number,
                 started_at_s=started_at_s,
                 finished_at_s=time.time(),
@@ -66,16 +67,7 @@ async def play_program_episode(
         ]
         if end.error is not None or end.stop_reason is StopReason.ABORTED:
             return segments
-        response = "\n\n".join(transcript.response_text for transcript in transcripts)
-        return await scored(
-            kit,
-            claim,
-            segments,
-            outcome,
-            turns=conversation.turns,
-            response=response,
-            answer=end.answer,
-        )
+        return await scored(kit, claim, segments, outcome)
 
 
 async def _run(agent: Agent, conversation: Conversation, claim: Claim) -> str | None:

@@ -48,10 +48,10 @@ class GroupRewardActor:
         self._scorer = GroupScorer(rewards)
 
     async def score(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], step: int
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> dict[int, EpisodeScore]:
         """By sample index; see `GroupScorer.score`."""
-        return await self._scorer.score(prompt, trajectories, step=step)
+        return await self._scorer.score(prompt, trajectories)
 
     async def close(self) -> None:
         await self._scorer.close()

@@ -321,6 +321,17 @@ class RewardSection(Section):
     """Least and greatest weighted sum; what lies beyond is set to it."""
     timeout_s: PositiveFloat = 30.0
     """A function that takes longer is an error of its trajectory."""
+    failed_reward: float | None = None
+    """What an episode that failed counts as in reported means, or less where another has less; it never
+    trains. Set it to the least reward where rewards can be negative. Default: the lower end of `clip`,
+    or 0."""
+
+    @property
+    def reported_failed_reward(self) -> float:
+        """`failed_reward` with its default."""
+        if self.failed_reward is not None:
+            return self.failed_reward
+        return 0.0 if self.clip is None else self.clip[0]
 
     @property
     def names(self) -> tuple[str, ...]:

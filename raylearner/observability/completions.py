@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylearner.config.schema import CompletionsSection
+from raylearner.observability.episodes import Episode, episodes_of
 from raylearner.text import visible
 from raylearner.types import PolicyVersion, Trajectory, TrajectoryKey
 
@@ -21,11 +22,15 @@ LOG_WIDTH = 160
 def samples(
     trajectories: Sequence[Trajectory], *, policy_version: PolicyVersion
 ) -> dict[str, NDArray[np.float64]]:
-    """The values behind a step's distributions; `policy_version` is the one that trained on them."""
+    """The values behind a step's distributions: of episodes, and staleness of trajectories.
+
+    `policy_version` is the one that trained on them.
+    """
+    episodes = episodes_of(trajectories)
     values: dict[str, list[float]] = {
-        "rollout/reward": [t.reward for t in trajectories if t.reward is not None],
-        "rollout/sampled_tokens": [t.num_sampled_tokens for t in trajectories],
-        "rollout/turns": [len(t.turns) for t in trajectories],
+        "rollout/reward": [e.reward for e in episodes if e.reward is not None],
+        "rollout/sampled_tokens": [e.num_sampled_tokens for e in episodes],
+        "rollout/turns": [len(e.turns) for e in episodes],
         "buffer/staleness": [policy_version - t.min_policy_version for t in trajectories],
     }
     return {key: np.asarray(found, np.float64) for key, found in values.items() if found}
@@ -58,31 +63,42 @@ def rows(
     *,
     advantages: Mapping[TrajectoryKey, float] | None = None,
 ) -> Rows:
-    """A few completions from the worst reward to the best, with every reward and what was logged.
+    """A few episodes from the worst reward to the best, with every reward and what was logged.
 
-    With `unique_prompts`, the first completion of each prompt stands for it.
+    With `unique_prompts`, the first episode of each prompt stands for it. The advantage is that of
+    the first segment. Logged columns and numbers named as another column get `logged_` before.
     """
-    ordered = list(trajectories)
+    ordered = episodes_of(trajectories)
     if config.unique_prompts:
-        ordered = list({t.prompt_id: t for t in reversed(ordered)}.values())
-    ordered.sort(key=lambda t: (t.reward is not None, t.reward or 0.0))
+        ordered = list({e.first.prompt_id: e for e in reversed(ordered)}.values())
+    ordered.sort(key=lambda e: (e.reward is not None, e.reward or 0.0))
     places = np.linspace(0, len(ordered) - 1, min(config.num_completions, len(ordered)))
     chosen = [ordered[round(place)] for place in places]
-    parts = sorted({name for t in chosen for name in t.rewards})
-    columns = sorted({name for t in chosen for name in t.columns})
-    logged = sorted({name for t in chosen for name in t.metrics})
-    return [
-        {
-            "prompt": _cut(trajectory.prompt_text, config.max_characters),
-            "completion": _cut(_completion(trajectory), config.max_characters),
-            **{name: _number(trajectory.rewards.get(name)) for name in parts},
-            "reward": _number(trajectory.reward),
-            "advantage": _number((advantages or {}).get(trajectory.key)),
-            **{name: _cell(trajectory.columns.get(name), config) for name in columns},
-            **{name: _number(trajectory.metrics.get(name)) for name in logged},
+    parts = sorted({name for e in chosen for name in e.first.rewards})
+    columns = sorted({name for e in chosen for name in e.first.columns})
+    logged = sorted({name for e in chosen for name in e.metrics})
+    made: Rows = []
+    for episode in chosen:
+        first = episode.first
+        row = {
+            "prompt": _cut(first.prompt_text, config.max_characters),
+            "completion": _cut(_completion(episode), config.max_characters),
         }
-        for trajectory in chosen
-    ]
+        _add(row, {name: _number(first.rewards.get(name)) for name in parts})
+        _add(row, {"reward": _number(episode.reward)})
+        _add(row, {"advantage": _number((advantages or {}).get(first.key))})
+        _add(row, {name: _cell(first.columns.get(name), config) for name in columns})
+        _add(row, {name: _number(episode.metrics.get(name)) for name in logged})
+        made.append(row)
+    return made
+
+
+def _add(row: dict[str, str], cells: Mapping[str, str]) -> None:
+    """Without hiding cells that are there."""
+    for name, cell in cells.items():
+        while name in row:
+            name = f"logged_{name}"
+        row[name] = cell
 
 
 def markdown(table: Rows) -> str:
@@ -114,8 +130,8 @@ def _cell(value: object, config: CompletionsSection) -> str:
     return _cut(str(value), config.max_characters)
 
 
-def _completion(trajectory: Trajectory) -> str:
-    return "".join(part for turn in trajectory.turns for part in (turn.text, turn.reply))
+def _completion(episode: Episode) -> str:
+    return "".join(part for turn in episode.turns for part in (turn.text, turn.reply))
 
 
 def _cut(text: str, size: int) -> str:
@@ -133,14 +149,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def logged_means(trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
-    """`rollout/logged/*`: means of the numbers that environments and rewards put on trajectories.
+def logged_means(episodes: Sequence[Episode]) -> Mapping[str, float]:
+    """`rollout/logged/*`: means over episodes of the numbers that environments and rewards logged.
 
     What is not finite is left out, and counted in `rollout/logged_non_finite`.
     """
     values: dict[str, list[float]] = {}
     num_dropped = 0
-    for name, value in (pair for t in trajectories for pair in sorted(t.metrics.items())):
+    for name, value in (pair for e in episodes for pair in sorted(e.metrics.items())):
         if math.isfinite(value):
             values.setdefault(name, []).append(value)
         else:

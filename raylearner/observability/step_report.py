@@ -7,12 +7,13 @@ from typing import Protocol
 import numpy as np
 
 from raylearner.observability.completions import logged_means
-from raylearner.types import StopReason, Trajectory, TrajectoryGroup
+from raylearner.observability.episodes import Episode, episodes_of, mean_reward
+from raylearner.types import StopReason, TrajectoryGroup
 
 FINISHED = (StopReason.ANSWER, StopReason.END)
 """What an episode ends with that came to its end by itself."""
 MAX_TURNS_SHOWN = 32
-"""Turns whose share of active trajectories is reported one by one."""
+"""Turns whose share of active episodes is reported one by one."""
 
 
 class Activity(Protocol):
@@ -31,73 +32,87 @@ class Activity(Protocol):
 
 
 def step_metrics(
-    groups: Sequence[TrajectoryGroup], activities: Sequence[Activity]
+    groups: Sequence[TrajectoryGroup],
+    activities: Sequence[Activity],
+    *,
+    failed_reward: float = 0.0,
 ) -> dict[str, float]:
-    """`rollout/*` of one step: rewards and turns of what was taken, speed of the actors."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    metrics = _extremes("rollout/turns", [len(t.turns) for t in trajectories])
+    """`rollout/*` of one step: rewards and turns of what was taken, speed of the actors.
+
+    Numbers are of episodes, whatever their number of segments. `failed_reward` is what a failed one
+    counts as in means of rewards.
+    """
+    episodes = [episode for group in groups for episode in episodes_of(group.trajectories)]
+    metrics = _extremes("rollout/turns", [len(e.turns) for e in episodes])
     metrics |= _extremes(
         "rollout/response_tokens",
-        [t.num_tokens - int(np.argmax(t.loss_mask)) for t in trajectories if t.loss_mask.any()],
+        [e.num_response_tokens for e in episodes if e.num_sampled_tokens],
     )
-    metrics |= _extremes(
-        "rollout/episode_s", [t.finished_at_s - t.started_at_s for t in trajectories]
-    )
+    metrics |= _extremes("rollout/episode_s", [e.duration_s for e in episodes])
     metrics |= {
-        "rollout/sampled_tokens/mean": _mean([t.num_sampled_tokens for t in trajectories]),
-        "rollout/tool_calls/mean": _mean(
-            [sum(turn.tool is not None for turn in t.turns) for t in trajectories]
-        ),
+        "rollout/segments/mean": _mean([len(e.segments) for e in episodes]),
+        "rollout/sampled_tokens/mean": _mean([e.num_sampled_tokens for e in episodes]),
+        "rollout/tool_calls/mean": _mean([e.num_tool_calls for e in episodes]),
         "rollout/invalid_actions/mean": _mean(
-            [sum(not turn.is_valid for turn in t.turns) for t in trajectories]
+            [sum(not turn.is_valid for turn in e.turns) for e in episodes]
         ),
         "rollout/valid_actions/mean": _mean(
-            [sum(turn.is_valid for turn in t.turns) for t in trajectories]
+            [sum(turn.is_valid for turn in e.turns) for e in episodes]
         ),
-        "rollout/valid_tool_calls/mean": _mean([_num_valid_calls(t) for t in trajectories]),
-        "rollout/finish_fraction": _mean([t.stop_reason in FINISHED for t in trajectories]),
+        "rollout/valid_tool_calls/mean": _mean([e.num_valid_tool_calls for e in episodes]),
+        "rollout/finish_fraction": _mean([e.stop_reason in FINISHED for e in episodes]),
     }
-    if any(t.image_token_id is not None for t in trajectories):
-        metrics |= _extremes("rollout/images", [len(t.images) for t in trajectories])
-        metrics["rollout/image_tokens/mean"] = _mean(
-            [int(t.is_placeholder.sum()) for t in trajectories]
-        )
-    metrics |= _active(trajectories)
-    for reason, count in Counter(t.stop_reason for t in trajectories).items():
-        metrics[f"rollout/stop/{reason}"] = count / len(trajectories)
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    if rewards:
-        metrics |= _extremes("rollout/reward", rewards)
-        metrics["rollout/reward/min"] = min(rewards)
-        metrics["rollout/reward/std"] = float(np.std(rewards))
-    for name in sorted({name for t in trajectories for name in t.rewards}):
-        parts = [part for t in trajectories if (part := t.rewards.get(name)) is not None]
-        if parts:
-            metrics[f"rollout/reward/{name}/mean"] = _mean(parts)
-            metrics[f"rollout/reward/{name}/std"] = float(np.std(parts))
-    metrics |= logged_means(trajectories)
-    metrics |= _by_source(groups)
+    metrics |= _images(episodes)
+    metrics |= _active(episodes)
+    for reason, count in Counter(e.stop_reason for e in episodes).items():
+        metrics[f"rollout/stop/{reason}"] = count / len(episodes)
+    metrics |= _rewards(episodes, failed_reward)
+    metrics |= logged_means(episodes)
+    metrics |= _by_source(groups, failed_reward)
     return metrics | _speed(activities) | _tools(activities)
 
 
-def _active(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """By number of the turn: the share of trajectories that had one of this number."""
-    longest = max((len(t.turns) for t in trajectories), default=0)
+def _rewards(episodes: Sequence[Episode], failed_reward: float) -> dict[str, float]:
+    """Of the whole reward and of each function. Only the mean counts episodes that failed."""
+    metrics: dict[str, float] = {}
+    if (mean := mean_reward(episodes, failed_reward=failed_reward)) is not None:
+        metrics["rollout/reward/mean"] = mean
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    if rewards:
+        metrics["rollout/reward/mean_without_failed"] = _mean(rewards)
+        metrics["rollout/reward/max"] = float(max(rewards))
+        metrics["rollout/reward/min"] = min(rewards)
+        metrics["rollout/reward/std"] = float(np.std(rewards))
+    for name in sorted({name for e in episodes for name in e.first.rewards}):
+        parts = [part for e in episodes if (part := e.first.rewards.get(name)) is not None]
+        if parts:
+            metrics[f"rollout/reward/{name}/mean"] = _mean(parts)
+            metrics[f"rollout/reward/{name}/std"] = float(np.std(parts))
+    return metrics
+
+
+def _images(episodes: Sequence[Episode]) -> dict[str, float]:
+    if all(e.first.image_token_id is None for e in episodes):
+        return {}
+    metrics = _extremes(
+        "rollout/images", [sum(len(s.images) for s in e.segments) for e in episodes]
+    )
+    metrics["rollout/image_tokens/mean"] = _mean(
+        [sum(int(s.is_placeholder.sum()) for s in e.segments) for e in episodes]
+    )
+    return metrics
+
+
+def _active(episodes: Sequence[Episode]) -> dict[str, float]:
+    """By number of the turn: the share of episodes that had one of this number."""
+    longest = max((len(e.turns) for e in episodes), default=0)
     return {
-        f"rollout/active/{number}": _mean([len(t.turns) >= number for t in trajectories])
+        f"rollout/active/{number}": _mean([len(e.turns) >= number for e in episodes])
         for number in range(1, min(longest, MAX_TURNS_SHOWN) + 1)
     }
 
 
-def _num_valid_calls(trajectory: Trajectory) -> float:
-    """Tool calls that did not fail, as the environment counted them, or else turns that called."""
-    counted = trajectory.metrics.get("tool_calls")
-    if counted is None:
-        return sum(turn.tool is not None for turn in trajectory.turns)
-    return counted - trajectory.metrics.get("failed_tool_calls", 0.0)
-
-
-def _by_source(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def _by_source(groups: Sequence[TrajectoryGroup], failed_reward: float) -> dict[str, float]:
     """Rewards of each source apart, and its share of the groups."""
     by_source: dict[str, list[TrajectoryGroup]] = {}
     for group in groups:
@@ -105,9 +120,9 @@ def _by_source(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source, found in sorted(by_source.items()):
         metrics[f"rollout/source/{source}/group_fraction"] = len(found) / len(groups)
-        rewards = [t.reward for group in found for t in group.trajectories if t.reward is not None]
-        if rewards:
-            metrics[f"rollout/source/{source}/reward/mean"] = _mean(rewards)
+        episodes = [episode for group in found for episode in episodes_of(group.trajectories)]
+        if (mean := mean_reward(episodes, failed_reward=failed_reward)) is not None:
+            metrics[f"rollout/source/{source}/reward/mean"] = mean
     return metrics
 
 

@@ -63,6 +63,7 @@ def transcript(
         "prompt": trajectory.prompt_text,
         "text": "".join(replies),
         "answer": trajectory.answer,
+        "given_answer": trajectory.given_answer,
         "turns": [_turn(turn) for turn in trajectory.turns],
         "metrics": dict(trajectory.metrics),
         "started_at_s": trajectory.started_at_s,
@@ -88,6 +89,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "max_policy_version": turn.max_policy_version,
         "tool": turn.tool,
         "is_valid": turn.is_valid,
+        "number": turn.number,
     }
 
 

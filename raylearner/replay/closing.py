@@ -86,7 +86,6 @@ class GroupCloser:
             group.group_id,
             self._ledger.prompt_of(group),
             [t for t in self.group(group).trajectories if t.stop_reason is not StopReason.ERROR],
-            step=self._ledger.num_steps,
         )
 
     def _judge(self, group: GroupRecord) -> None:

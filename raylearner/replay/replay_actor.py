@@ -164,7 +164,7 @@ class ReplayActor:
         assert self._group_rewards is not None, "requests come only where an actor takes them"
         try:
             scores: dict[int, EpisodeScore] = await self._group_rewards.score.remote(
-                request.prompt, request.trajectories, request.step
+                request.prompt, request.trajectories
             )
         except RayError as error:
             said = f"{RewardError.kind}: the group's rewards: {str(error).splitlines()[-1]}"

@@ -14,7 +14,6 @@ class ScoreRequest:
     group_id: int
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    step: int
 
 
 class ScoreDesk:
@@ -25,16 +24,13 @@ class ScoreDesk:
         self._new: list[ScoreRequest] = []
         self._wanted: dict[int, int] = {}  # number of the latest request, by group_id
 
-    def ask(
-        self, group_id: int, prompt: Prompt, trajectories: Sequence[Trajectory], *, step: int
-    ) -> None:
+    def ask(self, group_id: int, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """An earlier request for the same group is wanted no longer."""
         request = ScoreRequest(
             number=self._next_number,
             group_id=group_id,
             prompt=prompt,
             trajectories=tuple(trajectories),
-            step=step,
         )
         self._next_number += 1
         self._wanted[group_id] = request.number

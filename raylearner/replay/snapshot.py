@@ -19,7 +19,7 @@ from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.store import image_name
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
-FORMAT = 3
+FORMAT = 4
 
 ARRAYS: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,
@@ -99,8 +99,8 @@ def restore(
         raise CheckpointError(
             f"the replay was saved in format {metadata.get('format')!r}, expected {FORMAT}"
         )
-    trajectories = _trajectories(metadata["trajectories"], arrays, images)
-    buffer.restore(metadata["ledger"], metadata["tally"], arrays["prompt_order"], trajectories)
+    restored = trajectories(metadata["trajectories"], arrays, images)
+    buffer.restore(metadata["ledger"], metadata["tally"], arrays["prompt_order"], restored)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Arrays, dict[str, bytes]]:
@@ -129,9 +129,10 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     return state
 
 
-def _trajectories(
+def trajectories(
     states: list[dict[str, Any]], arrays: Arrays, images: Mapping[str, bytes]
 ) -> list[Trajectory]:
+    """The trajectories of a cut, from what `read` gives."""
     ends = np.cumsum(arrays["lengths"])
     return [
         _trajectory(

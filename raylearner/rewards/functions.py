@@ -1,13 +1,13 @@
 """What reward functions take and give, and the answer that an episode gave."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 from raylearner.text import finite_or_nan
-from raylearner.types import Prompt, StopReason, Turn
+from raylearner.types import Prompt, StopReason, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,36 @@ class EpisodeView:
         """The prompt's messages but for the system's, in plain words."""
         messages = self.prompt.messages
         return "\n\n".join(m.content for m in messages if m.role != "system")
+
+
+def view_of(
+    prompt: Prompt, segments: Sequence[Trajectory], reward_names: Collection[str]
+) -> EpisodeView:
+    """One episode as every reward function sees it, from its segments in order.
+
+    Only what is stored with trajectories goes in, so that a function of one episode, one of a group
+    and one after a resume see the same. Numbers logged by `reward_names` are left out.
+    """
+    last = segments[-1]
+    turns = (turn for segment in segments for turn in segment.turns)
+    return EpisodeView(
+        prompt=prompt,
+        turns=tuple(sorted(turns, key=lambda turn: turn.number)),
+        response="\n\n".join(segment.response_text for segment in segments),
+        completion_ids=tuple(
+            token for s in segments for token in s.token_ids[s.loss_mask].tolist()
+        ),
+        stop_reason=last.stop_reason,
+        policy_version=max(segment.max_policy_version for segment in segments),
+        step=last.claim_step,
+        metrics={
+            name: value
+            for name, value in last.metrics.items()
+            if name.partition("/")[0] not in reward_names
+        },
+        shown=last.shown,
+        answer=last.given_answer,
+    )
 
 
 class RewardLog:

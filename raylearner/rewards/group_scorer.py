@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from raylearner.config.rewards import RewardSection
 from raylearner.errors import RewardError
-from raylearner.rewards.functions import EpisodeView
+from raylearner.rewards.functions import view_of
 from raylearner.rewards.scorer import Scorer
 from raylearner.types import EpisodeScore, Prompt, StopReason, Trajectory
 
@@ -17,7 +17,7 @@ class GroupScorer:
         self._scorer = Scorer(config, sees_groups=True)
 
     async def score(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, step: int | None = None
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> dict[int, EpisodeScore]:
         """By sample index, for every episode without an error.
 
@@ -30,7 +30,8 @@ class GroupScorer:
                 episodes.setdefault(segment.sample_index, []).append(segment)
         if not episodes:
             return {}
-        views = [_view(prompt, segments, step) for segments in episodes.values()]
+        names = self._scorer.weights.keys()
+        views = [view_of(prompt, segments, names) for segments in episodes.values()]
         try:
             scores = await self._scorer.score_all(views)
         except RewardError as error:
@@ -56,22 +57,3 @@ class GroupScorer:
         return EpisodeScore(
             reward=total, rewards=rewards, columns=score.columns, metrics=score.metrics
         )
-
-
-def _view(prompt: Prompt, segments: Sequence[Trajectory], step: int | None) -> EpisodeView:
-    """An episode of several segments as one: their turns in order."""
-    last = segments[-1]
-    turns = tuple(turn for segment in segments for turn in segment.turns)
-    return EpisodeView(
-        prompt=prompt,
-        turns=turns,
-        response="".join(part for turn in turns for part in (turn.text, turn.reply)),
-        completion_ids=tuple(
-            token for s in segments for token in s.token_ids[s.loss_mask].tolist()
-        ),
-        stop_reason=last.stop_reason,
-        policy_version=max(segment.max_policy_version for segment in segments),
-        step=step,
-        metrics=last.metrics,
-        shown=last.shown,
-    )

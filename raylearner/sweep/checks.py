@@ -9,6 +9,7 @@ from raylearner.config.tree import Node
 from raylearner.observability import run_directory
 from raylearner.observability.metrics import METRICS, spec_of
 
+WITHOUT_FAILED = "_without_failed"
 SET_HERE = ("run.seed", "run.dir", "run.name")
 """Keys that differ from trial to trial without an axis."""
 
@@ -68,6 +69,12 @@ def check(sweep: SweepSection, tree: Node) -> list[Problem]:
         refuse(
             ("metric", "key"),
             f"{key!r} is no metric of a run{did_you_mean(key, METRICS)}; see docs/observability.md",
+        )
+    elif key.endswith(WITHOUT_FAILED):
+        refuse(
+            ("metric", "key"),
+            f"{key!r} leaves failed episodes out, so a trial would win by its failures; name"
+            f" {key.removesuffix(WITHOUT_FAILED)!r}, which counts them as not solved",
         )
     for index, excluded in enumerate(sweep.exclude):
         if not excluded:

@@ -21,6 +21,8 @@ class Progress:
     """Step and value so far, in order; the value at a step is the mean over the last few."""
     num_damaged: int
     """Lines that are no rows; they are passed over."""
+    failed_fraction: float = 0.0
+    """Share of failed episodes: of the last evaluation, or the mean over the last few steps."""
 
 
 def read(run_dir: Path, metric: SweepMetric) -> Progress:
@@ -35,14 +37,26 @@ def read(run_dir: Path, metric: SweepMetric) -> Progress:
             value = _number(row.get(key))
             if value is not None:
                 curve.append((row["step"], value))
-        return Progress(num_steps=num_steps, curve=curve, num_damaged=num_damaged)
+        last = evaluations[-1] if evaluations else {}
+        return Progress(
+            num_steps=num_steps,
+            curve=curve,
+            num_damaged=num_damaged,
+            failed_fraction=_number(last.get("failed_fraction")) or 0.0,
+        )
     recent: list[float] = []
     for row in rows:
         value = _number(row.get(metric.key))
         if value is not None:
             recent = [*recent, value][-metric.last_steps :]
             curve.append((row["step"], sum(recent) / len(recent)))
-    return Progress(num_steps=num_steps, curve=curve, num_damaged=num_damaged)
+    failed = [_number(row.get("rollout/stop/error")) or 0.0 for row in rows[-metric.last_steps :]]
+    return Progress(
+        num_steps=num_steps,
+        curve=curve,
+        num_damaged=num_damaged,
+        failed_fraction=sum(failed) / len(failed) if failed else 0.0,
+    )
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ def _write_csv(
             "attempts": found.num_attempts,
             "step": found.step,
             "value": "" if found.value is None else repr(found.value),
+            "failed_episodes": f"{found.failed_fraction:.4g}",
             "seconds": _seconds(found),
             "run_dir": state.run_dir(trial.number),
             "job": found.submission_id or "",
@@ -76,8 +78,10 @@ def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> 
         f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over the seeds that ran to"
         " their end; ± is the standard deviation over them.",
         "",
-        "| " + " | ".join([*(f"`{key}`" for key in keys), "value", "seeds", "trials"]) + " |",
-        "|" + "---|" * (len(keys) + 3),
+        "| "
+        + " | ".join([*(f"`{key}`" for key in keys), "value", "failed episodes", "seeds", "trials"])
+        + " |",
+        "|" + "---|" * (len(keys) + 4),
     ]
     groups = sorted(_by_point(pairs).values(), key=lambda g: _rank(g, goal=metric.goal))
     for group in groups:
@@ -99,28 +103,35 @@ def _by_point(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     return groups
 
 
-def _measured(group: Sequence[Pair]) -> list[float]:
-    """Values of trials that ran to their end; of those stopped early where no other is left."""
-    done = [f.value for _, f in group if f.value is not None and f.status is Status.DONE]
-    return done or [f.value for _, f in group if f.value is not None]
+def _measured(group: Sequence[Pair]) -> list[tuple[float, float]]:
+    """Values and shares of failed episodes of trials that ran to their end; of those stopped early
+    where no other is left."""
+    found = [(f.status, f.value, f.failed_fraction) for _, f in group if f.value is not None]
+    done = [(value, failed) for status, value, failed in found if status is Status.DONE]
+    return done or [(value, failed) for _, value, failed in found]
 
 
-def _rank(group: Sequence[Pair], *, goal: str) -> float:
-    values = _measured(group)
-    if not values:
-        return float("inf")
-    mean = statistics.fmean(values)
-    return -mean if goal == "max" else mean
+def _rank(group: Sequence[Pair], *, goal: str) -> tuple[float, float]:
+    """By the mean; of equal means, the one with fewer failed episodes is better."""
+    measured = _measured(group)
+    if not measured:
+        return (math.inf, math.inf)
+    mean = statistics.fmean(value for value, _ in measured)
+    failed = statistics.fmean(failed for _, failed in measured)
+    return (-mean if goal == "max" else mean, failed)
 
 
 def _summary(group: Sequence[Pair]) -> list[str]:
-    values = _measured(group)
+    values = [value for value, _ in _measured(group)]
+    failed = [failed for _, failed in _measured(group)]
     spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     value = f"{statistics.fmean(values):.4f}{spread}" if values else "-"
     numbers = ", ".join(
         f"{trial.number:03d}" + ("" if found.status == "done" else f" ({found.status})")
         for trial, found in group
     )
+    if any(failed):
+        value += f" ({statistics.fmean(failed):.1%} of the episodes failed)"
     return [value, f"{len(values)} of {len(group)}", numbers]
 
 

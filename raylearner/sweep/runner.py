@@ -153,6 +153,7 @@ class Sweep:
             )
         found.step = made.num_steps
         found.value = made.curve[-1][1] if made.curve else None
+        found.failed_fraction = made.failed_fraction
         return made.curve
 
     def _end(self, found: TrialState, status: str) -> None:

@@ -42,6 +42,8 @@ class TrialState:
     finished_at_s: float | None = None
     step: int = 0
     value: float | None = None
+    failed_fraction: float = 0.0
+    """Share of failed episodes behind `value`."""
     error: str | None = None
     is_given_up: bool = False
     """Early stopping chose it, and its job is to end."""

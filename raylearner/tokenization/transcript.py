@@ -23,6 +23,7 @@ from raylearner.types import (
 
 @dataclass(slots=True)
 class _OpenTurn:
+    number: int
     start: int
     end: int
     text: str
@@ -102,8 +103,11 @@ class Transcript:
         """Everything after the prompt, observations included."""
         return self.renderer.decode_all(self.token_ids[self.prompt_length :])
 
-    def add_completion(self, completion: Completion) -> str:
-        """Appends sampled tokens verbatim and returns the text of the turn."""
+    def add_completion(self, completion: Completion, *, number: int | None = None) -> str:
+        """Appends sampled tokens verbatim and returns the text of the turn.
+
+        `number` is the turn's place in the episode, where that has other transcripts.
+        """
         start = len(self.token_ids)
         self.token_ids.extend(completion.token_ids.tolist())
         self._loss_mask.extend([True] * len(completion.token_ids))
@@ -113,6 +117,7 @@ class Transcript:
         versions = completion.policy_versions
         fallback = self.claim.policy_version
         self._open = _OpenTurn(
+            number=len(self._turns) if number is None else number,
             start=start,
             end=len(self.token_ids),
             text=text,
@@ -179,6 +184,7 @@ class Transcript:
                 max_policy_version=turn.max_policy_version,
                 tool=tool,
                 is_valid=is_valid,
+                number=turn.number,
             )
         )
         self._open = None
@@ -190,6 +196,7 @@ class Transcript:
         error: str | None,
         metrics: dict[str, float],
         shown: tuple[str, ...] = (),
+        given_answer: str | None = None,
         segment: int = 0,
         started_at_s: float,
         finished_at_s: float,
@@ -222,6 +229,9 @@ class Transcript:
             error=error,
             metrics=metrics,
             shown=shown,
+            response_text=self.response_text,
+            given_answer=given_answer,
+            claim_step=self.claim.step,
             started_at_s=started_at_s,
             finished_at_s=finished_at_s,
         )

@@ -69,6 +69,44 @@ async def test_segments_of_an_episode_count_its_reward_once() -> None:
     assert record["sampled_tokens/mean"] == 8 / 7
 
 
+@pytest.mark.parametrize(
+    ("rewards", "failed_reward", "mean", "without"),
+    [
+        ((1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.25, 0.25),
+        ((1.0, 1.0, None, None, None, None, None, None), 0.0, 0.25, 1.0),
+        ((1.0, None, None, None), -1.0, -0.5, 1.0),
+        ((1.0, -2.0, None), 0.0, -1.0, -0.5),
+        ((None, None), 0.0, 0.0, None),
+    ],
+)
+async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
+    caplog: pytest.LogCaptureFixture,
+    rewards: tuple[float | None, ...],
+    failed_reward: float,
+    mean: float,
+    without: float | None,
+) -> None:
+    """None stands for an episode that failed; each has two segments."""
+    prompts = [Prompt(prompt_id=f"p{i}", messages=(), source="a") for i in range(len(rewards))]
+
+    async def actor(given: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
+        segments: list[Trajectory] = []
+        for prompt in given:
+            reward = rewards[int(prompt.prompt_id[1:])]
+            whole = [played(prompt, version=3, segment=n, reward=reward or 0.0) for n in (0, 1)]
+            segments += whole if reward is not None else [s.failed("tool: down") for s in whole]
+        return segments
+
+    evaluator = Evaluator(EvaluationSection(), prompts, failed_reward=failed_reward)
+    record = await evaluator.evaluate(lambda: {"x": actor}, step=5, policy_version=3)
+    for prefix in ("", "a/"):
+        assert record[f"{prefix}reward/mean"] == mean
+        assert record[f"{prefix}reward/mean_without_failed"] == without
+        assert record[f"{prefix}errors"] == rewards.count(None)
+        assert record[f"{prefix}failed_fraction"] == rewards.count(None) / len(rewards)
+    assert ("tool: down" in caplog.text) == (None in rewards)
+
+
 async def test_tokens_of_another_version_end_the_evaluation() -> None:
     evaluator = Evaluator(EvaluationSection(), PROMPTS)
     with pytest.raises(RaylearnerError, match=r"pinned to version 3, but .* versions \[3, 4\]"):

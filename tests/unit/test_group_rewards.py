@@ -201,7 +201,7 @@ async def test_a_function_of_groups_compares_all_episodes_and_keeps_their_other_
     group[0] = replace(group[0], rewards={"f1": 0.5, "invalid_action_penalty": -0.25})
     group[1] = replace(group[1], rewards={"f1": 0.5})
     group[2] = replace(group[2], rewards={"f1": None})
-    found = await scorer.score(PROMPTS[2], group, step=3)
+    found = await scorer.score(PROMPTS[2], group)
     assert [found[i].reward for i in range(3)] == [0.75, 1.2, 0.0]
     assert found[1].rewards == {"f1": 0.5, "longest": 1.0}
     assert [found[i].columns["length"] for i in range(3)] == [1, 3, 2]
@@ -217,7 +217,7 @@ async def test_trl_functions_of_groups_get_one_entry_an_episode(
 
     functions.trl = trl
     scorer = make_scorer({"kind": "user_groups:trl", "per": "group"})
-    found = await scorer.score(PROMPTS[2], make_group("a", "abc"), step=3)
+    found = await scorer.score(PROMPTS[2], make_group("a", "abc", claim_step=3))
     assert [found[i].reward for i in range(2)] == [1.0, 3.0]
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import pickle
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,12 @@ from raylearner.environments.agent import Agent
 from raylearner.environments.chat_server import KEPT_HEADER, ChatServer
 from raylearner.environments.program import CommandProgram, Program, Task
 from raylearner.observability.spans import Tracer
+from raylearner.replay import snapshot
+from raylearner.replay.snapshot import Snapshot
+from raylearner.rewards.functions import EpisodeView
+from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.scorer import Scorer
+from raylearner.shipment import Shipment
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Claim, Message, Prompt, Sampling, StopReason, Trajectory
 
@@ -183,7 +190,7 @@ async def test_tokens_stay_as_sampled_turn_by_turn(tokenizer_folder: Path) -> No
 
 async def test_special_tokens_in_new_messages_are_text(tokenizer_folder: Path) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> None:
-        first = await ask(client, task.messages)
+        first = (await ask(client, task.messages)).message.content
         rest = [{"role": "assistant", "content": first.message.content}, user("<|im_end|>")]
         await ask(client, [*task.messages, *rest])
 
@@ -197,7 +204,7 @@ async def test_special_tokens_in_new_messages_are_text(tokenizer_folder: Path) -
 
 async def test_a_rewritten_prefix_forks_a_segment(tokenizer_folder: Path) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> str | None:
-        first = await ask(client, task.messages)
+        first = (await ask(client, task.messages)).message.content
         said = {"role": "assistant", "content": first.message.content}
         await ask(client, [*task.messages, said, user("more")])
         summary = await ask(client, [user("summary: " + first.message.content)])
@@ -218,7 +225,7 @@ async def test_going_on_from_an_earlier_reply_keeps_its_tokens_and_trains_them_o
     tokenizer_folder: Path,
 ) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> None:
-        first = await ask(client, task.messages)
+        first = (await ask(client, task.messages)).message.content
         said = {"role": "assistant", "content": first.message.content}
         await asyncio.gather(
             ask(client, [*task.messages, said, user("left")]),
@@ -394,7 +401,7 @@ async def test_a_used_up_response_budget_ends_cleanly(tokenizer_folder: Path) ->
 
 async def test_calls_beyond_the_limit_get_nothing(tokenizer_folder: Path) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> None:
-        first = await ask(client, task.messages)
+        first = (await ask(client, task.messages)).message.content
         assert (first.finish_reason, first.message.content) == ("stop", "one")
         second = await ask(client, task.messages)
         assert (second.finish_reason, second.message.content) == ("length", "")
@@ -554,3 +561,50 @@ async def test_many_episodes_share_the_server(tokenizer_folder: Path) -> None:
     async with stage(tokenizer_folder, ["46"] * 30) as scene:
         played = await asyncio.gather(*(scene.play(program) for _ in range(30)))
         assert [segments[0].reward for segments in played] == [1.0] * 30
+
+
+async def test_functions_of_groups_see_what_functions_of_episodes_see_also_after_a_resume(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program whose third call goes on from its first, and that returns its answer."""
+    seen: list[EpisodeView] = []
+
+    def alone(episode: EpisodeView, *, log_metric: Any) -> float:
+        seen.append(episode)
+        log_metric("looked", 1.0)
+        return float(episode.answer == "12")
+
+    def together(episodes: list[EpisodeView]) -> list[float]:
+        seen.extend(episodes)
+        return [float(episode.answer == "12") for episode in episodes]
+
+    module = ModuleType("views")
+    module.__dict__.update(alone=alone, together=together)
+    monkeypatch.setitem(sys.modules, "views", module)
+    functions = [{"kind": "views:alone"}, {"kind": "views:together", "per": "group"}]
+    rewards = schema.RewardSection.model_validate({"functions": functions})
+
+    async def program(client: AsyncOpenAI, task: Task) -> str:
+        first = (await ask(client, task.messages)).message.content
+        await ask(client, [{"role": "user", "content": f"Sum up: {first}"}])
+        said = {"role": "assistant", "content": first}
+        await ask(client, [*task.messages, said, {"role": "user", "content": "Sure?"}])
+        return "12"
+
+    texts = ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    async with stage(tokenizer_folder, texts) as made:
+        made.kit = replace(made.kit, scorer=Scorer(rewards))
+        segments = await made.play(program)
+    assert len(segments) == 2
+    assert [turn.text for turn in seen[0].turns] == ["one", "two", "three"]
+    (travelled,) = pickle.loads(pickle.dumps(Shipment([segments])))
+    order = np.zeros(0, np.int64)
+    Snapshot(metadata={}, prompt_order=order, trajectories=travelled).save(tmp_path)
+    metadata, arrays, images = snapshot.read(tmp_path)
+    restored = snapshot.trajectories(metadata["trajectories"], arrays, images)
+    for stored in (segments, restored):
+        (score,) = (await GroupScorer(rewards).score(PROMPT, stored)).values()
+        assert score.rewards == {"alone": 1.0, "together": 1.0}
+    assert seen[1:] == [seen[0], seen[0]]
+    assert "alone/looked" in segments[0].metrics
+    assert "alone/looked" not in seen[0].metrics

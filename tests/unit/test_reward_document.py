@@ -28,7 +28,7 @@ def my_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert (len(YAML), len(PYTHON)) == (7, 1)
+    assert (len(YAML), len(PYTHON)) == (8, 1)
 
 
 @pytest.mark.parametrize("block", YAML)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from raylearner.config.schema import CompletionsSection
+from raylearner.observability import completions
 from raylearner.observability.metrics import undocumented
 from raylearner.observability.step_report import step_metrics
 from raylearner.types import CompletionStop, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -65,6 +67,66 @@ def test_turns_actions_calls_and_ends_are_counted() -> None:
     assert [metrics[f"rollout/active/{turn}"] for turn in (1, 2, 3)] == [0.75, 0.5, 0.5]
     assert "rollout/active/4" not in metrics
     assert undocumented(metrics) == []
+
+
+def test_segments_of_an_episode_count_as_one_episode() -> None:
+    """An episode of three segments with reward 0 beside one of a single segment with reward 1."""
+    long = make_trajectory("tt", stop=StopReason.MAX_TOKENS, metrics={"tool_calls": 5.0, "x": 1.0})
+    long = replace(long, rewards={"f": 0.0}, started_at_s=1.0, finished_at_s=4.0)
+    short = make_trajectory("a", stop=StopReason.ANSWER, metrics={"x": 4.0})
+    short = replace(short, sample_index=1, reward=1.0, rewards={"f": 1.0}, finished_at_s=1.0)
+    both = make_trajectory("t", stop=StopReason.MAX_TOKENS).turns[0]
+    several = replace(long, segment=2, turns=(replace(both, tool="search,open", number=4),))
+    trajectories = (long, replace(long, segment=1), several, short)
+    group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
+    metrics = step_metrics([group], [])
+    expected = {
+        "rollout/reward/mean": 0.5,
+        "rollout/reward/std": 0.5,
+        "rollout/reward/f/mean": 0.5,
+        "rollout/source/default/reward/mean": 0.5,
+        "rollout/turns/mean": 3.0,
+        "rollout/turns/max": 5.0,
+        "rollout/segments/mean": 2.0,
+        "rollout/sampled_tokens/mean": 2.0,
+        "rollout/response_tokens/mean": 2.0,
+        "rollout/tool_calls/mean": 3.0,
+        "rollout/valid_tool_calls/mean": 2.5,
+        "rollout/valid_actions/mean": 3.0,
+        "rollout/stop/max_tokens": 0.5,
+        "rollout/stop/answer": 0.5,
+        "rollout/finish_fraction": 0.5,
+        "rollout/active/2": 0.5,
+        "rollout/episode_s/mean": 2.0,
+        "rollout/logged/x/mean": 2.5,
+    }
+    assert {key: metrics[key] for key in expected} == expected
+    assert undocumented(metrics) == []
+    shown = completions.samples(trajectories, policy_version=1)
+    assert shown["rollout/reward"].tolist() == [0.0, 1.0]
+    assert shown["rollout/turns"].tolist() == [5.0, 1.0]
+    rows = completions.rows(trajectories, CompletionsSection(num_completions=9))
+    assert [row["completion"] for row in rows] == ["ttttt", "a"]
+
+
+def test_failed_episodes_count_in_the_mean_reward_alone() -> None:
+    good = replace(make_trajectory("a", stop=StopReason.ANSWER), reward=1.0, rewards={"f": 1.0})
+    bad = replace(make_trajectory("", stop=StopReason.ERROR), sample_index=1, reward=None)
+    group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(good, bad))
+    metrics = step_metrics([group], [], failed_reward=-1.0)
+    assert metrics["rollout/reward/mean"] == 0.0
+    assert metrics["rollout/source/default/reward/mean"] == 0.0
+    assert metrics["rollout/reward/mean_without_failed"] == 1.0
+    assert metrics["rollout/reward/min"] == 1.0
+    assert metrics["rollout/stop/error"] == 0.5
+
+
+def test_logged_columns_hide_no_others() -> None:
+    shown = make_trajectory("a", stop=StopReason.ANSWER, metrics={"prompt": 2.0})
+    shown = replace(shown, columns={"reward": "text", "prompt": "x"})
+    (row,) = completions.rows([shown], CompletionsSection())
+    assert (row["reward"], row["logged_reward"]) == ("0", "text")
+    assert (row["logged_prompt"], row["logged_logged_prompt"]) == ("x", "2")
 
 
 def test_images_are_counted_where_the_model_sees() -> None:

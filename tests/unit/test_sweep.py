@@ -226,6 +226,7 @@ def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path
         ({"overrides": {"run.dir": "x"}}, "overrides.run.dir: is set by the sweep"),
         ({"overrides": {"replay.group_size": 2}}, "overrides.replay.group_size: is an axis"),
         ({"metric": {"key": "rollout/reward/man"}}, "did you mean 'rollout/reward/mean'?"),
+        ({"metric": {"key": "evaluation/reward/mean_without_failed"}}, "win by its failures"),
         ({"exclude": [{"replay.extra": 1}]}, "'replay.extra' is no axis"),
         ({"exclude": [{"replay.group_size": 4}, {"replay.group_size": 8}]}, "leaves no trial"),
         (
@@ -351,6 +352,31 @@ def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> Non
     assert rows[5]["command"] == commands[5]
     plots = sorted(path.name for path in (folder / "sweep" / "plots").iterdir())
     assert plots == ["learner_learning_rate.png", "replay_group_size.png"]
+
+
+def test_of_equal_trials_the_one_with_fewer_failed_episodes_is_better(
+    folder: Path, tmp_path: Path
+) -> None:
+    metric = SweepMetric(key="evaluation/reward/mean")
+    for name, failed in (("a", 0.0), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        row = {"step": 1, "reward/mean": 0.25, "failed_fraction": failed}
+        (tmp_path / name / "eval.jsonl").write_text(json.dumps(row) + "\n")
+        rows = [{"step": 1, "rollout/stop/error": failed}, {"step": 2}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    made = {name: progress.read(tmp_path / name, metric) for name in "ab"}
+    assert [made[name].failed_fraction for name in "ab"] == [0.0, 0.75]
+    assert progress.read(tmp_path / "b", SweepMetric()).failed_fraction == 0.75 / 2
+    swept = read()
+    state = SweepState(folder / "sweep", swept)
+    for found in state.trials:
+        found.status, found.value = Status.DONE, 0.25
+        found.failed_fraction = made["a" if found.number == 5 else "b"].failed_fraction
+    results.write(swept, state, plan.commands(swept))
+    lines = (folder / "sweep" / "results.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("| 0.")]
+    assert "004, 005" in table[0]
+    assert "37.5% of the episodes failed" in table[0]
 
 
 def test_asha_stops_the_worse_at_a_rung_and_nobody_before_or_at_the_end() -> None:
