@@ -24,6 +24,9 @@ from raylearner.config.schema import (
 )
 from raylearner.config.section import number
 
+HALF_DTYPES = ("bfloat16", "float16")
+"""Precisions of engines that LoRA adapters are not merged into."""
+
 
 def check(config: RunConfig) -> list[Finding]:
     """All clashes of a configuration whose single values are valid."""
@@ -201,6 +204,16 @@ def _lora(config: RunConfig) -> Iterator[Finding]:
             "weights.transport",
             f"'adapter' needs actors.engine.kind 'vllm', got {config.actors.engine.kind!r}; use "
             "'shared_files', which carries weights with the adapters merged",
+        )
+    engine = config.actors.engine
+    merges = transport not in ("auto", "adapter") or isinstance(engine, TransformersEngine)
+    if merges and getattr(engine, "dtype", "float32") in HALF_DTYPES:
+        yield Finding(
+            "weights.transport" if isinstance(engine, VllmEngine) else "actors.engine.dtype",
+            f"learner.lora is merged into the {engine.dtype} weights of engines, whose rounding loses"
+            " most of a small update; use "
+            + ("'adapter' or 'auto', " if isinstance(engine, VllmEngine) else "")
+            + "actors.engine.dtype 'float32'",
         )
     if lora.path is not None:
         for key in lora.own_keys:

@@ -9,7 +9,7 @@ from raylearner.errors import ConfigError
 
 
 class LoraSection(Section):
-    """Adapters are trained and nothing else (LoRA, 2106.09685)."""
+    """Adapters are trained and nothing else (LoRA, 2106.09685). A checkpoint's `model/` has them merged, in float32."""
 
     rank: PositiveInt = 32
     """Inner width of each adapter."""

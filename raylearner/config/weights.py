@@ -11,7 +11,7 @@ class WeightsSection(Section):
     every_steps: PositiveInt = 1
     """Every k-th policy version is published."""
     transport: Literal["auto", "shared_files", "nccl", "ipc", "adapter"] = "auto"
-    """`nccl` broadcasts between separate GPUs, `ipc` shares memory on GPUs where every learner rank lives beside engines, `shared_files` writes safetensors to memory-backed storage on one machine, `adapter` writes LoRA adapters there and nothing else; the others carry them merged; auto chooses by where actors are."""
+    """`nccl` broadcasts between separate GPUs, `ipc` shares memory on GPUs where every learner rank lives beside engines, `shared_files` writes safetensors to memory-backed storage on one machine, `adapter` writes LoRA adapters there and nothing else; the others carry them merged, to engines in float32; auto chooses by where actors are."""
     folder: str = "/dev/shm"
     """Where shared files live; a folder of the run's own is made inside and removed at the end."""
     should_clear_caches: bool = True

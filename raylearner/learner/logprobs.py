@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+LOWEST_SCORE = -1e30
+"""Stands for log 0 of a token that cannot be sampled: finite, so that 0 times it is 0."""
+
 
 def chunked_logprobs(
     hidden: Tensor,  # [N, H]
@@ -84,7 +87,7 @@ def _measure(
     scores = logits / temperature
     total = scores.logsumexp(1)
     logprobs = scores.gather(1, targets[:, None]).squeeze(1) - total
-    scores = scores - total[:, None]
+    scores = (scores - total[:, None]).clamp(min=LOWEST_SCORE)
     return logprobs, -(scores.exp() * scores).sum(1), total
 
 
@@ -98,7 +101,7 @@ def _grad_logits(
     temperature: float,
 ) -> Tensor:  # [n, V]
     """d logp/dz = onehot - p; dH/dz = -p (log p + H); z are the logits over temperature."""
-    scores = logits / temperature - total[:, None]
+    scores = (logits / temperature - total[:, None]).clamp(min=LOWEST_SCORE)
     factor = (scores + entropy[:, None]) * grad_entropy[:, None] + grad_logprobs[:, None]
     grad = -(scores.exp() * factor) / temperature
     return grad.scatter_add(1, targets[:, None], (grad_logprobs / temperature)[:, None])

@@ -91,6 +91,30 @@ def initialize(causal_lm: nn.Module, section: LoraSection, *, seed: int) -> None
         reader.refuse_leftovers()
 
 
+@torch.no_grad()
+def add_initial(causal_lm: nn.Module, section: LoraSection) -> None:
+    """Make a model of full weights the initial policy, by adding what `section.path` goes on from.
+
+    Raises `ConfigError` for an adapter that does not fit. Without a path the model is it already.
+    """
+    if section.path is None:
+        return
+    config = _config(section, None)
+    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    reader = _AdapterReader(Path(section.path).expanduser())
+    for name, parameter in causal_lm.named_parameters():
+        layer = name.removesuffix(".weight")
+        if layer not in reader.layers:
+            continue
+        rows, columns = parameter.shape
+        first = reader.tensor(f"{layer}.lora_A.{ADAPTER}.weight", (config.r, columns))
+        second = reader.tensor(f"{layer}.lora_B.{ADAPTER}.weight", (rows, config.r))
+        own, start = _own_rows(parameter)
+        part = second[start : start + len(own)].to(own.device, own.dtype)
+        own.addmm_(part, first.to(own.device, own.dtype), alpha=scale)
+    reader.refuse_leftovers()
+
+
 def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
@@ -103,17 +127,26 @@ def base_name(name: str) -> str:
 def merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Full tensors by their transformers names, each adapter added to its layer in float32 or finer.
 
-    Every rank must iterate to the end.
+    Every rank must iterate to the end. Raises `ConfigError` for less than float32, whose steps are wider
+    than what an adapter adds at first: most of it would be rounded away.
     """
+    if torch.finfo(dtype).bits < 32:
+        raise ConfigError(
+            f"learner.lora: adapters cannot be merged into {str(dtype).removeprefix('torch.')} weights:"
+            " rounding would lose most of a small update; use weights.transport 'adapter', or"
+            " actors.engine.dtype 'float32'"
+        )
+    return _merged(causal_lm, dtype)
+
+
+def _merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     scaling = {name: layer.scaling[ADAPTER] for name, layer in _layers(causal_lm)}
     for name, parts in _by_layer(gathered(causal_lm.named_parameters(), dtype)):
         if len(parts) == 1:
             yield name, parts[0]
             continue
-        exact = torch.promote_types(dtype, torch.float32)
-        base, first, second = (part.to(exact) for part in parts)
-        scale = scaling[name.removesuffix(".weight")]
-        yield name, torch.addmm(base, second, first, alpha=scale).to(dtype)
+        base, first, second = parts
+        yield name, torch.addmm(base, second, first, alpha=scaling[name.removesuffix(".weight")])
 
 
 def merged_shapes(causal_lm: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -206,15 +239,19 @@ def _by_layer(items: Iterable[tuple[str, ItemT]]) -> Iterator[tuple[str, list[It
 
 
 def _copy(parameter: nn.Parameter, whole: Tensor) -> None:
+    own, start = _own_rows(parameter)
+    own.copy_(whole[start : start + len(own)])
+
+
+def _own_rows(parameter: nn.Parameter) -> tuple[Tensor, int]:
+    """What this rank holds of a parameter, and the first of its rows."""
     if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
+        return parameter, 0
     local = parameter.to_local()
     _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    if local.numel():
-        local.copy_(whole[offset[0] : offset[0] + len(local)])
+    return local, offset[0] if local.numel() else 0
 
 
 def _as_json(value: object) -> object:
@@ -231,8 +268,20 @@ class _AdapterReader:
         if not self._path.is_file():
             raise ConfigError(f"learner.lora.path: {folder} has no {WEIGHTS_FILE}")
         with safe_open(self._path, "pt") as file:
-            self._unread = set(file.keys())
+            self._names = frozenset(file.keys())
+        self._unread = set(self._names)
         self._base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the linear layers that it adapts."""
+        ends = (".lora_A.weight", ".lora_B.weight")
+        return {
+            name.removeprefix(_PREFIX).removesuffix(end)
+            for name in self._names
+            for end in ends
+            if name.endswith(end)
+        }
 
     def refuse_leftovers(self) -> None:
         """Raises `ConfigError` where the file adapts what the model does not have."""

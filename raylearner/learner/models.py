@@ -1,5 +1,6 @@
 """The models of one learner rank: the policy with its optimizer, and a critic and reference where asked for."""
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from raylearner.config.image_checks import BLIND_BESIDE
 from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
-from raylearner.learner import optimizer
+from raylearner.learner import lora, optimizer
 from raylearner.learner.context import ContextGroup
 from raylearner.learner.critic import Critic
 from raylearner.learner.export import export_adapter, export_model
@@ -23,6 +24,8 @@ from raylearner.learner.model import DTYPES, ModelOptions, PackedModel, vision_t
 from raylearner.learner.reference import Reference, reference_path
 from raylearner.learner.room import refuse_without_room
 from raylearner.learner.writes import Writes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +86,24 @@ class Models:
         if config.critic is not None and trunk == "own":
             path = config.critic.path or str(folder)
             of_critic = load(path, has_value_head=True)
+            if config.critic.path is None and config.lora is not None:
+                lora.add_initial(of_critic.causal_lm, config.lora)
             _refuse_blind(of_critic, policy, key="learner.critic.path", path=path)
             critic = Critic(config.critic, of_critic)
         if config.kl is not None and config.kl.coefficient > 0:
             if isinstance(config.kl.reference, AdapterOffReference):
                 reference = Reference(config.kl.reference, policy)
             else:
-                path = reference_path(config.kl.reference) or str(folder)
-                frozen = load(path)
+                own_path = reference_path(config.kl.reference)
+                path = own_path or str(folder)
+                # Beside its base, as in the policy, and not merged: the same numbers to the last bit.
+                starts_adapted = own_path is None and config.lora and config.lora.path
+                frozen = load(path, adapters=config.lora if starts_adapted else None)
                 _refuse_blind(frozen, policy, key="learner.kl.reference.path", path=path)
                 reference = Reference(config.kl.reference, frozen)
         return cls(
             folder=folder,
-            export_dtype=DTYPES["bfloat16" if config.compute_dtype == "bfloat16" else "float32"],
+            export_dtype=_export_dtype(config),
             policy=policy,
             optimizer=optimizer.make_optimizer(
                 policy.parameters(),
@@ -140,6 +148,19 @@ class Models:
             self.critic.restore(folder / "critic", num_updates=progress.num_critic_updates)
         if self.reference is not None:
             self.reference.restore(folder / "reference")
+
+
+def _export_dtype(config: LearnerSection) -> torch.dtype:
+    """Of `model/`. Merged adapters need float32, whatever their base is kept in."""
+    if config.compute_dtype != "bfloat16":
+        return torch.float32
+    if config.lora is None:
+        return torch.bfloat16
+    log.info(
+        "checkpoints: model/ has the adapters merged, in float32: bfloat16 would round most of a small"
+        " update away; adapter/ has them alone"
+    )
+    return torch.float32
 
 
 def _refuse_blind(model: PackedModel, policy: PackedModel, *, key: str, path: str) -> None:

@@ -37,6 +37,25 @@ def test_chunked_equals_full(chunk_tokens: int, temperature: float, has_bias: bo
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def test_tokens_that_cannot_be_sampled_leave_entropy_and_gradients_finite() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1, 2, 3, 4])
+    bias = torch.zeros(9, dtype=torch.float64)
+    bias[5:] = -torch.inf
+    ours = chunked_logprobs(hidden, weight, targets, bias=bias, temperature=0.7)
+    theirs = full(hidden, weight[:5], targets, None, 0.7)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    mine, right = (
+        torch.autograd.grad((out[0] + 0.3 * out[1]).sum(), [hidden, weight])
+        for out in (ours, theirs)
+    )
+    for a, b in zip(mine, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_nothing_scored_still_reaches_every_input() -> None:
     hidden = torch.randn(0, 6, requires_grad=True)
     weight = torch.randn(23, 6, requires_grad=True)

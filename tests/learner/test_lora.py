@@ -1,5 +1,6 @@
 """LoRA: what is trained, what is pushed, what is saved, and what the policy is without its adapter."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from learners import step, weights_of
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -126,6 +128,57 @@ def test_in_half_precision_only_what_is_trained_has_masters(
     dtypes = {p.requires_grad: p.dtype for p in learner.causal_lm.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     assert not step(learner, make_groups(0)).is_skipped
+
+
+def test_a_small_update_of_a_half_precision_run_is_exported_whole(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder, compute_dtype="bfloat16", learning_rate=1e-5, num_epochs=1)
+    step(learner, make_groups(0))
+    learner.save(tmp_path)
+    start = {n: w.bfloat16().float() for n, w in base(tiny_folder).named_parameters()}
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "float32"
+    for name, weight in exported.items():
+        key = "base_model.model." + name.removesuffix(".weight")
+        moved = torch.zeros_like(weight)
+        if f"{key}.lora_A.weight" in adapter:
+            moved = 2.0 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+            assert 0 < moved.abs().max() < 1e-4  # a step of bfloat16 is 1e-4 at 0.02
+        torch.testing.assert_close(weight - start[name], moved, rtol=0, atol=1e-7)
+    with pytest.raises(ConfigError, match=r"learner\.lora"):
+        learner.named_weights("bfloat16")
+
+
+def test_reference_and_critic_start_as_the_policy_that_goes_on_from_an_adapter(
+    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+) -> None:
+    learner = make_learner(tiny_folder, learning_rate=3e-2)
+    for seed in range(2):
+        step(learner, make_groups(seed, policy_version=seed))
+    learner.save(tmp_path)
+    for dtype in ("float64", "bfloat16"):
+        again = make_learner(
+            tiny_folder,
+            lora={"path": str(tmp_path / "adapter")},
+            compute_dtype=dtype,
+            learning_rate=0.0,
+            kl={"coefficient": 0.1, "reference": {"kind": "frozen"}},
+            advantage={"kind": "gae"},
+            critic={},
+        )
+        critic = again._models.critic
+        assert critic is not None
+        own = dict(critic._model.named_weights(torch.float32))
+        for name, weight in again.named_weights("float32"):
+            start = dict(base(tiny_folder).named_parameters())[name]
+            torch.testing.assert_close(
+                own[name], weight, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-6
+            )
+            if name.endswith("_proj.weight"):
+                assert (own[name] - start).abs().max() > 1e-2
+        assert step(again, make_groups(5)).metrics["learner/kl"] == 0.0
 
 
 def test_what_cannot_be_adapted_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

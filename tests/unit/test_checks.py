@@ -51,6 +51,25 @@ def test_the_defaults_clash_with_nothing() -> None:
             "tensor_parallel_size = 2; use 'nccl'",
         ),
         (
+            {"learner": {"lora": {}}, "weights": {"transport": "nccl"}},
+            "weights.transport",
+            "loses most of a small update",
+        ),
+        (
+            {
+                "learner": {"lora": {}},
+                "actors": {
+                    "engine": {
+                        "kind": "transformers",
+                        "max_model_tokens": 512,
+                        "dtype": "bfloat16",
+                    }
+                },
+            },
+            "actors.engine.dtype",
+            "loses most of a small update",
+        ),
+        (
             {"replay": {"group_size": 1, "partial_groups": "drop"}},
             "replay.group_size",
             "must be >= 2 with learner.advantage.kind 'grpo'",

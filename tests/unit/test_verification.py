@@ -127,6 +127,10 @@ def test_a_tensor_that_no_parameter_took_is_named() -> None:
     report = worker.load({name: tensor for name, tensor in now.items() if name != "norm"})
     report["names"].append("norm")
     assert "norm was loaded into no parameter" in refused({"norm": now["norm"]}, [report])
+    report = {**report, "names": ["q.bias"]}
+    assert "q.bias was loaded" in refused({"q.bias": torch.ones(3)}, [report])
+    # An engine without a bias computes as one whose bias is 0.
+    assert refuse_differences(sent({"q.bias": torch.zeros(3)}), [report], policy_version=0) == 1
 
 
 def test_what_a_loader_computes_is_verified_where_it_arrives() -> None:

@@ -32,7 +32,7 @@ pytestmark = [
 
 def refuse_withheld_shards(sent: Mapping[str, Checksum], reports: Sequence[Any]) -> None:
     """One rank's part of one tensor is named; a rank that has what the other one has is noticed."""
-    with pytest.raises(WeightTransferError, match="embed_tokens.weight came in part"):
+    with pytest.raises(WeightTransferError, match=r"embed_tokens\.weight came in part"):
         refuse_differences(sent, [reports[0], reports[0]], policy_version=1)
     for name in (
         "model.embed_tokens.weight",
