@@ -5,6 +5,7 @@ version that is evaluated while the others go on and get newer ones.
 """
 
 import asyncio
+import hashlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raylearner.actors.rollout_worker import EvaluateCall
+from raylearner.cells import HASH_CHARACTERS, content_hash
 from raylearner.config.schema import EvaluationSection
 from raylearner.errors import EvaluationIncomplete, RaylearnerError, error_kind
 from raylearner.observability.episodes import Episode, episodes_of, mean_reward
@@ -35,6 +37,8 @@ class Evaluator:
         self._config = config
         self._failed_reward = failed_reward
         self._prompts = _spread(prompts)[: config.num_prompts]
+        hashes = "".join(content_hash(prompt) for prompt in self._prompts)
+        self._prompts_hash = hashlib.sha256(hashes.encode()).hexdigest()[:HASH_CHARACTERS]
 
     async def evaluate(
         self,
@@ -102,6 +106,7 @@ class Evaluator:
         record: dict[str, Any] = {
             "step": step,
             "policy_version": policy_version,
+            "prompts_hash": self._prompts_hash,
             **_summary(episodes, prefix="", failed_reward=self._failed_reward),
         }
         for source, found in sorted(by_source.items()):

@@ -26,6 +26,7 @@ from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
 from raylearner.prompts import load_prompts
 from raylearner.replay.sampler import make_sampler
+from raylearner.replay.snapshot import refuse_other_data
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
@@ -69,6 +70,8 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     with ExitStack() as held:
         if resume is not None:
             latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
+            if latest is not None:
+                refuse_other_data(latest.folder / "replay", training)
         else:
             latest = held.enter_context(run_directory.claimed(folder, is_new=True))
         placement.connect(config.cluster)

@@ -8,10 +8,7 @@ one. Whatever holds text from outside makes it encodable when it is made.
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime, time
-from decimal import Decimal
 from enum import StrEnum
-from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -36,27 +33,6 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands in a message's content where an image is shown."""
-
-
-def scalar_text(value: object) -> str:
-    """One cell of a table as text: whole numbers without a fraction, decimals without an exponent.
-
-    Raises `ValueError` for what has no single spelling: truth values, null, NaN, bytes, lists and
-    mappings.
-    """
-    match value:
-        case str():
-            return value
-        case bool():
-            pass
-        case int() | date() | datetime() | time():
-            return str(value)
-        case float() | Decimal() if isfinite(value):
-            exact = Decimal(str(value))
-            return str(int(exact)) if exact == int(exact) else format(exact, "f")
-        case _:
-            pass
-    raise ValueError(f"must be text or a finite number, got {value!r:.200}")
 
 
 class StopReason(StrEnum):

@@ -119,12 +119,23 @@ class Recorder:
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """One evaluation: at least `step`, `policy_version` and `reward/mean`."""
+        self._warn_of_other_prompts(record)
         self._evaluations.write(record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         scalars = {f"evaluation/{key}": float(value) for key, value in numbers.items()}
         self._write(StepRecord(step=int(record["step"]), scalars=finite_scalars(scalars)))
         shown = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
         logger.info("evaluation at step %s  %s", record["step"], shown)
+
+    def _warn_of_other_prompts(self, record: Mapping[str, Any]) -> None:
+        """Rows of held-out data may have been edited between a run and its resume."""
+        earlier = self._evaluations.rows()[-1:]
+        if earlier and earlier[0].get("prompts_hash") != record.get("prompts_hash"):
+            logger.warning(
+                "the evaluation at step %s played other prompts than that at step %s: their rows"
+                " changed, so the two do not compare",
+                *(record["step"], earlier[0]["step"]),
+            )
 
     def trajectories(
         self,

@@ -2,8 +2,8 @@
 
 from typing import cast
 
+from raylearner.cells import scalar_text
 from raylearner.errors import ConfigError
-from raylearner.types import scalar_text
 
 
 def read_answers(value: object, where: str, column: str) -> tuple[str, ...]:

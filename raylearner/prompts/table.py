@@ -6,11 +6,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from raylearner.cells import scalar_text
 from raylearner.config.data import HubData, JsonlData, ParquetData
 from raylearner.errors import ConfigError
 from raylearner.prompts.answers import read_answers
 from raylearner.prompts.images import check_images, read_images, with_images
-from raylearner.types import Message, Prompt, Role, scalar_text
+from raylearner.types import Message, Prompt, Role
 
 Table = JsonlData | ParquetData | HubData
 

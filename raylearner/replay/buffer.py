@@ -4,8 +4,10 @@ Consumes episodes; produces complete groups, oldest first. Waits for nothing its
 None when it cannot serve yet, and `describe` says what it lacks. Not thread-safe.
 """
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,11 @@ from raylearner.types import (
     Prompt,
     Trajectory,
 )
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED_ROWS = 10
+"""Changed rows that a resume names."""
 
 
 class ReplayBuffer:
@@ -248,13 +255,16 @@ class ReplayBuffer:
         """Takes over a dump; see `Ledger.restore` for what ran or was leased.
 
         Of what was here, episodes that are not in the dump are dropped and counted: they were stored
-        after it, and a run that goes back to it plays their samples again.
+        after it, and a run that goes back to it plays their samples again. Groups of prompts whose rows
+        changed since are dropped: their episodes answer another question.
         """
         lost = self.store.episode_keys() - {t.episode_key for t in trajectories}
-        self.ledger.restore(ledger, prompt_order, now_s=self._clock())
+        changed = self.ledger.restore(ledger, prompt_order, now_s=self._clock())
         self.tally.restore(tally)
         self.tally.rolled_back += len(lost)
-        self.store.restore(trajectories)
+        self.store.restore([self._with_present_row(t) for t in trajectories])
+        if changed:
+            self._drop_changed(changed)
         self._last_take = take_metrics([], [], 0)
         self._wanted = None
         self._wait.end()
@@ -269,6 +279,30 @@ class ReplayBuffer:
                 f"{self.policy_version}: load the replay's part of the learner's checkpoint first"
             )
         self.ledger.policy_version = policy_version
+
+    def _with_present_row(self, trajectory: Trajectory) -> Trajectory:
+        """Rows are found by their content, so ids and sources that hold a path may have changed."""
+        group = self.ledger.find(trajectory.group_id)
+        if group is None:
+            return trajectory
+        prompt = self.ledger.prompt_of(group)
+        return replace(trajectory, prompt_id=prompt.prompt_id, source=prompt.source)
+
+    def _drop_changed(self, changed: Collection[int]) -> None:
+        ledger = self.ledger
+        groups = [*ledger.running.values(), *ledger.held.values()]
+        dropped = [group for group in groups if group.prompt_index in changed]
+        for group in dropped:
+            self._closer.drop(group, "changed_row")
+        names = [ledger.prompt(index).prompt_id for index in sorted(changed)[:MAX_NAMED_ROWS]]
+        logger.warning(
+            "%d rows of data.train changed since the checkpoint: %s%s; %d unfinished groups of them"
+            " are dropped, and the rows are played as they are now",
+            len(changed),
+            ", ".join(names),
+            ", ..." if len(changed) > len(names) else "",
+            len(dropped),
+        )
 
     def _refuse(self, where: tuple[GroupRecord, int] | None, rule: str) -> str:
         self.tally.count_refused(rule)

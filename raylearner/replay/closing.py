@@ -134,7 +134,7 @@ class GroupCloser:
         self._store.pop_group(group.group_id)
         if why == "stale":
             self._tally.count_stale()
-        else:
+        elif why != "changed_row":
             self._tally.count_filtered(why)
 
     def group(self, record: GroupRecord) -> TrajectoryGroup:

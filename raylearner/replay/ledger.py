@@ -77,6 +77,9 @@ class Ledger:
         """Groups that take up capacity."""
         return len(self.running) + len(self.held) + len(self.leased)
 
+    def prompt(self, index: int) -> Prompt:
+        return self._prompts[index]
+
     def prompt_of(self, group: GroupRecord) -> Prompt:
         return self._prompts[group.prompt_index]
 
@@ -244,13 +247,17 @@ class Ledger:
         }
         return metadata, order
 
-    def restore(self, metadata: dict[str, Any], order: NDArray[np.int64], *, now_s: float) -> None:
+    def restore(
+        self, metadata: dict[str, Any], order: NDArray[np.int64], *, now_s: float
+    ) -> frozenset[int]:
         """Takes over a dump: what ran is pending again, what was leased is done again.
+
+        Returns the places of prompts that hold something else than when it was written.
 
         Time limits start anew. Whoever plays under the state that is thrown away is told to stop,
         and what it sends is late, since its attempts are never issued again.
         """
-        self._prompts.restore(metadata["prompts"], order)
+        changed = self._prompts.restore(metadata["prompts"], order)
         for group, index, sample in self.running_samples():
             self._cancel(group, index, sample)
         self.policy_version = metadata["policy_version"]
@@ -276,6 +283,7 @@ class Ledger:
             self._renumber()
         else:
             self._reissue_running()
+        return changed
 
     def _admit(self, now_s: float) -> None:
         size = self.config.group_size + self.config.extra

@@ -1,12 +1,13 @@
 """The prompts of a run and the sampler that orders them."""
 
-import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner.cells import HASH_CHARACTERS, content_hash
 from raylearner.errors import CheckpointError, ReplayError
 from raylearner.replay.sampler import Sampler, SeenGroup, ShuffleSampler
 from raylearner.types import Prompt
@@ -22,6 +23,7 @@ class PromptSource:
         if not prompts:
             raise ValueError("at least one prompt is needed")
         self._prompts = list(prompts)
+        self._hashes = [content_hash(prompt) for prompt in prompts]
         self._sampler = ShuffleSampler(prompts, seed=seed) if sampler is None else sampler
 
     def __getitem__(self, index: int) -> Prompt:
@@ -44,32 +46,52 @@ class PromptSource:
         """JSON-able metadata and the sampler's array."""
         values, array = self._sampler.state()
         metadata = {
-            "fingerprint": self._fingerprint(),
+            "rows": "".join(self._hashes),
+            "sources": _sources(self._prompts),
             "sampler": self._name,
             "values": values,
         }
         return metadata, array
 
-    def restore(self, metadata: dict[str, Any], array: NDArray[np.int64]) -> None:
-        """Raises `CheckpointError` for other prompts or another sampler."""
-        if metadata["fingerprint"] != self._fingerprint():
-            raise CheckpointError(
-                "the checkpoint was written with other prompts than the"
-                f" {len(self._prompts)} given: resume with the same data"
-            )
+    def restore(self, metadata: dict[str, Any], array: NDArray[np.int64]) -> frozenset[int]:
+        """Takes over a state; returns the places of prompts that hold something else now.
+
+        Raises `CheckpointError` for other numbers of rows, or another sampler.
+        """
+        refuse_other_rows(metadata, self._prompts)
         if metadata["sampler"] != self._name:
             raise CheckpointError(
                 f"the checkpoint was written with the sampler {metadata['sampler']}, not"
                 f" {self._name}: resume with the same data.sampler"
             )
         self._sampler.restore(metadata["values"], array)
+        size = HASH_CHARACTERS
+        return frozenset(
+            index
+            for index, found in enumerate(self._hashes)
+            if metadata["rows"][index * size : (index + 1) * size] != found
+        )
 
     @property
     def _name(self) -> str:
         return type(self._sampler).__qualname__
 
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(prompt.prompt_id.encode() + b"\0" + prompt.source.encode() + b"\0")
-        return digest.hexdigest()
+
+def refuse_other_rows(metadata: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+    """Raises `CheckpointError` where a saved state was of other numbers of rows."""
+    saved, found = metadata["sources"], _sources(prompts)
+    if [count for _, count in saved] != [count for _, count in found]:
+        raise CheckpointError(
+            f"data.train: the checkpoint was written with {_listed(saved)}, and the data has"
+            f" {_listed(found)} now; resume with the same data, whose rows may be edited but not"
+            " added or removed, or start another run from the checkpoint's model"
+        )
+
+
+def _sources(prompts: Sequence[Prompt]) -> list[list[Any]]:
+    """Name and number of rows of each source, in order."""
+    return [[name, count] for name, count in Counter(p.source for p in prompts).items()]
+
+
+def _listed(sources: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(f"{count} rows of {name!r}" for name, count in sources)

@@ -6,7 +6,7 @@ cut always gives the same bytes.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from raylearner.errors import CheckpointError
 from raylearner.replay.buffer import ReplayBuffer
+from raylearner.replay.prompt_source import refuse_other_rows
 from raylearner.replay.store import image_name
-from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
+from raylearner.types import CompletionStop, Prompt, StopReason, Trajectory, Turn
 
 FORMAT = 4
 
@@ -106,13 +107,24 @@ def restore(
 def read(folder: Path) -> tuple[dict[str, Any], Arrays, dict[str, bytes]]:
     """What `Snapshot.save` wrote."""
     try:
-        metadata = json.loads((folder / "ledger.json").read_bytes())
+        metadata = _metadata(folder)
         with np.load(folder / "buffer.npz", allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         images = {path.name: path.read_bytes() for path in (folder / "images").iterdir()}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: no whole replay state here: {error}") from error
     return metadata, arrays, images
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "ledger.json").read_bytes())
+
+
+def refuse_other_data(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """Raises `CheckpointError` where `prompts` cannot be resumed with; see `PromptSource.restore`."""
+    metadata = _metadata(folder)
+    if metadata.get("format") == FORMAT:
+        refuse_other_rows(metadata["ledger"]["prompts"], prompts)
 
 
 def load(buffer: ReplayBuffer, folder: Path) -> None:

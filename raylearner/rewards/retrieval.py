@@ -3,10 +3,10 @@
 from typing import cast
 from unicodedata import normalize
 
+from raylearner.cells import scalar_text
 from raylearner.config.rewards import RetrievalHit
 from raylearner.errors import RewardError
 from raylearner.rewards.functions import EpisodeView
-from raylearner.types import scalar_text
 
 
 def retrieval_hit(episode: EpisodeView, section: RetrievalHit) -> float | None:

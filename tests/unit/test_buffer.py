@@ -640,6 +640,52 @@ def test_a_cut_does_not_see_what_comes_after_it(tmp_path: Path) -> None:
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
+def test_a_resume_with_edited_rows_drops_the_groups_of_these_rows_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file lies elsewhere now, so every id changed; the row of the running group was edited."""
+    buffer = busy_buffer()
+    snapshot.cut(buffer).save(tmp_path)
+    running = buffer.ledger.running[4]
+    rows = [replace(p, prompt_id=f"moved-{i}", source="moved") for i, p in enumerate(PROMPTS)]
+    snapshot.load(resumed := busy_config(rows), tmp_path)
+    assert resumed.ledger.running.keys() == buffer.ledger.running.keys()
+    assert not caplog.records
+    index = running.prompt_index
+    rows[index] = replace(rows[index], answer="another")
+    snapshot.load(resumed := busy_config(rows), tmp_path)
+    kept = [r for r in buffer.ledger.held.values() if r.prompt_index != index]
+    kept += [r for r in buffer.ledger.leased.values() if r.prompt_index != index]
+    assert 4 not in resumed.ledger.running
+    assert resumed.ledger.held.keys() == {record.group_id for record in kept}
+    assert resumed.store.groups.keys() <= resumed.ledger.held.keys() | resumed.ledger.running.keys()
+    assert buffer.ledger.size - resumed.ledger.size == 2
+    assert resumed.metrics()["buffer/dropped/changed_row"] == 2
+    (record,) = caplog.records
+    assert f"moved-{index}" in record.getMessage()
+    for group_id in resumed.ledger.held:
+        ids = {(t.prompt_id, t.source) for t in resumed.store.trajectories(group_id)}
+        row = rows[resumed.ledger.held[group_id].prompt_index]
+        assert ids == {(row.prompt_id, "moved")}
+
+
+def busy_config(prompts: list[Prompt]) -> ReplayBuffer:
+    config = ReplaySection(
+        groups_per_step=3, group_size=3, max_staleness=1, should_drop_zero_variance=True
+    )
+    return ReplayBuffer(config, prompts, seed=0, clock=Clock())
+
+
+def test_other_numbers_of_rows_are_refused_before_a_start(tmp_path: Path) -> None:
+    snapshot.cut(busy_buffer()).save(tmp_path)
+    snapshot.refuse_other_data(tmp_path, PROMPTS)
+    for prompts in (PROMPTS[:-1], [*PROMPTS, PROMPTS[0]]):
+        with pytest.raises(CheckpointError):
+            snapshot.refuse_other_data(tmp_path, prompts)
+        with pytest.raises(CheckpointError):
+            snapshot.load(busy_config(prompts), tmp_path)
+
+
 def test_a_folder_without_a_whole_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no whole replay state"):
         snapshot.load(make_buffer(), tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from episodes import make_view
 from pyarrow import parquet
 
+from raylearner.cells import content_hash
 from raylearner.config.data import (
     CalculatorData,
     ExampleMessage,
@@ -158,6 +159,31 @@ def test_a_cell_that_has_no_text_is_refused_with_its_row(tmp_path: Path, row: di
         load_prompts([source])
     assert "x.jsonl:2" in str(caught.value)
     assert next(iter(row)) in str(caught.value)
+
+
+def test_a_row_is_identified_by_what_it_holds(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "q"}], "answer": ["4", 5], "level": {"a": [1, 2]}}
+    (tmp_path / "b").mkdir()
+    here = _write(tmp_path / "x.jsonl", row)
+    there = _write(tmp_path / "b" / "y.jsonl", {"other": 1, "prompt": "z"}, row)
+    (first,), (_, second) = load_prompts([here]), load_prompts([there])
+    assert first.prompt_id != second.prompt_id
+    assert content_hash(first) == content_hash(second)
+    edits = [
+        {"prompt": "q"},
+        {"prompt": [{"role": "system", "content": "q"}]},
+        {"prompt": [{"role": "user", "content": "q "}]},
+        {"answer": ["4"]},
+        {"answer": ["5", "4"]},
+        {"level": {"a": [[1], 2]}},
+        {"level": {"a": [1, 2.0]}},
+        {"level": {"a": ["1", 2]}},
+        {"doc_id": "d"},
+        {"more": None},
+    ]
+    prompts = load_prompts([_write(tmp_path / "z.jsonl", *[{**row, **edit} for edit in edits])])
+    hashes = {content_hash(prompt) for prompt in (first, *prompts)}
+    assert len(hashes) == 1 + len(edits)
 
 
 def test_an_empty_dataset_and_a_missing_file_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Cells of tables: their text, and what identifies a row wherever it was read."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
+from math import isfinite
+from typing import Any, cast
+
+from raylearner.types import Prompt
+
+HASH_CHARACTERS = 16
+"""Hexadecimal digits of a row's hash."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def scalar_text(value: object) -> str:
+    """One cell of a table as text: whole numbers without a fraction, decimals without an exponent.
+
+    Raises `ValueError` for what has no single spelling: truth values, null, NaN, bytes, lists and
+    mappings.
+    """
+    match value:
+        case str():
+            return value
+        case bool():
+            pass
+        case int() | date() | datetime() | time():
+            return str(value)
+        case float() | Decimal() if isfinite(value):
+            exact = Decimal(str(value))
+            return str(int(exact)) if exact == int(exact) else format(exact, "f")
+        case _:
+            pass
+    raise ValueError(f"must be text or a finite number, got {value!r:.200}")
+
+
+def content_hash(prompt: Prompt) -> str:
+    """A hash of what a row holds: messages with images, accepted answers, document and columns.
+
+    Its place, id and source's name do not count: the same bytes read from elsewhere are the same row.
+    """
+    digest = hashlib.sha256()
+    messages = [(m.role, m.content, *m.images) for m in prompt.messages]
+    content = (messages, prompt.answers, prompt.doc_id, prompt.is_conversational, prompt.columns)
+    digest.update(_canonical(content))
+    return digest.hexdigest()[:HASH_CHARACTERS]
+
+
+def _canonical(value: object) -> bytes:
+    """Bytes that are equal for equal values, and unambiguous: every part carries its length."""
+    match value:
+        case Mapping():
+            items = cast(Mapping[Any, Any], value).items()
+            parts = sorted(_canonical(key) + _canonical(item) for key, item in items)
+        case list() | tuple():
+            parts = [_canonical(item) for item in cast(list[Any], value)]
+        case set() | frozenset():
+            parts = sorted(_canonical(item) for item in cast(set[Any], value))
+        case bytes():
+            parts = [value]
+        case str():
+            parts = [value.encode("utf-8", "surrogatepass")]
+        case _:
+            parts = [_ADDRESS.sub("", repr(value)).encode()]
+    kind = type(value).__name__ if not isinstance(value, tuple) else "list"
+    return b"".join([f"{kind}{len(parts)}:".encode(), *(b"%d:%b" % (len(p), p) for p in parts)])
