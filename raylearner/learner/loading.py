@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from raylearner.errors import ConfigError
 from raylearner.learner import attention, lora, optimizer
 from raylearner.learner.attention import Backend
 from raylearner.learner.model import ModelOptions, PackedModel, vision_tower
+from raylearner.tokenization.tokenizer import unknown_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def load_model(path: str, *, dtype: torch.dtype, chunk_tokens: int = 1024) -> Pa
     _refuse_logit_changes(causal_lm, folder)
     _pack_images(causal_lm, backend)
     return PackedModel(
-        causal_lm, chunk_tokens=chunk_tokens, banned_token_ids=_placeholders(causal_lm.config)
+        causal_lm, chunk_tokens=chunk_tokens, banned_token_ids=_banned(causal_lm.config, folder)
     )
 
 
@@ -106,10 +107,11 @@ def load_sharded(
     random_seed: int | None = None,
     adapters: LoraSection | None = None,
     adapter_seed: int = 0,
+    banned_token_ids: Sequence[int] | None = None,
 ) -> PackedModel:
     """The same, sharded over the mesh: each rank reads its own rows of the files and no others.
 
-    What is trained is in `dtype`; with adapters the rest is frozen and kept in `compute_dtype`. With `random_seed` weights are drawn, and only `config.json` is read.
+    What is trained is in `dtype`; with adapters the rest is frozen and kept in `compute_dtype`. With `random_seed` weights are drawn, and only `config.json` is read. `banned_token_ids` are the model's own, unless it scores what another one samples.
     """
     folder = model_directory(path, needs_weights=random_seed is None)
     backend = _backend(mesh.device_type, compute_dtype, options.attention)
@@ -145,7 +147,7 @@ def load_sharded(
         chunk_tokens=options.chunk_tokens,
         is_head_exact=options.is_head_exact,
         should_compile=options.should_compile,
-        banned_token_ids=_placeholders(config),
+        banned_token_ids=_banned(config, folder) if banned_token_ids is None else banned_token_ids,
         context=options.context,
     )
     if has_value_head:
@@ -317,11 +319,13 @@ def _pack_images(causal_lm: PreTrainedModel, backend: Backend) -> None:
         tower.config._attn_implementation = attention.image_implementation(backend)
 
 
-def _placeholders(config: PreTrainedConfig) -> tuple[int, ...]:
-    """What no engine may sample."""
-    if not _sees(config):
-        return ()
-    return (config.image_token_id, config.video_token_id)
+def _banned(config: PreTrainedConfig, folder: Path) -> tuple[int, ...]:
+    """What no engine may sample: placeholders of images, and ids that the tokenizer does not know."""
+    placeholders = (config.image_token_id, config.video_token_id) if _sees(config) else ()
+    try:
+        return (*placeholders, *unknown_token_ids(str(folder)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {folder} has no tokenizer that loads: {error}") from error
 
 
 def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None:

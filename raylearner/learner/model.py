@@ -86,7 +86,7 @@ class PackedModel(nn.Module):
     ) -> None:
         """`banned_token_ids` are what the engines must not sample."""
         super().__init__()
-        self._banned_token_ids = list(banned_token_ids)
+        self.banned_token_ids = tuple(banned_token_ids)
         self._context = context
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
@@ -171,11 +171,12 @@ class PackedModel(nn.Module):
 
     def _bias(self, head: nn.Module, *, has_bans: bool) -> Tensor | None:  # [V]
         bias: Tensor | None = getattr(head, "bias", None)
-        if not self._banned_token_ids or not has_bans:
-            return bias
         weight = head.get_parameter("weight")
+        banned = [token for token in self.banned_token_ids if token < len(weight)]
+        if not banned or not has_bans:
+            return bias
         bans = weight.new_zeros(len(weight))
-        bans[self._banned_token_ids] = BAN_BIAS
+        bans[banned] = BAN_BIAS
         return bans if bias is None else bias + bans
 
     def reshard(self) -> None:

@@ -98,7 +98,11 @@ class Models:
                 path = own_path or str(folder)
                 # Beside its base, as in the policy, and not merged: the same numbers to the last bit.
                 starts_adapted = own_path is None and config.lora and config.lora.path
-                frozen = load(path, adapters=config.lora if starts_adapted else None)
+                frozen = load(
+                    path,
+                    adapters=config.lora if starts_adapted else None,
+                    banned_token_ids=policy.banned_token_ids,
+                )
                 _refuse_blind(frozen, policy, key="learner.kl.reference.path", path=path)
                 reference = Reference(config.kl.reference, frozen)
         return cls(

@@ -32,7 +32,7 @@ from raylearner.tokenization.template import (
     frame_token_ids,
     result,
 )
-from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer
+from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer, unknown_token_ids
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
@@ -51,8 +51,10 @@ class Renderer:
         vision: Vision | None = None,
         *,
         end_token_ids: Sequence[int] = (),
+        unknown_token_ids: Sequence[int] = (),
     ) -> None:
-        """`vision` makes it one that shows images, `end_token_ids` are what the model names itself.
+        """`vision` makes it one that shows images, `end_token_ids` are what the model names itself,
+        `unknown_token_ids` what it has logits for and the tokenizer no token.
 
         Raises `ConfigError` where the chat template writes images otherwise than `vision` does, or does
         not show what `observation_role` makes of observations.
@@ -61,6 +63,7 @@ class Renderer:
         self.vision = vision
         self._fitter = None if vision is None else ImageFitter(vision, config.images)
         self.config = config
+        self._unknown_token_ids = tuple(unknown_token_ids)
         self.end_token_ids = tuple(dict.fromkeys([*_end_token_ids(tokenizer), *end_token_ids]))
         arguments = config.chat_template_arguments
         vision_ids = () if vision is None else vision.control_token_ids
@@ -84,6 +87,7 @@ class Renderer:
         """
         try:
             tokenizer, ends = load_tokenizer(path), end_token_ids(path)
+            unknown = unknown_token_ids(path)
         except (OSError, ValueError) as error:
             where = "has no tokenizer that loads" if Path(path).is_dir() else "cannot be loaded"
             raise ConfigError(
@@ -94,7 +98,8 @@ class Renderer:
                 f"model.path {path!r}: the tokenizer has no chat template; add a"
                 " chat_template.jinja beside it (an instruct model ships one)"
             )
-        return cls(tokenizer, config, Vision.from_pretrained(path), end_token_ids=ends)
+        vision = Vision.from_pretrained(path)
+        return cls(tokenizer, config, vision, end_token_ids=ends, unknown_token_ids=unknown)
 
     @property
     def vocab_size(self) -> int:
@@ -102,8 +107,10 @@ class Renderer:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """What a policy must not sample: placeholders of images."""
-        return () if self.vision is None else self.vision.banned_token_ids
+        """What a policy must not sample, and learners give no probability: placeholders of images, and
+        ids without a token."""
+        placeholders = () if self.vision is None else self.vision.banned_token_ids
+        return tuple(dict.fromkeys([*placeholders, *self._unknown_token_ids]))
 
     def refuse_lost_results(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raises `RenderError` where the chat template has no place for what tools answer."""

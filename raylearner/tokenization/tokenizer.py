@@ -29,21 +29,37 @@ def end_token_ids(path: str) -> tuple[int, ...]:
 
     Families differ: GLM's turns end with the token that begins the next one.
     """
-    folder = Path(path)
-    if folder.is_dir():
-        config = read_json(folder / "generation_config.json")
-    else:
-        from transformers.utils import hub
-
-        files: Any = hub
-        found = files.cached_file(
-            path, "generation_config.json", _raise_exceptions_for_missing_entries=False
-        )
-        config = {} if found is None else read_json(Path(found))
-    ends: int | list[int] | None = config.get("eos_token_id")
+    ends: int | list[int] | None = _read(path, "generation_config.json").get("eos_token_id")
     if ends is None:
         return ()
     return (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def unknown_token_ids(path: str) -> tuple[int, ...]:
+    """Ids for which the model has logits and its tokenizer no token: padding of the vocabulary, and gaps.
+
+    Empty for a directory without a tokenizer. Raises `OSError` and `ValueError`.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
+        return ()
+    config = _read(path, "config.json")
+    size: int = {**config, **config.get("text_config", {})}.get("vocab_size", 0)
+    vocabulary: dict[str, int] = load_tokenizer(path).get_vocab()
+    known = set(vocabulary.values())
+    return tuple(token for token in range(size) if token not in known)
+
+
+def _read(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model, empty where it has none."""
+    folder = Path(path)
+    if folder.is_dir():
+        return read_json(folder / name)
+    from transformers.utils import hub
+
+    files: Any = hub
+    found = files.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return {} if found is None else read_json(Path(found))
 
 
 def _is_qwen(folder: Path) -> bool:
