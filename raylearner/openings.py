@@ -36,7 +36,7 @@ def make_renderer(config: RunConfig, *, model: str | None = None) -> Renderer | 
             return None
         from raylearner.tokenization.tiny_tokenizer import make_tokenizer
 
-        return Renderer(make_tokenizer(config.model.max_length), config.renderer)
+        return Renderer(make_tokenizer(UNBOUNDED), config.renderer)
     path = model if model is not None else getattr(config.model, "path", "")
     return Renderer.from_pretrained(path, config.renderer)
 
