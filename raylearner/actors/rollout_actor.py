@@ -1,7 +1,7 @@
 """The Ray shell around a rollout worker and its engine."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.outbox import Outbox
 from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
+from raylearner.cleanup import clean_up
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.observability.spans import Span, Tracer
@@ -168,12 +169,13 @@ class RolloutActor:
 
     async def stop(self) -> None:
         """Ends `run` and the engine with its child processes."""
+        steps: list[Callable[[], Awaitable[None]]] = []
         if self._worker is not None:
             self._worker.halt()
-            await self._environments.close()
-            await self._scorer.close()
+            steps += [self._environments.close, self._scorer.close]
         if self._engine is not None:
-            await self._engine.close()
+            steps.append(self._engine.close)
+        await clean_up(None, *steps)
 
     def _make_engine(self, renderer: Renderer) -> Engine:
         match self._sections.engine:

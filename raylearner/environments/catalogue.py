@@ -1,7 +1,9 @@
 """Environments by the `kind` that the YAML uses, and the agents that need none."""
 
 import asyncio
+import sys
 
+from raylearner.cleanup import clean_up
 from raylearner.config.environment import (
     CustomEnvironment,
     EnvironmentSection,
@@ -85,10 +87,8 @@ class EnvironmentFactory:
         return metrics
 
     async def close(self) -> None:
-        if self._agent is not None:
-            await self._agent.server.close()
-        for tool in self._tools:
-            await tool.close()
+        server = [] if self._agent is None else [self._agent.server.close]
+        await clean_up(sys.exception(), *server, *(tool.close for tool in self._tools))
 
 
 def _make_agent(config: OpenAiProxy) -> Agent:

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from raylearner.cleanup import clean_up
 from raylearner.config.rewards import RewardFunction, RewardSection
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.catalogue import ModelCall, make_reward
@@ -115,8 +117,7 @@ class Scorer:
         )
 
     async def close(self) -> None:
-        for function in self._functions:
-            await function.reward.close()
+        await clean_up(sys.exception(), *(function.reward.close for function in self._functions))
 
     def _of_one(
         self, index: int, done: Sequence[tuple[Sequence[float | None], RewardLog]]

@@ -59,7 +59,7 @@ def run(path: str) -> None:
             state = SweepState(folder, plan)
             Sweep(plan, state, trial_jobs, sizes=sizes, asha=asha).run()
     finally:
-        ray.shutdown()
+        placement.disconnect()
 
 
 class Sweep:
