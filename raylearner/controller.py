@@ -8,21 +8,20 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raylearner import placement
 from raylearner.cleanup import clean_up
-from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.config.schema import RunConfig
 from raylearner.errors import (
     LearnerDied,
     RunStopped,
-    StalledError,
     summary,
 )
 from raylearner.evaluation import Evaluator, SideEvaluation
+from raylearner.initial_model import prepare_model
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
 from raylearner.learner.checkpoint import Checkpoint
@@ -33,6 +32,7 @@ from raylearner.replay.replay_actor import Take
 from raylearner.run_actors import RunActors
 from raylearner.saving import Saver
 from raylearner.types import Prompt
+from raylearner.waiting import T, in_time, stalled, unless_set
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,6 @@ MIN_ACTORS_TO_LEND = 2
 """With fewer, evaluation would take the only one."""
 TAKE_POLL_S = 5.0
 """How long one take call waits before the watchdog looks."""
-
-
-@ray.remote(num_cpus=1)
-def _make_tiny_model(*arguments: Any) -> float | None:
-    """In a process of its own, so that the driver never loads torch."""
-    from raylearner.demonstrations import prepare_tiny_model
-
-    return prepare_tiny_model(*arguments)
 
 
 class Controller:
@@ -81,6 +73,7 @@ class Controller:
         self._reporting: asyncio.Task[None] | None = None
         self._started: RunActors | None = None
         self._saver: Saver | None = None
+        self._is_resumed = False
         self.step = 0
 
     def request_stop(self) -> None:
@@ -95,9 +88,16 @@ class Controller:
     # -- starting and ending -------------------------------------------------------------------
 
     async def start(self, tasks: asyncio.TaskGroup, *, latest: Checkpoint | None) -> None:
-        config = self._config
+        """Raises `RunStopped` at once where a stop is requested meanwhile: starting takes minutes."""
+        await unless_set(self._stop_requested, self._start(latest))
+        if self._should_stop:
+            raise RunStopped(self._stopped())
+        self._actors.fleet.play(tasks)
+
+    async def _start(self, latest: Checkpoint | None) -> None:
+        config, self._is_resumed = self._config, latest is not None
         with self._recorder.stage("preparing the model"):
-            model_path = await self._prepare_model()
+            model_path = await prepare_model(config, self._folder, self._training)
         actors = self._started = await RunActors.reserved(
             config,
             self._training,
@@ -131,7 +131,6 @@ class Controller:
                 await self._restore(latest)
         with self._recorder.stage("publishing the first weights"):
             await actors.publish()
-        actors.fleet.play(tasks)
 
     async def close(self) -> None:
         """Ends every actor and what it started. Safe to call twice."""
@@ -148,25 +147,6 @@ class Controller:
     def _actors(self) -> RunActors:
         assert self._started is not None, "start comes first"
         return self._started
-
-    async def _prepare_model(self) -> str:
-        model = self._config.model
-        if not isinstance(model, TinyModel):
-            return model.path
-        path = self._folder / "model"
-        if not path.exists():
-            make: Any = _make_tiny_model
-            loss = await make.remote(
-                model,
-                self._config.renderer,
-                self._config.environment,
-                self._training,
-                str(path),
-                self._config.run.seed,
-            )
-            if loss is not None:
-                logger.info("warm start ended with a loss of %.3f", loss)
-        return str(path)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -199,7 +179,7 @@ class Controller:
             )
         await actors.let_engines_sleep()
         with self._tracer.span("step", step=self.step + 1):
-            output = await learner.step(batches)
+            output = await self._in_time(learner.step(batches), "the learner's step")
         await actors.replay.commit.remote(
             [group.group_id for group in take.groups], output.policy_version
         )
@@ -220,41 +200,30 @@ class Controller:
         progress, changed_at = -1, time.monotonic()
         with self._tracer.span("take"):
             while True:
-                take = await self._unless_stopped(
+                asked = placement.answer(
                     actors.replay.take.remote(
                         config.replay.groups_per_step, actors.learner.policy_version, TAKE_POLL_S
                     )
                 )
+                taking = unless_set(self._stop_requested, asked)
+                take = await self._in_time(taking, "the replay actor's take")
                 if take is not None:
                     return take
                 if self._should_stop:
                     await self._stop()
                 now = time.monotonic()
-                current = await actors.replay.progress.remote()
+                current = await self._in_time(
+                    placement.answer(actors.replay.progress.remote()), "the replay actor's progress"
+                )
                 if current != progress:
                     progress, changed_at = current, now
                 elif now - changed_at > config.run.watchdog_s:
-                    await self._raise_stalled(now - changed_at)
+                    folder, idle_s = self._folder / "stalled", now - changed_at
+                    raise await stalled(actors.replay, folder, idle_s=idle_s, step=self.step)
 
-    async def _unless_stopped(self, call: Any) -> Any:
-        """What the call returns, or None at once when a stop is requested: little time is given."""
-        calling = asyncio.ensure_future(placement.answer(call))
-        stopping = asyncio.ensure_future(self._stop_requested.wait())
-        try:
-            await asyncio.wait([calling, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return calling.result() if calling.done() else None
-        finally:
-            calling.cancel()
-            stopping.cancel()
-
-    async def _raise_stalled(self, idle_s: float) -> None:
-        replay = self._actors.replay
-        lines = await replay.describe.remote()
-        await replay.save.remote(str(self._folder / "stalled"))
-        raise StalledError(
-            f"no progress for {idle_s:.0f} s at step {self.step} (run.watchdog_s); the ledger is in"
-            f" {self._folder / 'stalled'}:\n" + "\n".join(f"  {line}" for line in lines)
-        )
+    async def _in_time(self, call: Awaitable[T], what: str) -> T:
+        limit_s = self._config.run.watchdog_s
+        return await in_time(call, what, limit_s=limit_s, step=self.step)
 
     def _step_metrics(
         self, take: Take, output: Any, *, wait_s: float, since: float
@@ -342,8 +311,14 @@ class Controller:
         if self.step and self._saver.step != self.step:
             await self._saver.start(self.step)
         await self._saver.wait()
-        raise RunStopped(
-            f"stopped on request at step {self.step}; go on with --resume {self._folder}"
+        raise RunStopped(self._stopped())
+
+    def _stopped(self) -> str:
+        if self.step or self._is_resumed:
+            return f"stopped on request at step {self.step}; resume with --resume {self._folder}"
+        return (
+            f"stopped on request before the first step: {self._folder} holds no checkpoint; start"
+            " again in another run.dir"
         )
 
     # -- evaluation and checkpoints ------------------------------------------------------------
@@ -393,11 +368,27 @@ class Controller:
         logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
 
     async def _roll_back(self, error: LearnerDied) -> None:
-        """Learner, ledger and buffer go back to one cut; engines are set to its version."""
-        self._num_learner_restarts += 1
+        """Learner, ledger and buffer go back to one cut; engines are set to its version.
+
+        A learner that dies again meanwhile is restarted again, as often as is allowed in all.
+        """
         await self._finish_report()
         if self._saver is not None:
             await self._saver.cancel()
+        if self._side_evaluation is not None:
+            await self._side_evaluation.cancel()
+        while True:
+            latest = await self._restart_point(error)
+            try:
+                await self._actors.restart_learner()
+                await self._restore(latest)
+                return await self._actors.push_restored()
+            except LearnerDied as again:
+                error = again
+
+    async def _restart_point(self, error: LearnerDied) -> Checkpoint:
+        """Counts a restart. Raises `LearnerDied` where none is left, or no checkpoint."""
+        self._num_learner_restarts += 1
         latest = await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
             why = (
@@ -407,8 +398,4 @@ class Controller:
             )
             raise LearnerDied(f"the learner died at step {self.step} and {why}: {error}") from error
         logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
-        if self._side_evaluation is not None:
-            await self._side_evaluation.cancel()
-        await self._actors.restart_learner()
-        await self._restore(latest)
-        await self._actors.push_restored()
+        return latest

@@ -21,7 +21,7 @@ class RunSection(Section):
     should_checkpoint_async: bool = True
     """Training stands still only while state is copied to host memory, 12 bytes a trained parameter, and goes on while that is written; false waits until all is on disk."""
     watchdog_s: PositiveFloat = 600.0
-    """The run ends, naming who waits for whom, after so many seconds without any progress."""
+    """The run ends, naming who waits for whom, after so many seconds without any progress of episodes, in a learner step, or without an answer of the replay actor."""
     deadline: str | None = None
     """When the machines are taken away: ISO 8601, or seconds since 1970. Default: RAYLEARNER_DEADLINE, or SLURM_JOB_END_TIME, of the environment."""
     deadline_margin_s: PositiveFloat = 300.0
