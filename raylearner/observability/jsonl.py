@@ -1,5 +1,6 @@
 """JSON lines on disk: flushed row by row, free of NaN, and able to forget steps after a rollback."""
 
+import errno
 import json
 import math
 import os
@@ -22,7 +23,10 @@ class JsonlFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Raises `OSError` with the path, also where the file was removed meanwhile."""
         with naming(self.path):
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise OSError(errno.ENOENT, "removed while the run was writing it")
             self._file.write(dumps(record) + "\n")
             self._file.flush()
 

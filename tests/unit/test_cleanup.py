@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,18 @@ def test_a_full_disk_names_the_file_and_the_log_reports_itself_once(
     with pytest.raises(OSError, match="No space left"):
         recorder.close()
     assert capsys.readouterr().err.count("the log is not written: No space left on device") == 1
+
+
+def test_a_run_directory_that_is_removed_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recorder = Recorder(run, ObservabilitySection(tensorboard=False, trace=False), num_steps=2)
+    recorder.step(1, {})
+    shutil.rmtree(run)
+    with pytest.raises(FileNotFoundError) as caught:
+        recorder.step(2, {})
+    recorder.close()
+    assert caught.value.filename == str(run / "metrics.jsonl")
+    assert not run.exists()
 
 
 class _Controller:
