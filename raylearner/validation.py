@@ -29,6 +29,7 @@ from raylearner.placement import RolloutFleet
 from raylearner.prompts import load_prompts
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
+from raylearner.rewards.user import check_columns
 from raylearner.tokenization.start import check_template
 from raylearner.types import PolicyVersion, Prompt
 
@@ -58,6 +59,7 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     )
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
+    check_columns(config.rewards, prompts)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
     renderer = openings.make_renderer(config, model=model)

@@ -15,6 +15,8 @@ from raylearner.config.rewards import (
 from raylearner.config.schema import CustomEnvironment, RunConfig, ToolUse
 from raylearner.errors import ConfigError
 
+PENALTY_NAME = "invalid_action_penalty"
+
 
 def check_rewards(config: RunConfig) -> list[Finding]:
     """Functions that cannot be imported, ranges that are empty, and what has no part in a run."""
@@ -28,6 +30,12 @@ def _section(config: RunConfig) -> Iterator[Finding]:
     if rewards.clip is not None and rewards.clip[0] >= rewards.clip[1]:
         low, high = rewards.clip
         yield Finding("rewards.clip", f"must rise, got {low:g} to {high:g}")
+    for index, name in enumerate(rewards.names):
+        if name == PENALTY_NAME:
+            yield Finding(
+                f"rewards.functions.{index}.name",
+                f"{name!r} is the environment's part of a reward; choose another",
+            )
     if rewards.sees_groups and config.replay.should_play_greedy:
         yield Finding(
             "replay.should_play_greedy",

@@ -33,7 +33,8 @@ class GroupScorer:
         names = self._scorer.weights.keys()
         views = [view_of(prompt, segments, names) for segments in episodes.values()]
         try:
-            scores = await self._scorer.score_all(views)
+            taken = [segments[0].columns.keys() for segments in episodes.values()]
+            scores = await self._scorer.score_all(views, taken=taken)
         except RewardError as error:
             return {index: EpisodeScore(error=f"{error.kind}: {error}") for index in episodes}
         found = {

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from raylearner.types import EpisodeScore, Prompt
 
 logger = logging.getLogger(__name__)
 
+SHOWN_CHARACTERS = 200
+"""Characters of a wrong value that an error quotes."""
 MAX_WARNED_ROWS = 1000
 """Rows without any reward that are named in the log; the rest only counts in metrics."""
 
@@ -79,8 +81,14 @@ class Scorer:
             self.warn_of(episode.prompt)
         return score
 
-    async def score_all(self, episodes: Sequence[EpisodeView]) -> list[EpisodeScore]:
-        """The same for several episodes, each function called once with all of them."""
+    async def score_all(
+        self, episodes: Sequence[EpisodeView], *, taken: Sequence[Collection[str]] | None = None
+    ) -> list[EpisodeScore]:
+        """The same for several episodes, each function called once with all of them.
+
+        `taken` are names of columns that each episode has; a logged one of that name, or of that of
+        another function, gets its function's name before it.
+        """
         results = await asyncio.gather(
             *(self._call(function, episodes) for function in self._functions),
             return_exceptions=True,
@@ -89,7 +97,8 @@ class Scorer:
             if isinstance(result, BaseException):
                 raise result
         done = [result for result in results if not isinstance(result, BaseException)]
-        return [self._of_one(index, done) for index in range(len(episodes))]
+        names = taken or [()] * len(episodes)
+        return [self._of_one(index, done, names[index]) for index in range(len(episodes))]
 
     def total(self, rewards: Mapping[str, float | None]) -> float | None:
         """The weighted sum of what applies, within the clip range; None when nothing does."""
@@ -120,14 +129,19 @@ class Scorer:
         await clean_up(sys.exception(), *(function.reward.close for function in self._functions))
 
     def _of_one(
-        self, index: int, done: Sequence[tuple[Sequence[float | None], RewardLog]]
+        self,
+        index: int,
+        done: Sequence[tuple[Sequence[float | None], RewardLog]],
+        taken: Collection[str],
     ) -> EpisodeScore:
         rewards: dict[str, float | None] = {}
         columns: dict[str, Any] = {}
         metrics: dict[str, float] = {}
         for function, (values, log) in zip(self._functions, done, strict=True):
             rewards[function.name] = values[index]
-            columns |= log.columns[index]
+            for column, value in log.columns[index].items():
+                is_taken = column in columns or column in taken
+                columns[f"{function.name}/{column}" if is_taken else column] = value
             metrics |= log.metrics
         return EpisodeScore(
             reward=self.total(rewards), rewards=rewards, columns=columns, metrics=metrics
@@ -174,5 +188,9 @@ def _number(name: str, value: object) -> float | None:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardError(f"reward {name!r} must return a finite number or None, got {value!r}")
+        shown = repr(value)[:SHOWN_CHARACTERS]
+        advice = "; log parts of it by log_extra" if isinstance(value, Mapping) else ""
+        raise RewardError(
+            f"reward {name!r} must return a finite number or None, got {shown}{advice}"
+        )
     return float(value)

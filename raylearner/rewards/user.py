@@ -15,13 +15,20 @@ from functools import partial
 from typing import Any, cast
 
 from raylearner.config.kind import load_reference
-from raylearner.config.rewards import UserFunction
-from raylearner.errors import ConfigError
+from raylearner.config.rewards import RewardSection, UserFunction
+from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.functions import EpisodeView, RewardLog
+from raylearner.types import Prompt
 
 LIST_NAMES = ("prompts", "completions", "completion_ids")
 """Any of these among a function's parameters makes it one of TRL's form."""
 MAX_THREADS = 32
+RESERVED_NAMES = frozenset(
+    {*LIST_NAMES, "trainer_state", "step", "policy_version", "log_extra", "log_metric"}
+)
+"""What a function of TRL's form gets by these names is never a column of the row."""
+SHOWN_CHARACTERS = 200
+"""Characters of a wrong value that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,11 @@ class UserReward:
             return [value]
         values: Any = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(values, list | tuple) or len(cast(list[Any], values)) != len(episodes):
-            raise ValueError(f"must return a list of {len(episodes)} values, got {values!r}")
+            shown = repr(value)
+            raise RewardError(
+                f"must return a list of {len(episodes)} values, one number or None for each"
+                f" completion, got {shown[:SHOWN_CHARACTERS]}"
+            )
         return cast(list[float | None], list(cast(list[Any], values)))
 
     async def close(self) -> None:
@@ -89,6 +100,34 @@ class UserReward:
                 )
             given = {name: value for name, value in given.items() if name in self._parameters}
         return partial(self._function, **given)
+
+
+def check_columns(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
+    """Raises `ConfigError` for columns that functions of TRL's form ask for and would never get.
+
+    Such a column has the name of something else that is given by name, or of one of `arguments`.
+    """
+    problems: list[str] = []
+    rows: dict[str, Prompt] = {}
+    for prompt in prompts:
+        for column in prompt.columns:
+            rows.setdefault(column, prompt)
+    for name, section in zip(rewards.names, rewards.functions, strict=True):
+        if not isinstance(section, UserFunction):
+            continue
+        parameters = _parameters(load_reference(section.kind), section)
+        if not any(given in parameters for given in LIST_NAMES):
+            continue
+        hidden = dict.fromkeys(RESERVED_NAMES, "what every function is given")
+        hidden |= dict.fromkeys(section.arguments, "one of its arguments")
+        problems += [
+            f"data: row {rows[column].prompt_id!r} has a column {column!r}, which the reward"
+            f" function {name!r} would never see: the name is taken by {taker}; rename the column"
+            for column, taker in hidden.items()
+            if column in rows and (column in parameters or _takes_all(parameters))
+        ]
+    if problems:
+        raise ConfigError("\n".join(sorted(problems)))
 
 
 def _extra_of_one(log: RewardLog, column: str, value: object) -> None:
@@ -152,6 +191,11 @@ def _parameters(
     if not parameters:
         raise ConfigError(
             f"{section.kind!r} takes nothing; expected an episode, or parameters named as TRL's"
+        )
+    taken = sorted(RESERVED_NAMES & set(section.arguments))
+    if taken:
+        raise ConfigError(
+            f"{section.kind!r}: arguments must not hold {taken[0]!r}, which every function is given"
         )
     unknown = sorted(set(section.arguments) - set(parameters))
     if unknown and not _takes_all(parameters):

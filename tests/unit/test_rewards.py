@@ -13,6 +13,7 @@ from episodes import make_turn, make_view
 from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.scorer import Scorer
+from raylearner.rewards.user import check_columns
 from raylearner.types import Message, Prompt
 
 
@@ -357,3 +358,78 @@ async def test_math_verify_sees_equal_values_in_other_forms_and_survives_a_hang(
         assert (after.reward, after.metrics["math_verify/timeouts"]) == (1.0, 0.0)
     finally:
         await scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("returns", "shown"),
+    [
+        (0.5, "0.5"),
+        (None, "None"),
+        ([0.5], "[0.5]"),
+        ([0.5] * 4, "[0.5, 0.5, 0.5, 0.5]"),
+        ({0.5, 0.6, 0.7}, "{0."),
+        ([1.0, "0.5", 0.0], "'0.5'"),
+        ([1.0, [0.5], 0.0], "[0.5]"),
+        ([1.0, {"score": 1.0}, 0.0], "{'score': 1.0}"),
+        ([1.0, float("inf"), 0.0], "inf"),
+        ([1.0, 1j, 0.0], "1j"),
+        (np.ones((3, 1)), "[1.0]"),
+        (["x" * 100_000] * 9, "xxx"),
+    ],
+)
+async def test_a_wrong_value_is_an_error_that_names_function_and_value(
+    functions: types.ModuleType, returns: object, shown: str
+) -> None:
+    functions.wrong = lambda prompts, completions, **columns: returns
+    section = {"kind": "user_rewards:wrong", "per": "group"}
+    rewards = RewardSection.model_validate({"functions": [section]})
+    with pytest.raises(RewardError) as error:
+        await Scorer(rewards, sees_groups=True).score_all([make_view("a")] * 3)
+    said = str(error.value)
+    assert "'wrong'" in said
+    assert shown in said
+    assert len(said) < 500
+
+
+async def test_numbers_of_other_types_are_taken(functions: types.ModuleType) -> None:
+    functions.right = lambda completions: (np.float32(1), True, None, np.int64(2), float("nan"))
+    section = {"kind": "user_rewards:right", "per": "group"}
+    scorer = Scorer(RewardSection.model_validate({"functions": [section]}), sees_groups=True)
+    scores = await scorer.score_all([make_view("a")] * 5)
+    assert [score.reward for score in scores] == [1.0, 1.0, None, 2.0, None]
+
+
+def test_columns_that_a_function_would_never_see_are_refused(functions: types.ModuleType) -> None:
+    functions.takes_all = lambda prompts, completions, **columns: [0.0]
+    functions.named = lambda completions, level: [0.0]
+    functions.views = lambda episode, **arguments: 0.0
+
+    def check(kind: str, columns: dict[str, Any], **section: Any) -> None:
+        rewards = RewardSection.model_validate(
+            {"functions": [{"kind": f"user_rewards:{kind}", **section}]}
+        )
+        check_columns(rewards, [Prompt(prompt_id="row-3", messages=(), columns=columns)])
+
+    for column in ("completions", "prompts", "step", "log_extra", "trainer_state"):
+        with pytest.raises(ConfigError) as error:
+            check("takes_all", {"reward": 3, column: 9})
+        assert all(word in str(error.value) for word in ("row-3", column, "takes_all"))
+        check("views", {column: 9})
+    check("takes_all", {"reward": 3, "answer": 4})
+    check("named", {"step": 9})
+    with pytest.raises(ConfigError):
+        check("named", {"level": 9}, arguments={"level": 1})
+    with pytest.raises(ConfigError):
+        make_scorer({"kind": "user_rewards:takes_all", "arguments": {"prompts": []}})
+
+
+async def test_columns_that_two_functions_log_are_both_kept(functions: types.ModuleType) -> None:
+    for name in ("first", "second"):
+
+        def logs(episode, *, log_extra, name=name) -> float:
+            log_extra("seen", name)
+            return 0.0
+
+        setattr(functions, name, logs)
+    score = await make_scorer("user_rewards:first", "user_rewards:second").score(make_view("a"))
+    assert score.columns == {"seen": "first", "second/seen": "second"}
