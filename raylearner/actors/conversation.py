@@ -170,7 +170,11 @@ class Conversation:
         calls = request.messages[num_known - 1].template().get("tool_calls", ())
         try:
             reply_ids = renderer.render_continuation(
-                templates, calls=calls, tools=request.tools, last_token_id=kept[-1]
+                templates,
+                history=[message.template() for message in request.messages[: num_known - 1]],
+                calls=calls,
+                tools=request.tools,
+                last_token_id=kept[-1],
             )
         except RewritesHistory:
             return self._anew(request)

@@ -1,7 +1,8 @@
 """What a chat template writes behind an assistant's turn, found in its own rendering of a dialogue.
 
-A dialogue of one user message, a marked turn and the new messages is rendered as a whole; what stands
-behind the turn is what continues any transcript, since earlier turns stay as they were sampled.
+The dialogue so far, a marked turn and the new messages are rendered as a whole; what stands behind the
+turn continues the transcript. Earlier turns stay as they were sampled, whatever the template makes of
+them.
 """
 
 import re
@@ -52,35 +53,70 @@ class Continuation:
         self,
         messages: Sequence[Json],
         *,
+        history: Sequence[Json] = (),
         calls: Sequence[Json] = (),
         tools: Sequence[Json] = (),
-        has_system: bool = False,
     ) -> Marked:
         """From the end of an assistant's turn with `calls` to the header of the next.
 
-        Raises `RewritesHistory`, and `RenderError` where the template refuses the messages or does not
-        show each of them, in order.
+        `history` is the dialogue before that turn; one message of the user stands in for none.
+        Raises `RenderError` where the template refuses the dialogue or does not show each of the
+        messages, in order.
         """
-        opening = [_SYSTEM, _USER] if has_system else [_USER]
-        dialogue = [*opening, self._marked_turn(calls), *messages]
-        text = self._template.render(adapted(dialogue, self.form), tools)
-        before, found, rest = text.rpartition(self._turn)
+        dialogue = [*(history or [_USER]), self.turn(self._turn, calls), *messages]
+        _, found, rest = self._rendered(dialogue, tools).rpartition(self._turn)
         if not found:
             raise RenderError("the chat template drops a turn of the assistant")
-        self._refuse_rewriting(opening, before, tools, has_calls=bool(calls))
         if calls:
             rest = self._from_end(rest, dialogue, tools)
-        self._refuse_dropping(dialogue, len(opening) + 1, tools)
+        self._refuse_dropping(dialogue, len(dialogue) - len(messages), tools)
         return rest
 
-    def _marked_turn(self, calls: Sequence[Json]) -> Json:
-        """Its content and its last call's arguments hold the mark, of which the last counts."""
-        turn = {"role": "assistant", "content": self._turn}
+    def turn(self, content: str, calls: Sequence[Json]) -> Json:
+        """A message of the assistant, whose last call has its content as an argument."""
+        turn = {"role": "assistant", "content": content}
         if not calls:
             return turn
         kept = list(calls if self.form.takes_several else calls[-1:])
-        last = {**kept[-1]["function"], "arguments": {"mark": self._turn}}
+        last = {**kept[-1]["function"], "arguments": {"mark": content}}
         return {**turn, "tool_calls": [*kept[:-1], {**kept[-1], "function": last}]}
+
+    def refuse_rewriting(
+        self,
+        message: Json,
+        *,
+        calls: Sequence[Json] = (),
+        tools: Sequence[Json] = (),
+        has_system: bool = False,
+    ) -> None:
+        """Raises `RewritesHistory` where what was written before a turn of the assistant changes once
+        `message` follows it, and `RenderError` where the template refuses that.
+
+        Thoughts that a template drops from earlier turns do not count: they stay as sampled.
+        """
+        opening = [_SYSTEM, _USER] if has_system else [_USER]
+        whole = self._rendered([*opening, self.turn(self._turn, calls), message], tools)
+        before, _, _ = whole.partition(self._turn)
+        shown = self._template.render(opening, tools, opens=False)
+        if not before.startswith(shown):
+            raise RewritesHistory(
+                "the chat template writes the messages before a turn of the assistant otherwise once"
+                " more messages follow it, so a transcript cannot grow at its end only"
+            )
+        opened = self._template.render(opening, tools)
+        if calls or not opened.startswith(shown):
+            return
+        header, written = (_THOUGHTS.sub("", text.removeprefix(shown)) for text in (opened, before))
+        more = written.removeprefix(header)  # control tokens that the policy writes itself
+        is_same = written.startswith(header) and (not more or self._control.begins(more))
+        if not is_same and not header.startswith(written):
+            raise RewritesHistory(
+                f"the chat template opens a turn of the assistant with {self._control.plain(header)!r}"
+                f" and shows it later with {self._control.plain(written)!r}"
+            )
+
+    def _rendered(self, dialogue: Sequence[Json], tools: Sequence[Json]) -> Marked:
+        return self._template.render(adapted(dialogue, self.form), tools)
 
     def _from_end(self, rest: Marked, dialogue: Sequence[Json], tools: Sequence[Json]) -> Marked:
         """Without what closes the call, which the policy samples itself."""
@@ -91,7 +127,7 @@ class Continuation:
             {key: value for key, value in message.items() if key != "tool_calls"}
             for message in dialogue
         ]
-        _, _, plain = self._template.render(adapted(said, self.form), tools).rpartition(self._turn)
+        _, _, plain = self._rendered(said, tools).rpartition(self._turn)
         if not plain or not rest.endswith(plain):
             raise RenderError(
                 "the chat template does not show where a turn with tool calls ends: none of the end"
@@ -99,26 +135,6 @@ class Continuation:
                 " follows its calls"
             )
         return plain
-
-    def _refuse_rewriting(
-        self, opening: Sequence[Json], before: Marked, tools: Sequence[Json], *, has_calls: bool
-    ) -> None:
-        """Thoughts that a template drops from earlier turns do not count: they stay as sampled."""
-        shown = self._template.render(opening, tools, opens=False)
-        if not before.startswith(shown):
-            raise RewritesHistory(
-                "the chat template writes the messages before a turn of the assistant otherwise once"
-                " more messages follow it, so a transcript cannot grow at its end only"
-            )
-        opened = self._template.render(opening, tools)
-        if has_calls or not opened.startswith(shown):
-            return
-        header, written = (_THOUGHTS.sub("", text.removeprefix(shown)) for text in (opened, before))
-        if not header.startswith(written) and not written.startswith(header):
-            raise RewritesHistory(
-                f"the chat template opens a turn of the assistant with {self._control.plain(header)!r}"
-                f" and shows it later with {self._control.plain(written)!r}"
-            )
 
     def _refuse_dropping(self, dialogue: Sequence[Json], start: int, tools: Sequence[Json]) -> None:
         marks = {i: f"{self._turn}x{i}x" for i in range(start, len(dialogue))}
@@ -178,7 +194,7 @@ def calls_before(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
 
 def stand_in_result(tools: Sequence[Json]) -> Json:
     """Stands for what a tool answers."""
-    return result(stand_in_id(0), first_name(tools), "-")
+    return result(stand_in_id(0), first_name(tools), "=")
 
 
 def first_name(tools: Sequence[Json]) -> str:

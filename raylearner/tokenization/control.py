@@ -25,10 +25,12 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, token_ids: Iterable[int]) -> None:
         """`token_ids` count as control tokens beside those that the tokenizer declares special."""
         self._tokenizer = tokenizer
-        declared = (i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
-        ids = dict.fromkeys([*declared, *tokenizer.all_special_ids, *token_ids])
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special.update(tokenizer.all_special_ids)
+        ids = dict.fromkeys([*sorted(special), *token_ids])
         ids.pop(tokenizer.unk_token_id, None)  # stands for whatever cannot be encoded
         self._ids = {str(tokenizer.convert_ids_to_tokens(i)): i for i in ids}
+        self.declared = tuple(text for text, i in self._ids.items() if i in special)
         secret = secrets.token_hex(8)
         self._names = {text: f"\ue000{secret}.{i}\ue001" for text, i in self._ids.items()}
         self._texts = {name: text for text, name in self._names.items()}
@@ -54,6 +56,10 @@ class ControlTokens:
     def plain(self, marked: Marked) -> str:
         """The text as it reads."""
         return self._name.sub(lambda found: self._texts[found[0]], marked)
+
+    def begins(self, marked: Marked) -> bool:
+        """Whether the text begins with a control token."""
+        return self._name.match(marked) is not None
 
     def first(self, marked: Marked, token_ids: Iterable[int]) -> int | None:
         """Where the first of these control tokens stands."""

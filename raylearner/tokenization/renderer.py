@@ -17,7 +17,6 @@ from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tokenization.continuation import (
     Continuation,
-    RewritesHistory,
     calls_before,
     first_name,
     stand_in_id,
@@ -115,10 +114,7 @@ class Renderer:
     def refuse_lost_results(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raises `RenderError` where the chat template has no place for what tools answer."""
         answer = stand_in_result(tools)
-        try:
-            self.continuation.after_turn([answer], calls=calls_before([answer], tools), tools=tools)
-        except RewritesHistory:
-            return  # it has, in dialogues that are rendered as a whole
+        self.continuation.after_turn([answer], calls=calls_before([answer], tools), tools=tools)
 
     def with_prompt_limit(self, max_prompt_tokens: int) -> Self:
         """The same one with another limit."""
@@ -191,58 +187,80 @@ class Renderer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        history: Sequence[Mapping[str, Any]] = (),
         calls: Sequence[Mapping[str, Any]] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         last_token_id: int | None,
     ) -> list[int]:
         """As `render_reply`, each message in its own role and cut by itself, whatever the
-        configuration says of roles. `calls` are those of the turn.
+        configuration says of roles. `history` comes before the turn, `calls` are those of the turn.
 
         Raises `RewritesHistory`, and `RenderError` where the template does not show every message, in
         order.
         """
         limit = self.config.max_observation_tokens
         shown = [{**m, "content": self._cut(m["content"], limit)[0]} for m in messages]
-        marked = self.continuation.after_turn(
-            shown, calls=calls or calls_before(shown, tools), tools=tools
+        calls = calls or calls_before(shown, tools)
+        has_system = any(m["role"] == "system" for m in history)
+        self.continuation.refuse_rewriting(
+            shown[0],
+            calls=calls_before(shown[:1], tools),
+            tools=tools,
+            has_system=has_system,
         )
+        marked = self.continuation.after_turn(shown, history=history, calls=calls, tools=tools)
         return self._behind(last_token_id, marked)
 
     def render_reply(
         self,
         messages: Sequence[Message],
         *,
+        opening: Sequence[Message] = (),
+        replies: Sequence[Sequence[Message]] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         last_token_id: int | None,
     ) -> list[int]:
         """The tokens that carry `messages` after an assistant turn, up to the next turn's header.
 
-        In the role of tools each message is one result, in the user's they are one message. `tools` are
-        those of the prompt; where they are not given, a stand-in for the role of tools.
-        `last_token_id` is the last token sampled: an end token that the policy sampled itself is not
-        written twice. Contents are cut to `max_observation_tokens` with a visible mark.
+        In the role of tools each message is one result, in the user's they are one message. `opening`
+        and `replies` are what the turns so far began from and were answered with, `tools` those of the
+        prompt; where they are not given, a stand-in for the role of tools. `last_token_id` is the last
+        token sampled: an end token that the policy sampled itself is not written twice. Contents are
+        cut to `max_observation_tokens` with a visible mark.
 
         Raises `RenderError` where the template refuses the reply.
         """
         role = self.config.observation_role
         if tools is None:
             tools = [STAND_IN_SCHEMA] if role == "tool" else []
-        contents = self._contents(messages)
-        images = images_of(messages)
+        contents, images = self._contents(messages), images_of(messages)
         if role == "inline":
             return self._control.encode(self._with_images("\n".join(contents), images))
-        shown: list[Mapping[str, Any]] = [{"role": "user", "content": "\n".join(contents)}]
-        if role == "tool":
-            shown = [
-                result(
-                    message.call_id or stand_in_id(number),
-                    message.name or first_name(tools),
-                    content,
-                )
-                for number, (message, content) in enumerate(zip(messages, contents, strict=True))
-            ]
-        marked = self.continuation.after_turn(shown, calls=calls_before(shown, tools), tools=tools)
+        history = [
+            template_message(m) for m in opening if m is not opening[-1] or m.role != "assistant"
+        ]
+        for number, reply in enumerate(replies):
+            said = self._as_reply(reply, [f"-{number}.{i}" for i in range(len(reply))], tools)
+            history += [self.continuation.turn("-", calls_before(said, tools)), *said]
+        shown = self._as_reply(messages, contents, tools)
+        marked = self.continuation.after_turn(
+            shown, history=history, calls=calls_before(shown, tools), tools=tools
+        )
         return self._behind(last_token_id, self._with_images(marked, images))
+
+    def _as_reply(
+        self,
+        messages: Sequence[Message],
+        contents: Sequence[str],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[Mapping[str, Any]]:
+        """Observations with these contents, in the configured role."""
+        if self.config.observation_role == "user":
+            return [{"role": "user", "content": "\n".join(contents)}]
+        return [
+            result(m.call_id or stand_in_id(i), m.name or first_name(tools), content)
+            for i, (m, content) in enumerate(zip(messages, contents, strict=True))
+        ]
 
     def _contents(self, messages: Sequence[Message]) -> list[str]:
         """Of an observation, with a mark for each image; of its text at most `max_observation_tokens`."""
@@ -341,9 +359,7 @@ class Renderer:
             if role == "tool":
                 self.refuse_lost_results([STAND_IN_SCHEMA])
             else:
-                self.continuation.after_turn([{"role": role, "content": "-"}])
-        except RewritesHistory:
-            return  # matters to environments with several turns alone
+                self.continuation.after_turn([{"role": role, "content": "="}])
         except RenderError as error:
             raise ConfigError(
                 f"renderer.observation_role: {role!r} does not work with the model's chat template:"

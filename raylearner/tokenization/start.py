@@ -28,10 +28,10 @@ def check_template(
     role = renderer.config.observation_role
     if role == "inline":
         return
-    message = stand_in_result(tools) if role == "tool" else {"role": role, "content": "-"}
+    message = stand_in_result(tools) if role == "tool" else {"role": role, "content": "="}
     try:
-        renderer.continuation.after_turn(
-            [message],
+        renderer.continuation.refuse_rewriting(
+            message,
             calls=calls_before([message], tools),
             tools=tools,
             has_system=any(m.role == "system" for prompt in prompts for m in prompt.messages),

@@ -18,7 +18,7 @@ from raylearner.types import CALL_ID_LENGTH
 Json: TypeAlias = Mapping[str, Any]
 
 STAND_INS = range(0x10FF00, 0x10FFFD)
-"""Private characters, any of which may stand for the first character of a control token."""
+"""Private characters, any of which may stand for a character of a control token."""
 STAND_IN_TOOL = "raylearner_marked_tool"
 STAND_IN_SCHEMA: Json = {
     "type": "function",
@@ -90,10 +90,10 @@ class ChatTemplate:
         )
 
     def _stand_ins(self, text: str) -> dict[str, str]:
-        """One for each first character of control tokens, of which `text` has none."""
+        """One for each character that is broken, of which `text` has none."""
         unused = (chr(code) for code in STAND_INS if chr(code) not in text)
-        firsts = sorted({spelling[0] for spelling in self._control.texts})
-        return dict(zip(firsts, unused, strict=False))
+        broken = {c for text in self._control.texts for c in (text[0], text[_letter(text)])}
+        return dict(zip(sorted(broken), unused, strict=False))
 
 
 def written(
@@ -130,12 +130,15 @@ def frame_token_ids(tokenizer: Any, arguments: Json, end_token_ids: Sequence[int
             return ""
 
     turn = {"role": "assistant", "content": _MARK}
-    called = {**turn, "tool_calls": [call("123456789", STAND_IN_TOOL, {"mark": _MARK})]}
     opening = write(_USER)
     header = write(_USER, opens=True).removeprefix(opening)
     _, _, after = write(_USER, turn, _USER).rpartition(_MARK)
-    answer = result("123456789", STAND_IN_TOOL, "-")
-    _, _, called_rest = write(_USER, called, answer, tools=[STAND_IN_SCHEMA]).rpartition(_MARK)
+    called_rest = ""
+    for given in ({"mark": _MARK}, json.dumps({"mark": _MARK})):
+        called = {**turn, "tool_calls": [call("123456789", STAND_IN_TOOL, given)]}
+        answer = result("123456789", STAND_IN_TOOL, "-")
+        text = write(_USER, called, answer, tools=[STAND_IN_SCHEMA])
+        called_rest = called_rest or text.rpartition(_MARK)[2]
     ends = {text for text, i in added.items() if i in end_token_ids} | set(spelling.findall(after))
     places = (called_rest.find(end) for end in ends)
     place = min((place for place in places if place >= 0), default=len(called_rest))
@@ -163,20 +166,30 @@ def _breaks(control: ControlTokens) -> list[re.Pattern[str]]:
 
     Without the first characters of control tokens contents cannot make one, not even several contents
     that a template joins. Templates that look for tags such as `</think>` in contents need these kept,
-    so next only what begins like a control token is broken, at last only whole spellings.
+    so next only what begins like a control token is broken, then only whole spellings, then these at a
+    letter, which templates that escape contents keep. At last what frames messages without being
+    declared special, as `<tool_response>` is, may be spelled: templates look for that too.
     """
-    spellings = sorted(control.texts, key=len, reverse=True)
+    spellings, declared = (
+        sorted(texts, key=len, reverse=True) for texts in (control.texts, control.declared)
+    )
     patterns = [
-        "|".join(sorted({re.escape(spelling[0]) for spelling in spellings})),
-        "|".join(sorted({_ahead(spelling[:2]) for spelling in spellings})),
-        "|".join(map(_ahead, spellings)),
+        [re.escape(spelling[0]) for spelling in spellings],
+        [_at(spelling[:2], 0) for spelling in spellings],
+        *([_at(text, 0) for text in texts] for texts in (spellings, declared)),
+        *([_at(text, _letter(text)) for text in texts] for texts in (spellings, declared)),
     ]
-    return [re.compile(pattern or r"(?!)") for pattern in patterns]
+    return [re.compile("|".join(dict.fromkeys(pattern)) or r"(?!)") for pattern in patterns]
 
 
-def _ahead(text: str) -> str:
-    """Matches the first character of `text` where all of it follows."""
-    return f"{re.escape(text[0])}(?={re.escape(text[1:])})"
+def _at(text: str, place: int) -> str:
+    """Matches the one character of `text` at `place` where all of it stands."""
+    before, character, behind = text[:place], text[place], text[place + 1 :]
+    return f"(?<={re.escape(before)}){re.escape(character)}(?={re.escape(behind)})"
+
+
+def _letter(text: str) -> int:
+    return next((i for i, character in enumerate(text) if character.isalnum()), 0)
 
 
 def _with_contents(value: Any, change: Callable[[str], str]) -> Any:

@@ -52,6 +52,8 @@ class Transcript:
     _turns: list[Turn] = field(default_factory=list[Turn])
     _open: _OpenTurn | None = None
     _tools: Sequence[Mapping[str, Any]] = ()
+    _opening: Sequence[Message] = ()
+    _replies: list[Sequence[Message]] = field(default_factory=list[Sequence[Message]])
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Starts with the rendered prompt, its images fitted before.
@@ -65,7 +67,7 @@ class Transcript:
                 f" {self.renderer.config.images.max_images}"
             )
         self.open_with(self.renderer.render(messages, tools=tools))
-        self._tools = tools
+        self._opening, self._tools = messages, tools
         self.images.extend(images)
 
     def open_with(self, token_ids: Sequence[int]) -> None:
