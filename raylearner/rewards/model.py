@@ -11,6 +11,8 @@ from typing import Any
 
 from raylearner.config.rewards import RewardModel
 from raylearner.errors import ConfigError, RewardError
+from raylearner.tokenization.control import ControlTokens
+from raylearner.tokenization.template import ChatTemplate, frame_token_ids
 
 Conversation = tuple[dict[str, str], ...]
 """Messages with `role` and `content`, the policy's included."""
@@ -42,6 +44,10 @@ class Classifier:
                 f"rewards.functions: label {section.label} of {section.path!r}, which has"
                 f" {model.config.num_labels} outputs"
             )
+        ends = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
+        self._control = ControlTokens(self._tokenizer, frame_token_ids(self._tokenizer, {}, ends))
+        has_template = bool(self._tokenizer.chat_template)
+        self._template = ChatTemplate(self._tokenizer, {}, self._control) if has_template else None
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -50,14 +56,14 @@ class Classifier:
     def encode(self, conversation: Conversation) -> list[int]:
         """Tokens by the model's chat template; without one, contents joined.
 
-        Raises `RewardError` when there are more than `max_tokens`.
+        What messages spell is text: a completion cannot open another turn. Raises `RewardError` when
+        there are more than `max_tokens`, and `RenderError` when the template refuses the messages.
         """
-        if self._tokenizer.chat_template:
-            text: str = self._tokenizer.apply_chat_template(list(conversation), tokenize=False)
-            token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._template is not None:
+            token_ids = self._control.encode(self._template.render(conversation, opens=False))
         else:
             text = "".join(message["content"] for message in conversation)
-            token_ids = self._tokenizer(text)["input_ids"]
+            token_ids = self._tokenizer(text, split_special_tokens=True)["input_ids"]
         if len(token_ids) > self._section.max_tokens:
             raise RewardError(
                 f"prompt and completion have {len(token_ids)} tokens, max_tokens of"
