@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
+from raylearner.text import encodable_values
+
 Json = dict[str, Any]
 
 ROLES = {
@@ -170,7 +172,10 @@ def read_request(body: object) -> ChatRequest:
     """Raises `ChatRefusal` with what is wrong and where."""
     if not isinstance(body, dict):
         raise _bad("the body must be a JSON object", "body")
-    fields = cast(Json, body)
+    try:
+        fields = cast(Json, encodable_values(body))
+    except RecursionError as error:
+        raise _bad("the body is nested too deeply", "body") from error
     _refuse_unsupported(fields)
     tools = _tools(fields.get("tools"))
     stream_options = fields.get("stream_options")
@@ -359,8 +364,8 @@ def _max_tokens(fields: Json) -> int | None:
 
 def _loaded(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
-    except ValueError:
+        return encodable_values(json.loads(arguments))
+    except (RecursionError, ValueError):
         return arguments
 
 

@@ -18,7 +18,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from raylearner.environments import chat
 from raylearner.environments.chat import ChatRefusal, ChatSession
-from raylearner.text import encodable_values
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
@@ -151,7 +150,7 @@ async def _body(request: Request) -> Any:
                 413, f"the body has more than {MAX_BODY_BYTES} bytes", code="body_too_large"
             )
     try:
-        return encodable_values(json.loads(bytes(body)))
+        return json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise ChatRefusal(400, f"the body is no JSON: {error}", code="invalid_json") from error
 

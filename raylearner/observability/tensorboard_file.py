@@ -16,6 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raylearner.errors import naming
 from raylearner.observability.sinks import StepRecord
+from raylearner.text import encodable, encodable_values
 
 HISTOGRAM_BUCKETS = 30
 
@@ -31,7 +32,8 @@ class TensorBoardFile:
         self._writer = EventFileWriter(str(folder))
         self._has_hparams = bool(hparams)
         if hparams:
-            summary = hparams_pb(dict(hparams), trial_id=str(folder.parent.name))
+            values = encodable_values(dict(hparams))  # arguments and paths may be of any bytes
+            summary = hparams_pb(values, trial_id=encodable(folder.parent.name))
             self._add(event_pb2.Event(wall_time=time.time(), step=0, summary=summary))
 
     def write(self, record: StepRecord) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from raylearner.errors import RenderError
+from raylearner.text import encodable_values
 from raylearner.tokenization.template import Json, call
 from raylearner.types import IMAGE_MARK, Message
 
@@ -13,7 +14,8 @@ def template_message(message: Message) -> Json:
     found: dict[str, object] = {"role": message.role, "content": _content(message)}
     if message.calls:
         found["tool_calls"] = [
-            call(made.call_id, made.name, json.loads(made.arguments)) for made in message.calls
+            call(made.call_id, made.name, encodable_values(json.loads(made.arguments)))
+            for made in message.calls
         ]
     if message.call_id is not None:
         found["tool_call_id"] = message.call_id

@@ -18,6 +18,7 @@ from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
 from raylearner.config.schema import CompletionsSection, JsonlData, ObservabilitySection
+from raylearner.environments.chat import read_request
 from raylearner.environments.dialect import JsonDialect, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
 from raylearner.errors import ToolError
@@ -130,6 +131,23 @@ def test_half_a_pair_in_the_arguments_of_a_call_reaches_the_tool_encodable() -> 
         assert JsonDialect(("f",)).parse(written) == [ToolCall("f", {"q": "\ufffd"})]
 
 
+def test_half_a_pair_in_a_call_of_a_program_reaches_the_template_encodable() -> None:
+    called = {"name": "f\ud83d", "arguments": '{"q": "\\ud83d"}'}
+    request = read_request(
+        {
+            "messages": [
+                {"role": "user", "content": HALF},
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": called}]},
+                {"role": "tool", "content": HALF, "tool_call_id": "1"},
+            ]
+        }
+    )
+    first, second, third = [message.template() for message in request.messages]
+    assert (first["content"], third["content"]) == (CLEANED, CLEANED)
+    (made,) = second["tool_calls"]
+    assert made["function"] == {"name": "f\ufffd", "arguments": {"q": "\ufffd"}}
+
+
 def test_rows_with_half_a_pair_are_read_and_those_nested_too_deeply_are_named(
     tmp_path: Path,
 ) -> None:
@@ -233,7 +251,7 @@ def test_a_hostile_episode_is_packed_recorded_and_logged(
     logging.getLogger("raylearner").addHandler(handler)
     logging.getLogger("raylearner").setLevel(logging.INFO)
     try:
-        sink = TensorBoardFile(tmp_path / "tensorboard", hparams={"a": 1})
+        sink = TensorBoardFile(tmp_path / "tensorboard", hparams={"a\ud83d": HALF})
         with Recorder(tmp_path / "run", config, num_steps=1, sinks=[sink]) as recorder:
             recorder.step(1, metrics)
             recorder.trajectories(1, [good, failed], policy_version=2)
