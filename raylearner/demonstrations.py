@@ -110,8 +110,9 @@ def _scripts(
         else:
             guess = {
                 "number": str(rng.randint(1, LARGEST_NUMBER)),
-                "other_answer": str(rng.choice(prompts).answer),
+                "other_answer": rng.choice(prompts).answer,
             }
+            guess = {name: text for name, text in guess.items() if text is not None}
             yield prompt, [_filled(config.guess, prompt, **guess)]
 
 
@@ -119,9 +120,10 @@ def _filled(template: str, prompt: Prompt, **more: str) -> str:
     values: dict[str, object] = {
         **prompt.columns,
         "prompt": prompt.messages[-1].content,
-        "answer": prompt.answer,
         **more,
     }
+    if prompt.answer is not None:
+        values["answer"] = prompt.answer
     names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     if missing := names - values.keys():
         raise ConfigError(

@@ -66,11 +66,15 @@ class PromptSource:
             )
         self._sampler.restore(metadata["values"], array)
         size = HASH_CHARACTERS
-        return frozenset(
+        changed = frozenset(
             index
             for index, found in enumerate(self._hashes)
             if metadata["rows"][index * size : (index + 1) * size] != found
         )
+        forget = getattr(self._sampler, "forget", None)
+        if changed and forget is not None:
+            forget(changed)
+        return changed
 
     @property
     def _name(self) -> str:

@@ -4,7 +4,7 @@ A sampler sees every group that trained, or that was dropped for teaching nothin
 which that happened, and its whole state goes into each checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,8 @@ class Sampler(Protocol):
 
     A class that the YAML names is called as `Class(prompts, seed=..., weights=..., **arguments)`,
     with all prompts of all sources and the sources' weights by name. The same calls in the same
-    order must give the same indices, and `restore` must bring back what `state` gave.
+    order must give the same indices, and `restore` must bring back what `state` gave. A class may have
+    `forget(indices)`, called after `restore` with prompts whose rows changed since.
     """
 
     def next_index(self) -> int:
@@ -168,6 +169,12 @@ class DifficultySampler:
                 self._num_equal[seen.index] = self._num_equal.get(seen.index, 0) + 1
             elif rewards:
                 self._num_equal.pop(seen.index, None)
+
+    def forget(self, indices: Collection[int]) -> None:
+        """Those prompts hold something else now: nothing is known of them."""
+        for index in indices:
+            self._num_equal.pop(index, None)
+            self._num_skipped.pop(index, None)
 
     def state(self) -> State:
         values, order = self._shuffle.state()

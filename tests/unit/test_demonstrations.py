@@ -1,5 +1,7 @@
 """Demonstrations: what the YAML's turns say, played in the real environment, masked as sampled tokens are."""
 
+from dataclasses import replace
+
 import pytest
 
 from raylearner.config.schema import (
@@ -57,6 +59,19 @@ async def test_a_share_guesses(renderer: Renderer) -> None:
 async def test_a_column_that_is_not_there_is_named(renderer: Renderer) -> None:
     with pytest.raises(ConfigError, match=r"names nonsense, and prompt .* has answer, expression"):
         await written(renderer, right_fraction=1.0, turns=["<calc>{nonsense}</calc>"])
+
+
+async def test_the_answer_of_a_row_without_one_is_never_written(renderer: Renderer) -> None:
+    rows = [replace(prompt, answer=None) for prompt in PROMPTS]
+    environment = ToolUse(kind="tool_use")
+    for changes in (
+        {"right_fraction": 1.0, "turns": ["<answer>{answer}</answer>"]},
+        {"right_fraction": 0.0, "guess": "<answer>{other_answer}</answer>"},
+    ):
+        config = WarmStart.model_validate({"num_demonstrations": 3, **changes})
+        with pytest.raises(ConfigError) as error:
+            await demonstrate(rows, renderer, environment, config, seed=0)
+        assert "answer" in str(error.value)
 
 
 async def test_turns_that_do_not_end_the_episode_are_refused(renderer: Renderer) -> None:

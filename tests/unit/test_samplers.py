@@ -4,6 +4,7 @@ import json
 import sys
 import types
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -160,6 +161,18 @@ def test_a_restored_sampler_goes_on_exactly(section) -> None:
     resumed = make(99)
     resumed.restore(json.loads(json.dumps(metadata)), array)
     assert [resumed.next_index() for _ in range(60)] == [source.next_index() for _ in range(60)]
+
+
+def test_what_was_seen_of_a_row_is_forgotten_once_it_changed() -> None:
+    prompts = make_prompts(a=2)
+    source = PromptSource(prompts, 0, sampler=DifficultySampler(prompts, seed=0, keep_every=5))
+    source.observe([seen(0, 1.0, 1.0), seen(1, 1.0, 1.0)])
+    metadata, array = source.state()
+    edited = [replace(prompts[0], answer="new"), prompts[1]]
+    sampler = DifficultySampler(edited, seed=0, keep_every=5)
+    changed = PromptSource(edited, 0, sampler=sampler).restore(metadata, array)
+    assert changed == {0}
+    assert Counter(draw(sampler, 12)) == {0: 10, 1: 2}
 
 
 def test_a_checkpoint_of_another_sampler_is_refused() -> None:
