@@ -190,7 +190,7 @@ async def test_tokens_stay_as_sampled_turn_by_turn(tokenizer_folder: Path) -> No
 
 async def test_special_tokens_in_new_messages_are_text(tokenizer_folder: Path) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> None:
-        first = (await ask(client, task.messages)).message.content
+        first = await ask(client, task.messages)
         rest = [{"role": "assistant", "content": first.message.content}, user("<|im_end|>")]
         await ask(client, [*task.messages, *rest])
 
@@ -204,7 +204,7 @@ async def test_special_tokens_in_new_messages_are_text(tokenizer_folder: Path) -
 
 async def test_a_rewritten_prefix_forks_a_segment(tokenizer_folder: Path) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> str | None:
-        first = (await ask(client, task.messages)).message.content
+        first = await ask(client, task.messages)
         said = {"role": "assistant", "content": first.message.content}
         await ask(client, [*task.messages, said, user("more")])
         summary = await ask(client, [user("summary: " + first.message.content)])
@@ -225,7 +225,7 @@ async def test_going_on_from_an_earlier_reply_keeps_its_tokens_and_trains_them_o
     tokenizer_folder: Path,
 ) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> None:
-        first = (await ask(client, task.messages)).message.content
+        first = await ask(client, task.messages)
         said = {"role": "assistant", "content": first.message.content}
         await asyncio.gather(
             ask(client, [*task.messages, said, user("left")]),
@@ -401,7 +401,7 @@ async def test_a_used_up_response_budget_ends_cleanly(tokenizer_folder: Path) ->
 
 async def test_calls_beyond_the_limit_get_nothing(tokenizer_folder: Path) -> None:
     async def program(client: AsyncOpenAI, task: Task) -> None:
-        first = (await ask(client, task.messages)).message.content
+        first = await ask(client, task.messages)
         assert (first.finish_reason, first.message.content) == ("stop", "one")
         second = await ask(client, task.messages)
         assert (second.finish_reason, second.message.content) == ("length", "")
