@@ -125,7 +125,11 @@ def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | Non
         return None
     if environment.dialect.kind != "json":
         return ()
-    factory = EnvironmentFactory(environment)
+    try:
+        factory = EnvironmentFactory(environment)
+    except ConfigError as error:  # of this machine perhaps, and not of those that run the tools
+        logger.warning("prompts are not measured, since a tool cannot be made here: %s", error)
+        return None
     try:
         return factory.make().tool_schemas
     finally:

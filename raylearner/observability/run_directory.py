@@ -138,5 +138,7 @@ def _remove_unused(folder: Path) -> None:
         if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
             (folder / LOCK_FILE).unlink()
             folder.rmdir()
+    except FileNotFoundError:  # removed under the run
+        return
     except OSError as error:
         logger.warning("%s is left behind: %s", folder, summary(error))

@@ -19,6 +19,8 @@ from raylearner.observability.sinks import StepRecord
 from raylearner.text import encodable, encodable_values
 
 HISTOGRAM_BUCKETS = 30
+MAX_SCALAR = (2 - 2**-23) * 2.0**127
+"""The largest float32, which is what TensorBoard keeps; what is larger would be infinite there."""
 
 
 class TensorBoardFile:
@@ -38,8 +40,9 @@ class TensorBoardFile:
 
     def write(self, record: StepRecord) -> None:
         value = summary_pb2.Summary.Value
+        scalars = {tag: v for tag, v in record.scalars.items() if abs(v) <= MAX_SCALAR}
         summary = summary_pb2.Summary(
-            value=[value(tag=tag, simple_value=v) for tag, v in record.scalars.items()]
+            value=[value(tag=tag, simple_value=v) for tag, v in scalars.items()]
         )
         for tag, samples in record.samples.items():
             summary.MergeFrom(histogram_pb(tag, samples, buckets=HISTOGRAM_BUCKETS))

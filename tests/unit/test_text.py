@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.scripted_engine import ScriptedEngine
@@ -253,7 +254,7 @@ def test_a_hostile_episode_is_packed_recorded_and_logged(
     try:
         sink = TensorBoardFile(tmp_path / "tensorboard", hparams={"a\ud83d": HALF})
         with Recorder(tmp_path / "run", config, num_steps=1, sinks=[sink]) as recorder:
-            recorder.step(1, metrics)
+            recorder.step(1, {**metrics, "learner/large": 1e300})
             recorder.trajectories(1, [good, failed], policy_version=2)
     finally:
         logging.getLogger("raylearner").removeHandler(handler)
@@ -266,6 +267,12 @@ def test_a_hostile_episode_is_packed_recorded_and_logged(
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
     assert row["observability/non_finite"] == 0
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    assert "rollout/logged/area/with space & <b>/mean" in tags
+    assert "learner/large" not in tags
+    assert all(math.isfinite(accumulator.Scalars(tag)[0].value) for tag in tags)
 
 
 def test_the_table_of_completions_takes_names_and_texts_for_what_they_are() -> None:
