@@ -16,7 +16,7 @@ from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import ConfigError, RenderError
 from raylearner.prompts import load_prompts
-from raylearner.rewards.user import check_columns
+from raylearner.rewards.rows import check_rows
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Prompt
 
@@ -57,7 +57,7 @@ def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
                 examples=data.examples,
                 max_images=config.renderer.images.max_images,
             )
-            check_columns(config.rewards, prompts)
+            check_rows(config.rewards, prompts)
             fitting(config, prompts, renderer, key=key, report=report)
 
 

@@ -29,8 +29,8 @@ from raylearner.replay.sampler import make_sampler
 from raylearner.replay.snapshot import refuse_other_data
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.judge import check_judges
+from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
-from raylearner.rewards.user import check_columns
 from raylearner.tokenization.start import check_template
 from raylearner.types import Prompt
 
@@ -57,7 +57,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
     GroupScorer(config.rewards)
-    check_columns(config.rewards, [*training, *held_out])
+    check_rows(config.rewards, [*training, *held_out])
     renderer = openings.make_renderer(config)
     if renderer is not None:
         if not isinstance(config.model, TinyModel):

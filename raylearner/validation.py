@@ -28,8 +28,8 @@ from raylearner.observability.recorder import Recorder
 from raylearner.placement import RolloutFleet
 from raylearner.prompts import load_prompts
 from raylearner.rewards.judge import check_judges
+from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
-from raylearner.rewards.user import check_columns
 from raylearner.tokenization.start import check_template
 from raylearner.types import PolicyVersion, Prompt
 
@@ -59,7 +59,7 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     )
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
-    check_columns(config.rewards, prompts)
+    check_rows(config.rewards, prompts)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
     renderer = openings.make_renderer(config, model=model)

@@ -12,6 +12,7 @@ from episodes import make_turn, make_view
 
 from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError, RewardError
+from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
 from raylearner.rewards.user import check_columns
 from raylearner.types import Message, Prompt
@@ -433,3 +434,23 @@ async def test_columns_that_two_functions_log_are_both_kept(functions: types.Mod
         setattr(functions, name, logs)
     score = await make_scorer("user_rewards:first", "user_rewards:second").score(make_view("a"))
     assert score.columns == {"seen": "first", "second/seen": "second"}
+
+
+def test_rows_that_no_function_can_score_are_reported_before_a_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = [
+        Prompt(prompt_id=f"row-{i}", messages=(), answer=a) for i, a in enumerate((None, "", "4"))
+    ]
+    answers = RewardSection.model_validate({"functions": [{"kind": "f1"}, {"kind": "math_verify"}]})
+    length = {"kind": "response_length", "target_tokens": 5}
+    other = RewardSection.model_validate({"functions": [{"kind": "f1"}, length]})
+    check_rows(other, rows[:2])
+    assert not caplog.records
+    check_rows(answers, rows)
+    (record,) = caplog.records
+    assert "2 of 3 rows" in record.getMessage()
+    assert "row-0, row-1" in record.getMessage()
+    with pytest.raises(ConfigError) as error:
+        check_rows(answers, rows[:2])
+    assert "answer_column" in str(error.value)
