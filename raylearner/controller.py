@@ -25,6 +25,7 @@ from raylearner.initial_model import prepare_model
 from raylearner.learner import checkpoint
 from raylearner.learner.batch import pack
 from raylearner.learner.checkpoint import Checkpoint
+from raylearner.observability.action_watch import ActionWatch
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
@@ -71,6 +72,7 @@ class Controller:
         self._stop_requested = asyncio.Event()
         self._num_learner_restarts = 0
         self._reporting: asyncio.Task[None] | None = None
+        self._action_watch = ActionWatch(config.environment, max_steps=config.run.num_steps)
         self._started: RunActors | None = None
         self._saver: Saver | None = None
         self._is_resumed = False
@@ -263,6 +265,7 @@ class Controller:
             failed_reward=self._config.rewards.reported_failed_reward,
         )
         self._recorder.step(step, reported | metrics)
+        self._action_watch.look(take.groups)
         trajectories = [t for group in take.groups for t in group.trajectories]
         await asyncio.to_thread(
             self._recorder.trajectories,

@@ -7,7 +7,7 @@ not finite, and characters that a terminal obeys. Everything further in relies o
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias, cast
 
@@ -100,3 +100,13 @@ def as_metrics(values: Mapping[Any, object]) -> Metrics:
 
 def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def outside(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """The characters of `text` that lie in none of `spans`, which are in order."""
+    parts: list[str] = []
+    position = 0
+    for start, end in spans:
+        parts.append(text[position:start])
+        position = end
+    return "".join((*parts, text[position:]))

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raylearner.text import make_encodable
+from raylearner.text import make_encodable, outside
 
 PolicyVersion: TypeAlias = int
 """0 is the initial policy; each committed learner step makes the next."""
@@ -89,6 +89,10 @@ class Message:
     """The call that a message of a tool answers."""
     name: str | None = None
     """Who speaks; for a message of a tool, the tool."""
+    reasoning: str = ""
+    """Thoughts of the assistant's turn, which its content leaves out."""
+    is_cut: bool = False
+    """Whether the assistant's turn was cut at its token limit."""
 
     __post_init__ = make_encodable
 
@@ -193,7 +197,27 @@ class Turn:
     min_policy_version: PolicyVersion
     max_policy_version: PolicyVersion
     tool: str | None = None
+    """Names of the tools that it called, joined by commas."""
     is_valid: bool = True
+    """False for an invalid action of the policy. A turn that was cut before its action is not judged."""
+    foreign_form: str | None = None
+    """Form of a tool call that the turn holds and that is not the configured one."""
+    opening: str = ""
+    """Opening tag of the thought in which the turn begins, as the header before it opened it."""
+    thoughts: tuple[tuple[int, int], ...] = ()
+    """Characters of `text` that are reasoning, tags included."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its length ended it before an action that could be read."""
+        is_long = self.stop_reason is CompletionStop.LENGTH
+        return is_long and self.is_valid and self.tool is None
+
+    @property
+    def said(self) -> str:
+        """The text without its thoughts: what is parsed and scored."""
+        return outside(self.text, self.thoughts)
+
     number: int = 0
     """Its place among all turns of the episode in time, from 0, whatever their segments."""
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from raylearner.actors.engine import Engine
-from raylearner.actors.episode import until_end
+from raylearner.actors.turn import sample_turn
 from raylearner.environments.chat import (
     ChatMessage,
     ChatRefusal,
@@ -21,9 +21,10 @@ from raylearner.environments.chat import (
     FinishReason,
     FunctionCall,
 )
-from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall
+from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall, thoughts_of_dialects
 from raylearner.errors import EngineError, RenderError, TrajectoryError
 from raylearner.observability.spans import Tracer
+from raylearner.reasoning import Reasoning
 from raylearner.tokenization.continuation import RewritesHistory
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
@@ -31,6 +32,7 @@ from raylearner.types import (
     Claim,
     Completion,
     CompletionStop,
+    Message,
     Sampling,
     StopReason,
     Turn,
@@ -49,6 +51,7 @@ class _Segment:
     tool: str | None = None
     """Tools that its last turn calls."""
     is_valid: bool = True
+    foreign_form: str | None = None
     is_busy: bool = False
 
 
@@ -68,6 +71,8 @@ class _Plan:
     num_kept: int
     """Tokens at the start that are recorded already; 0 for a new segment."""
     segment: _Segment | None
+    opening: str = ""
+    """Opening tag of the thought that the turn begins in; empty for none."""
     reply: str = ""
     budget: int = 0
 
@@ -147,7 +152,13 @@ class Conversation:
         if self._is_closed:
             return
         for segment in self._segments:
-            segment.transcript.end_turn([], reply="", tool=segment.tool, is_valid=segment.is_valid)
+            segment.transcript.end_turn(
+                [],
+                reply="",
+                tool=segment.tool,
+                is_valid=segment.is_valid,
+                foreign_form=segment.foreign_form,
+            )
         self._is_closed = True
         for sampling in self._running:
             sampling.cancel()
@@ -183,6 +194,7 @@ class Conversation:
             token_ids=kept + reply_ids,
             num_kept=len(kept) if is_tip else 0,
             segment=place.segment if is_tip else None,
+            opening=renderer.turns.opening_behind(reply_ids),
             reply="\n".join(message.content for message in new),
         )
         return self._with_budget(plan, request)
@@ -193,7 +205,13 @@ class Conversation:
         templates = [message.template() for message in request.messages]
         token_ids = self.renderer.render_chat(templates, tools=request.tools)
         self._refuse_long_prompt(request, len(token_ids))
-        return self._with_budget(_Plan(token_ids=token_ids, num_kept=0, segment=None), request)
+        plan = _Plan(
+            token_ids=token_ids,
+            num_kept=0,
+            segment=None,
+            opening=self.renderer.chat_opening(templates, tools=request.tools),
+        )
+        return self._with_budget(plan, request)
 
     def _find(self, request: ChatRequest) -> tuple[_Place | None, int]:
         """The longest beginning of the messages that ends with a recorded reply, and its length."""
@@ -232,7 +250,11 @@ class Conversation:
             seed=None if seed is None else seed + self.num_calls - 1,
         )
         with self.tracer.span("generate", group=self.claim.group_id) as span:
-            running = asyncio.ensure_future(self.engine.generate(plan.token_ids, sampling))
+            running = asyncio.ensure_future(
+                sample_turn(
+                    self.engine, self.renderer, plan.token_ids, sampling, opening=plan.opening
+                )
+            )
             self._running.add(running)
             try:
                 completion = await running
@@ -255,14 +277,14 @@ class Conversation:
             self.is_aborted = True
             self.over.set()
             raise ChatRefusal(503, "the generation was aborted", code="aborted")
-        return until_end(completion, self.renderer.end_token_ids)
+        return completion
 
     def _record(self, plan: _Plan, request: ChatRequest, completion: Completion) -> ChatReply:
         """From here to the end nothing waits: a call is recorded whole or not at all."""
         segment = plan.segment
         if segment is None:
             segment = _Segment(Transcript(renderer=self.renderer, claim=self.claim))
-            segment.transcript.open_with(plan.token_ids)
+            segment.transcript.open_with(plan.token_ids, opening=plan.opening)
             self._segments.append(segment)
         else:
             segment.transcript.end_turn(
@@ -270,11 +292,19 @@ class Conversation:
                 reply=plan.reply,
                 tool=segment.tool,
                 is_valid=segment.is_valid,
+                foreign_form=segment.foreign_form,
+                opening=plan.opening,
             )
         number = len(self._order)
         self._order.append((segment, len(segment.transcript.turns)))
-        text = segment.transcript.add_completion(completion, number=number)
-        message, segment.is_valid = _parsed(_before(text, request.stop), request)
+        segment.transcript.add_completion(completion, number=number)
+        turn = segment.transcript.message
+        said = replace(turn, content=_before(turn.content, request.stop))
+        message, invalid = _parsed(
+            said, request, thoughts_of_dialects(self.renderer.config.reasoning_tags)
+        )
+        segment.is_valid = invalid is None
+        segment.foreign_form = None if invalid is None else invalid.foreign_form
         segment.tool = ",".join(call.name for call in message.calls) or None
         self.num_tool_calls += len(message.calls)
         self._places[(*_keys(request), message.key)] = _Place(
@@ -326,19 +356,27 @@ def _before(text: str, stops: Iterable[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _parsed(text: str, request: ChatRequest) -> tuple[ChatMessage, bool]:
-    """The message and whether its tool calls could be read; those that could not are text."""
-    said = ChatMessage(role="assistant", content=text)
-    if not request.may_call_tools or JsonDialect.opening not in text:
-        return said, True
-    actions = JsonDialect(request.tool_names).parse(text)
+def _parsed(
+    turn: Message, request: ChatRequest, reasoning: Reasoning
+) -> tuple[ChatMessage, Invalid | None]:
+    """The message, and why its tool calls could not be read, where they could not: they are text then.
+
+    A call that the turn's length cut is not judged.
+    """
+    said = ChatMessage(role="assistant", content=turn.content, reasoning=turn.reasoning)
+    if not request.may_call_tools or not turn.content.strip():
+        return said, None
+    actions = JsonDialect(request.tool_names, reasoning=reasoning).parse(turn.content)
     calls = [action for action in actions if isinstance(action, ToolCall)]
+    wrong = [action for action in actions if isinstance(action, Invalid)]
+    if turn.is_cut:
+        wrong = [action for action in wrong if not action.is_unfinished]
     if not calls or len(calls) < len(actions):
-        return said, not any(isinstance(action, Invalid) for action in actions)
+        return said, next(iter(wrong), None)
     return (
         replace(
             said,
-            content=text.partition(JsonDialect.opening)[0].strip(),
+            content=turn.content.partition(JsonDialect.opening)[0].strip(),
             calls=tuple(
                 FunctionCall(
                     call_id=new_call_id(),
@@ -348,5 +386,5 @@ def _parsed(text: str, request: ChatRequest) -> tuple[ChatMessage, bool]:
                 for call in calls
             ),
         ),
-        True,
+        None,
     )

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from raylearner.actors.engine import Engine
+from raylearner.actors.turn import sample_turn
 from raylearner.environments.agent import Agent
 from raylearner.environments.protocol import Environment, Outcome
 from raylearner.errors import EnvironmentFault, TrajectoryError
@@ -21,9 +20,7 @@ from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     Claim,
-    Completion,
     CompletionStop,
-    Message,
     Sampling,
     StopReason,
     Trajectory,
@@ -100,23 +97,31 @@ async def _play(
         turn_sampling = replace(sampling, stop=environment.stop, max_tokens=budget, seed=seed)
         with kit.tracer.span("turn", group=transcript.claim.group_id) as turn:
             with kit.tracer.span("generate") as generate:
-                completion = await kit.engine.generate(
-                    transcript.engine_token_ids, turn_sampling, images=transcript.images
+                completion = await sample_turn(
+                    kit.engine,
+                    kit.renderer,
+                    transcript.engine_token_ids,
+                    turn_sampling,
+                    opening=transcript.open_thought,
+                    images=transcript.images,
                 )
                 generate.arguments["tokens"] = len(completion.token_ids)
-            completion = until_end(completion, kit.renderer.end_token_ids)
-            text = transcript.add_completion(completion)
+            transcript.add_completion(completion)
             if completion.stop_reason is CompletionStop.ABORTED:
                 transcript.add_reply(())
                 return StopReason.ABORTED
             with kit.tracer.span("environment") as step:
-                reply = await environment.step(Message(role="assistant", content=text))
+                reply = await environment.step(transcript.message)
                 if reply.tool is not None:
                     step.name = f"tool {reply.tool}"
             turn.arguments["is_valid"] = reply.is_valid
         messages = await kit.renderer.fit_images(reply.messages)
         fits = transcript.add_reply(
-            messages, tool=reply.tool, is_valid=reply.is_valid, num_shown=reply.num_shown
+            messages,
+            tool=reply.tool,
+            is_valid=reply.is_valid,
+            foreign_form=reply.foreign_form,
+            num_shown=reply.num_shown,
         )
         if reply.is_done:
             ran_out = completion.stop_reason is CompletionStop.LENGTH
@@ -126,20 +131,6 @@ async def _play(
             return StopReason.MAX_TOKENS
         seed = None if seed is None else seed + 1
     return StopReason.MAX_TOKENS
-
-
-def until_end(completion: Completion, end_token_ids: tuple[int, ...]) -> Completion:
-    """Drops what an engine sampled after the first end token; the end token itself stays."""
-    positions = np.flatnonzero(np.isin(completion.token_ids, end_token_ids))
-    if len(positions) == 0 or positions[0] + 1 == len(completion.token_ids):
-        return completion
-    keep = int(positions[0]) + 1
-    return Completion(
-        token_ids=completion.token_ids[:keep],
-        logprobs=completion.logprobs[:keep],
-        policy_versions=completion.policy_versions[:keep],
-        stop_reason=CompletionStop.END,
-    )
 
 
 async def scored(

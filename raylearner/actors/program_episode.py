@@ -112,7 +112,9 @@ def _outcome(conversation: Conversation, end: _End) -> Outcome:
     return Outcome(
         metrics={
             "turns": float(conversation.num_calls),
-            "valid_actions": float(sum(turn.is_valid for turn in conversation.turns)),
+            "valid_actions": float(
+                sum(turn.is_valid and not turn.is_cut for turn in conversation.turns)
+            ),
             "tool_calls": float(conversation.num_tool_calls),
             "segments": float(len(conversation.transcripts)),
             "finished": float(end.stop_reason in (StopReason.ANSWER, StopReason.END)),

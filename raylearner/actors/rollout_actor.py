@@ -96,7 +96,9 @@ class RolloutActor:
         self._engine = self._make_engine(renderer)
         await self._engine.start()
         self._environments = EnvironmentFactory(
-            sections.environment, check_image=renderer.check_image
+            sections.environment,
+            check_image=renderer.check_image,
+            reasoning_tags=sections.renderer.reasoning_tags,
         )
         await self._environments.start()
         self._scorer = Scorer(

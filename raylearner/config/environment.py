@@ -54,7 +54,8 @@ class ToolUse(Section):
     max_turns: PositiveInt = 4
     """Turns with tools; one last turn without tools follows."""
     invalid_action_penalty: NonNegativeFloat = 0.0
-    """Taken from the reward for each turn with neither a tool call nor an answer; never shown."""
+    """Taken from the reward for each turn that neither calls a tool with arguments that fit nor answers,
+    unless its length cut it; never shown."""
     observation_tag: str | None = "result"
     """Tag around what a tool answers; null for none."""
 

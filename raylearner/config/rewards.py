@@ -109,7 +109,8 @@ class AnswerFormat(_Reward):
     answer_tag: str = "answer"
     """Tag around the answer."""
     reasoning_tag: str | None = None
-    """Tag that must be around all that precedes the answer, such as `think`."""
+    """Tag that must be around all that precedes the answer, such as `think`; where the chat template's
+    header opens it, the turn need not."""
 
 
 class ToolUseShaping(_Reward):

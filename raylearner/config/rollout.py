@@ -15,6 +15,9 @@ from raylearner.config.section import (
     Section,
 )
 
+Tag = Annotated[str, Field(pattern=r"\S")]
+ReasoningTags = Literal["auto"] | tuple[tuple[Tag, Tag], ...] | None
+
 
 class RendererSection(Section):
     """How messages become tokens."""
@@ -23,6 +26,11 @@ class RendererSection(Section):
     """`user` and `tool` answer with a chat message; `inline` continues the assistant's own turn."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template."""
+    reasoning_tags: ReasoningTags = "auto"
+    """Pairs of an opening and a closing tag around a policy's reasoning, `[["<think>", "</think>"]]`:
+    what is between them is not parsed, not scored and does not stop a turn, whether the chat template's
+    header opens it or the policy. `auto` takes the known tags that the chat template writes; null takes
+    reasoning for text like any other. Turns under `sampling.regex` do stop in it."""
     max_prompt_tokens: PositiveInt = 256
     """A longer prompt is refused with its length."""
     max_response_tokens: PositiveInt = 256

@@ -13,10 +13,16 @@ from raylearner.config.environment import (
     ToolUse,
 )
 from raylearner.config.kind import load_reference
+from raylearner.config.rollout import ReasoningTags
 from raylearner.config.tools import CalculatorTool, FunctionTool
 from raylearner.environments.agent import Agent
 from raylearner.environments.chat_server import ChatServer
-from raylearner.environments.dialect import Dialect, JsonDialect, TagDialect
+from raylearner.environments.dialect import (
+    Dialect,
+    JsonDialect,
+    TagDialect,
+    thoughts_of_dialects,
+)
 from raylearner.environments.program import make_program
 from raylearner.environments.protocol import Environment
 from raylearner.environments.single_turn import SingleTurnEnvironment
@@ -34,9 +40,13 @@ class EnvironmentFactory:
     """
 
     def __init__(
-        self, config: EnvironmentSection, *, check_image: ImageCheck | None = None
+        self,
+        config: EnvironmentSection,
+        *,
+        check_image: ImageCheck | None = None,
+        reasoning_tags: ReasoningTags = "auto",
     ) -> None:
-        """`check_image` is what images of tools must pass besides.
+        """`check_image` is what images of tools must pass besides, `reasoning_tags` are the renderer's.
 
         Raises `ConfigError` for a tool, a class or a program that cannot be made, or two tools of
         one name or tag.
@@ -55,7 +65,11 @@ class EnvironmentFactory:
                 raise ConfigError(
                     f"environment.tools: two tools have the {attribute} {twice.pop()!r}"
                 )
-        self._dialect = make_dialect(config, self._tools) if isinstance(config, ToolUse) else None
+        self._dialect = (
+            make_dialect(config, self._tools, reasoning_tags)
+            if isinstance(config, ToolUse)
+            else None
+        )
 
     @property
     def agent(self) -> Agent | None:
@@ -112,11 +126,18 @@ async def wait_for_services(config: EnvironmentSection) -> None:
     await asyncio.gather(*(wait_for_service(url, wait_s=s) for url, s in waits.items()))
 
 
-def make_dialect(config: ToolUse, tools: list[Tool]) -> Dialect:
+def make_dialect(
+    config: ToolUse, tools: list[Tool], reasoning_tags: ReasoningTags = "auto"
+) -> Dialect:
     dialect = config.dialect
     if isinstance(dialect, JsonCallsDialect):
         names = [tool.name for tool in tools]
-        return JsonDialect(names, answer_tag=dialect.answer_tag, max_calls=dialect.max_calls)
+        return JsonDialect(
+            names,
+            answer_tag=dialect.answer_tag,
+            max_calls=dialect.max_calls,
+            reasoning=thoughts_of_dialects(reasoning_tags),
+        )
     return TagDialect(
         {tool.tag: tool.name for tool in tools},
         answer_tag=dialect.answer_tag,

@@ -95,13 +95,16 @@ class ChatMessage:
 
     role: str
     content: str
+    reasoning: str = ""
+    """Thoughts of the assistant's turn, which the content leaves out."""
     calls: tuple[FunctionCall, ...] = ()
     call_id: str | None = None
     name: str | None = None
 
     @property
     def key(self) -> str:
-        """Equal for messages that say the same; ids of an assistant's calls are left out."""
+        """Equal for messages that say the same; ids of an assistant's calls and its thoughts, which
+        programs need not send back, are left out."""
         calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
         is_own = self.role == "assistant"
         content = self.content.strip() if is_own else self.content
@@ -110,6 +113,8 @@ class ChatMessage:
     def template(self) -> Json:
         """As chat templates take it: arguments as objects."""
         found: Json = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
         if self.calls:
             found["tool_calls"] = [
                 {
@@ -196,6 +201,8 @@ def read_request(body: object) -> ChatRequest:
 def whole(reply: ChatReply, request: ChatRequest) -> Json:
     """The reply as one object."""
     message: Json = {"role": "assistant", "content": reply.message.content, "refusal": None}
+    if reply.message.reasoning:
+        message["reasoning_content"] = reply.message.reasoning
     if reply.message.calls:
         message["content"] = reply.message.content or None
         message["tool_calls"] = [call.wire() for call in reply.message.calls]
@@ -216,7 +223,9 @@ def events(reply: ChatReply, request: ChatRequest) -> Iterator[str]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
 
-    yield event({"role": "assistant", "content": reply.message.content})
+    reasoning = reply.message.reasoning
+    thought = {"reasoning_content": reasoning} if reasoning else {}
+    yield event({"role": "assistant", "content": reply.message.content, **thought})
     for index, call in enumerate(reply.message.calls):
         yield event({"tool_calls": [{"index": index, **call.wire()}]})
     yield event({}, reply.finish_reason)
@@ -290,6 +299,7 @@ def _message(value: object, where: str) -> ChatMessage:
     return ChatMessage(
         role=role,
         content=_content(fields.get("content"), f"{where}.content"),
+        reasoning=_content(fields.get("reasoning_content"), f"{where}.reasoning_content"),
         calls=_calls(fields.get("tool_calls"), f"{where}.tool_calls"),
         call_id=None if call_id is None else str(call_id),
         name=None if name is None else str(name),

@@ -7,14 +7,17 @@ becomes an `Invalid` action whose reason is shown to the policy.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
+from raylearner.environments.foreign_calls import foreign_form
 from raylearner.errors import ConfigError
-from raylearner.text import encodable_values
+from raylearner.reasoning import Reasoning
+from raylearner.text import encodable_values, outside
 
 MAX_CALLS_PER_TURN = 16
 SHOWN_CHARACTERS = 80
+THINK = Reasoning((("<think>", "</think>"),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,19 @@ class Invalid:
     """Neither a call nor an answer, and why, in words for the policy."""
 
     reason: str
+    foreign_form: str | None = None
+    """Form of the call that the turn holds and that is not the configured one."""
+    is_unfinished: bool = False
+    """Whether the text might have become an action, had it gone on."""
 
 
 Action: TypeAlias = ToolCall | Answer | Invalid
+
+
+def thoughts_of_dialects(reasoning_tags: object) -> Reasoning:
+    """What `JsonDialect` skips by itself: nothing where tags are configured, since turns then come
+    without their thoughts, or where reasoning is text like any other."""
+    return THINK if reasoning_tags == "auto" else Reasoning()
 
 
 class Dialect(Protocol):
@@ -98,14 +111,24 @@ class TagDialect:
         answers = [pair for pair in found if pair[0] == self._answer_tag]
         first, second = (calls, answers) if self._precedence == "tool" else (answers, calls)
         candidates = first or second
-        if not candidates:
-            return [Invalid(self._complaint(text))]
         choose = min if self._match == "first" else max
-        tag, start, end = choose(candidates, key=lambda pair: pair[2])
-        content = text[start:end]
-        if tag == self._answer_tag:
-            return [Answer(content.strip())]
-        return [ToolCall(self._tools[tag], content)]
+        if candidates:
+            tag, start, end = choose(candidates, key=lambda pair: pair[2])
+            if tag != self._answer_tag:
+                return [ToolCall(self._tools[tag], text[start:end])]
+            foreign = self._foreign_form(outside(text, [(start, end)]))
+            if foreign is None:
+                return [Answer(text[start:end].strip())]
+        else:
+            foreign = self._foreign_form(text)
+        if foreign is not None:
+            return [Invalid(f"{_not_read(foreign)}; {self._forms()}", foreign_form=foreign)]
+        return [Invalid(self._complaint(text), is_unfinished=True)]
+
+    def _foreign_form(self, text: str) -> str | None:
+        """Calls that name a tool, or its tag, in another form than its tag."""
+        names = set(self._tools.values())
+        return foreign_form(text, names | set(self._tools), tags=names - set(self._tools))
 
     def _pair(self, text: str, tag: str) -> tuple[int, int] | None:
         """Start and end of the content of the pair that counts."""
@@ -124,6 +147,9 @@ class TagDialect:
                 return f"<{tag}> is not closed with </{tag}>"
             if f"</{tag}>" in text:
                 return f"</{tag}> has no <{tag}> before it"
+        return self._forms()
+
+    def _forms(self) -> str:
         forms = " or ".join(f"<{tag}>...</{tag}>" for tag in self._tools)
         calls = f"call a tool with {forms}, or " if forms else ""
         return f"{calls}answer with <{self._answer_tag}>...</{self._answer_tag}>"
@@ -132,12 +158,14 @@ class TagDialect:
 class JsonDialect:
     """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several a turn, as Hermes and Qwen do.
 
-    Reasoning in `<think>` is not looked at. With an answer tag, that pair is the answer; without
-    one, a turn without calls is the answer as a whole. Calls win over an answer.
+    Thoughts between the tags of `reasoning` are not looked at. With an answer tag, that pair is the
+    answer; without one, a turn without calls is the answer as a whole. Calls win over an answer, also
+    those in another form, which are invalid.
     """
 
     opening = "<tool_call>"
     closing = "</tool_call>"
+    form = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
 
     def __init__(
         self,
@@ -145,10 +173,17 @@ class JsonDialect:
         *,
         answer_tag: str | None = None,
         max_calls: int = MAX_CALLS_PER_TURN,
+        reasoning: Reasoning = THINK,
     ) -> None:
         self._tools = tuple(tools)
         self._answers = TagDialect({}, answer_tag=answer_tag) if answer_tag else None
         self._max_calls = max_calls
+        self._reasoning = reasoning
+        self._outside_answer = (
+            None
+            if answer_tag is None
+            else re.compile(f"<{re.escape(answer_tag)}>.*?</{re.escape(answer_tag)}>", re.DOTALL)
+        )
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -156,18 +191,29 @@ class JsonDialect:
         return self._answers.stop if self._answers else ()
 
     def parse(self, text: str) -> list[Action]:
-        said = _without_thoughts(text)
+        said = outside(text, self._reasoning.thoughts(text).spans)
         blocks = self._blocks(said)
         if not blocks:
+            foreign = self._foreign_form(said)
+            if foreign is not None:
+                return [
+                    Invalid(f"{_not_read(foreign)}; expected {self.form}", foreign_form=foreign)
+                ]
             if self.closing in said:
                 return [Invalid(f"{self.closing} has no {self.opening} before it")]
+            if self._answers is None and said.strip():
+                return [Answer(said.strip())]
             if self._answers is None:
-                return [Answer(said.strip())] if said.strip() else [Invalid("the turn is empty")]
+                return [Invalid("the turn is empty", is_unfinished=True)]
             return self._answers.parse(said)
-        actions: list[Action] = [
-            self._action(block, f"tool call {number}" if len(blocks) > 1 else "the tool call")
-            for number, block in enumerate(blocks[: self._max_calls], start=1)
-        ]
+        is_open = self.closing not in said.rpartition(self.opening)[2]
+        actions: list[Action] = []
+        for number, block in enumerate(blocks[: self._max_calls], start=1):
+            which = f"tool call {number}" if len(blocks) > 1 else "the tool call"
+            action = self._action(block, which)
+            if isinstance(action, Invalid) and is_open and number == len(blocks):
+                action = replace(action, is_unfinished=True)
+            actions.append(action)
         if len(blocks) > self._max_calls:
             actions.append(
                 Invalid(f"{len(blocks)} tool calls in one turn, at most {self._max_calls} are run")
@@ -178,10 +224,19 @@ class JsonDialect:
         """What is between the tags; a last one that is not closed goes to the end of the text."""
         return [part.partition(self.closing)[0].strip() for part in text.split(self.opening)[1:]]
 
+    def _foreign_form(self, text: str) -> str | None:
+        if self._outside_answer is not None:
+            text = self._outside_answer.sub("", text)
+        return foreign_form(text, self._tools, tags=self._tools)
+
     def _action(self, block: str, which: str) -> ToolCall | Invalid:
         try:
             value = encodable_values(json.loads(block))
         except json.JSONDecodeError as error:
+            foreign = foreign_form(f"{self.opening}{block}", self._tools, reads_json=True)
+            if foreign is not None:
+                said = f"{which} is not read: it is written as {foreign}; expected {self.form}"
+                return Invalid(said, foreign_form=foreign)
             near = block[max(0, error.pos - 20) : error.pos + 20]
             return Invalid(
                 f"{which} is no JSON: {error.msg} at character {error.pos}, near"
@@ -221,9 +276,8 @@ class JsonDialect:
         return ToolCall(name, cast(dict[str, Any], arguments))
 
 
-def _without_thoughts(text: str) -> str:
-    """The text after reasoning; one that never ends leaves nothing."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+def _not_read(form: str) -> str:
+    return f"a tool call written as {form} is not read here"
 
 
 def _json_kind(value: object) -> str:

@@ -18,6 +18,9 @@ class Reply:
     stop_reason: StopReason = StopReason.END
     tool: str | None = None
     is_valid: bool = True
+    """False where the turn was an invalid action; a turn that its length cut before its action is not."""
+    foreign_form: str | None = None
+    """Form of a tool call that the turn holds and that is not the configured one."""
     num_shown: int = 0
     """How many of the outcome's `shown` this reply adds. Where it does not fit the episode, they are
     taken for not shown, but for those whose images did."""
@@ -62,7 +65,10 @@ class Environment(Protocol):
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]: ...
 
-    async def step(self, message: Message) -> Reply: ...
+    async def step(self, message: Message) -> Reply:
+        """`message` is the policy's turn: its content without the thoughts, which are `reasoning`, and
+        whether it was cut at its token limit."""
+        ...
 
     def outcome(self) -> Outcome: ...
 

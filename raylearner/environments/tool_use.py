@@ -1,6 +1,7 @@
 """Turns with tools, ended by an answer.
 
-A turn calls tools, answers, or is invalid: then a correction comes back and is counted. After
+A turn calls tools, answers, or is invalid: then a correction comes back and is counted. A turn that
+its length cut before its action is not invalid; it is told of its length. After
 `max_turns` the policy gets one last turn in which tools are not run.
 """
 
@@ -14,6 +15,10 @@ from raylearner.environments.protocol import Outcome, Reply
 from raylearner.tools.protocol import Observation, Tool
 from raylearner.types import Message, Prompt, StopReason, new_call_id
 
+CUT = Invalid(
+    "the turn was cut at its token limit before it held a tool call or an answer; write less"
+)
+
 
 class ToolUseEnvironment:
     """One episode with tools. Counts turns, valid actions and calls; lists what was shown."""
@@ -25,6 +30,7 @@ class ToolUseEnvironment:
         self._prompt: Prompt | None = None
         self._num_turns = 0
         self._num_valid = 0
+        self._num_invalid = 0
         self._num_tool_calls = 0
         self._num_failed_calls = 0
         self._has_answer = False
@@ -52,27 +58,55 @@ class ToolUseEnvironment:
         is_last = self.is_last_turn
         self._num_turns += 1
         actions = self._dialect.parse(message.content)
+        foreign = next((a.foreign_form for a in actions if isinstance(a, Invalid)), None)
+        if message.is_cut:
+            actions = [a for a in actions if not (isinstance(a, Invalid) and a.is_unfinished)]
+        if not actions:
+            return self._cut(is_last=is_last)
         if is_last:
             actions = [action for action in actions if not isinstance(action, ToolCall)]
-        answered = any(isinstance(action, Answer) for action in actions)
-        is_valid = any(not isinstance(action, Invalid) for action in actions)
-        self._num_valid += is_valid
-        if answered:
-            self._has_answer = True
-            return Reply(is_done=True, stop_reason=StopReason.ANSWER)
+        if any(isinstance(action, Answer) for action in actions):
+            return self._answered(is_cut=message.is_cut)
         if is_last:
-            return Reply(is_done=True, stop_reason=StopReason.MAX_TURNS, is_valid=False)
+            self._num_invalid += 1
+            return Reply(
+                is_done=True,
+                stop_reason=StopReason.MAX_TURNS,
+                is_valid=False,
+                foreign_form=foreign,
+            )
         observations = await asyncio.gather(*(self._observe(action) for action in actions))
-        names = [action.name for action in actions if isinstance(action, ToolCall)]
+        called = [
+            action.name
+            for action, observation in zip(actions, observations, strict=True)
+            if isinstance(action, ToolCall) and not observation.is_refused
+        ]
+        self._num_valid += bool(called)
+        self._num_invalid += not called
         return Reply(
             messages=tuple(map(self._message, actions, observations)),
-            tool=",".join(names) or None,
-            is_valid=is_valid,
+            tool=",".join(called) or None,
+            is_valid=bool(called),
+            foreign_form=foreign,
             num_shown=sum(len(observation.ids) for observation in observations),
         )
 
+    def _answered(self, *, is_cut: bool) -> Reply:
+        """An answer without a tag ends where the turn does, so one that was cut is not whole."""
+        if is_cut and self._config.dialect.answer_tag is None:
+            return Reply(is_done=True, stop_reason=StopReason.MAX_TOKENS)
+        self._num_valid += 1
+        self._has_answer = True
+        return Reply(is_done=True, stop_reason=StopReason.ANSWER)
+
+    def _cut(self, *, is_last: bool) -> Reply:
+        """What comes back for a turn whose length ended before its action: neither valid nor not."""
+        if is_last:
+            return Reply(is_done=True, stop_reason=StopReason.MAX_TOKENS)
+        observation = Observation(text=f"error: {CUT.reason}", is_error=True)
+        return Reply(messages=(self._message(CUT, observation),))
+
     def outcome(self) -> Outcome:
-        num_invalid = self._num_turns - self._num_valid
         return Outcome(
             metrics={
                 "turns": float(self._num_turns),
@@ -81,7 +115,7 @@ class ToolUseEnvironment:
                 "failed_tool_calls": float(self._num_failed_calls),
                 "finished": float(self._has_answer),
             },
-            penalty=self._config.invalid_action_penalty * num_invalid,
+            penalty=self._config.invalid_action_penalty * self._num_invalid,
             shown=tuple(self._shown),
         )
 
@@ -93,8 +127,10 @@ class ToolUseEnvironment:
         assert not isinstance(action, Answer), "an answer ends the episode"
         if isinstance(action, Invalid):
             return Observation(text=f"error: {action.reason}", is_error=True)
-        self._num_tool_calls += 1
         observation = await self._tools[action.name].call(action.arguments, prompt=self._prompt)
+        if observation.is_refused:
+            return observation
+        self._num_tool_calls += 1
         self._num_failed_calls += observation.is_error
         self._shown.extend(observation.ids)
         return observation

@@ -57,8 +57,12 @@ def step_metrics(
             [sum(not turn.is_valid for turn in e.turns) for e in episodes]
         ),
         "rollout/valid_actions/mean": _mean(
-            [sum(turn.is_valid for turn in e.turns) for e in episodes]
+            [sum(turn.is_valid and not turn.is_cut for turn in e.turns) for e in episodes]
         ),
+        "rollout/foreign_calls/mean": _mean(
+            [sum(turn.foreign_form is not None for turn in e.turns) for e in episodes]
+        ),
+        "rollout/cut_turns/mean": _mean([sum(turn.is_cut for turn in e.turns) for e in episodes]),
         "rollout/valid_tool_calls/mean": _mean([e.num_valid_tool_calls for e in episodes]),
         "rollout/finish_fraction": _mean([e.stop_reason in FINISHED for e in episodes]),
     }

@@ -90,6 +90,9 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "tool": turn.tool,
         "is_valid": turn.is_valid,
         "number": turn.number,
+        "foreign_form": turn.foreign_form,
+        "opening": turn.opening,
+        "thoughts": [list(span) for span in turn.thoughts],
     }
 
 

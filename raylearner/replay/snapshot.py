@@ -169,6 +169,7 @@ def _trajectory(state: dict[str, Any], arrays: Arrays, images: Mapping[str, byte
 def _turn(values: list[Any]) -> Turn:
     state: dict[str, Any] = dict(zip(TURN_FIELDS, values, strict=True))
     state["stop_reason"] = CompletionStop(state["stop_reason"])
+    state["thoughts"] = tuple((start, end) for start, end in state["thoughts"])
     return Turn(**state)
 
 

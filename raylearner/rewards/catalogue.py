@@ -83,7 +83,7 @@ def conversation(episode: EpisodeView) -> Conversation:
     """The prompt's messages, then what the policy and its tools said in turn."""
     messages = [{"role": m.role, "content": m.content} for m in episode.prompt.messages]
     for turn in episode.turns:
-        messages.append({"role": "assistant", "content": turn.text})
+        messages.append({"role": "assistant", "content": turn.said})
         if turn.reply:
             messages.append({"role": "tool", "content": turn.reply})
     return tuple(messages)

@@ -7,30 +7,40 @@ from raylearner.rewards.functions import EpisodeView
 
 
 def answer_format(episode: EpisodeView, section: AnswerFormat) -> float:
-    """1 when the last turn is reasoning, then one answer between tags and nothing after it."""
+    """1 when the last turn is reasoning, then one answer between tags and nothing after it.
+
+    What a thought holds does not count; one that the chat template's header opened is the turn's.
+    """
     if not episode.turns:
         return 0.0
+    turn, tag = episode.turns[-1], section.reasoning_tag
+    text = turn.said.strip()
+    if tag is None:
+        return _is_one_answer(text, section, before="(?P<before>.*?)")
+    if turn.thoughts:
+        (start, _), end = turn.thoughts[0], turn.thoughts[-1][1]
+        thought = turn.opening + turn.text[:end].strip()
+        is_first = not turn.text[:start].strip() and turn.text[end:].strip() == text
+        if not (is_first and thought.startswith(f"<{tag}>") and thought.endswith(f"</{tag}>")):
+            return 0.0
+        return _is_one_answer(text, section, before="(?P<before>)")
+    name = re.escape(tag)
+    return _is_one_answer(text, section, before=rf"<{name}>(?P<before>.*?)</{name}>\s*")
+
+
+def _is_one_answer(text: str, section: AnswerFormat, *, before: str) -> float:
     answer = re.escape(section.answer_tag)
-    text = episode.turns[-1].text.strip()
-    body = f"<{answer}>(?P<answer>.*)</{answer}>"
-    if section.reasoning_tag is None:
-        found = re.fullmatch(f"(?P<before>.*?){body}", text, re.DOTALL)
-    else:
-        reasoning = re.escape(section.reasoning_tag)
-        found = re.fullmatch(
-            rf"<{reasoning}>(?P<before>.*?)</{reasoning}>\s*{body}", text, re.DOTALL
-        )
+    found = re.fullmatch(f"{before}<{answer}>(?P<answer>.*)</{answer}>", text, re.DOTALL)
     if found is None or not found["answer"].strip():
         return 0.0
-    tags = {f"<{section.answer_tag}>", f"</{section.answer_tag}>"}
-    if section.reasoning_tag is not None:
-        tags |= {f"<{section.reasoning_tag}>", f"</{section.reasoning_tag}>"}
     inside = found["before"] + found["answer"]
-    return float(not any(tag in inside for tag in tags))
+    names = [name for name in (section.answer_tag, section.reasoning_tag) if name is not None]
+    return float(not any(f"<{name}>" in inside or f"</{name}>" in inside for name in names))
 
 
 def tool_use(episode: EpisodeView, section: ToolUseShaping) -> float:
-    """`valid` for each call that was answered, `invalid` for each invalid turn or failed call."""
+    """`valid` for each call that was answered, `invalid` for each invalid turn or failed call. A turn that
+    its length cut before its action is neither."""
     num_calls = sum(len(turn.tool.split(",")) for turn in episode.turns if turn.tool)
     num_failed = int(episode.metrics.get("failed_tool_calls", 0))
     num_invalid = num_failed + sum(not turn.is_valid for turn in episode.turns)

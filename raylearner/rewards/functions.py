@@ -34,8 +34,8 @@ class EpisodeView:
 
     @property
     def completion(self) -> str:
-        """What the policy wrote, turns joined."""
-        return "".join(turn.text for turn in self.turns)
+        """What the policy wrote, turns joined, without its thoughts; `turns` hold both."""
+        return "".join(turn.said for turn in self.turns)
 
     @property
     def prompt_text(self) -> str:
@@ -130,10 +130,11 @@ def given_answer(text: str, tag: str | None = "answer") -> str:
 
 
 def last_answer(episode: EpisodeView, tag: str | None) -> str:
-    """The program's answer, or else that of the last turn; empty where there was no turn."""
+    """The program's answer, or else that of the last turn, its thoughts left out; empty where there was
+    no turn."""
     if episode.answer is not None:
         return given_answer(episode.answer, tag)
-    return given_answer(episode.turns[-1].text, tag) if episode.turns else ""
+    return given_answer(episode.turns[-1].said, tag) if episode.turns else ""
 
 
 @lru_cache(maxsize=64)

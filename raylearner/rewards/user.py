@@ -175,7 +175,7 @@ def _completion(episode: EpisodeView) -> str | list[dict[str, str]]:
         return episode.completion
     messages: list[dict[str, str]] = []
     for turn in episode.turns:
-        messages.append({"role": "assistant", "content": turn.text})
+        messages.append({"role": "assistant", "content": turn.said})
         if turn.reply:
             messages.append({"role": "tool", "content": turn.reply})
     return messages

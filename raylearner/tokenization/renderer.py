@@ -32,6 +32,7 @@ from raylearner.tokenization.template import (
     result,
 )
 from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer, unknown_token_ids
+from raylearner.tokenization.turn_reader import TurnReader
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
@@ -63,7 +64,8 @@ class Renderer:
         self._fitter = None if vision is None else ImageFitter(vision, config.images)
         self.config = config
         self._unknown_token_ids = tuple(unknown_token_ids)
-        self.end_token_ids = tuple(dict.fromkeys([*_end_token_ids(tokenizer), *end_token_ids]))
+        self.turns = TurnReader(tokenizer, config)
+        self.end_token_ids = self.turns.turn_ends([*_end_token_ids(tokenizer), *end_token_ids])
         arguments = config.chat_template_arguments
         vision_ids = () if vision is None else vision.control_token_ids
         frame_ids = frame_token_ids(tokenizer, arguments, self.end_token_ids)
@@ -133,6 +135,20 @@ class Renderer:
             for m in messages
         )
 
+    def opening(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Opening tag of the thought that the turn behind `messages` begins in; empty for none."""
+        shown, prefill = self._dialogue(messages)
+        return self.turns.opening(shown, tools, prefill=prefill)
+
+    def _dialogue(self, messages: Sequence[Message]) -> tuple[list[Mapping[str, Any]], str]:
+        """Messages as the chat template takes them, and the beginning of the turn behind them."""
+        is_prefilled = messages[-1].role == "assistant"
+        shown = [template_message(m) for m in (messages[:-1] if is_prefilled else messages)]
+        prefill = messages[-1].content if is_prefilled else ""
+        return adapted(shown, self.continuation.form), prefill
+
     async def fit_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages with images as the model sees them; `render` takes no others.
 
@@ -162,10 +178,8 @@ class Renderer:
 
         Raises `RenderError` when the template fails or the prompt exceeds `max_prompt_tokens`.
         """
-        is_prefilled = messages[-1].role == "assistant"
-        shown = [template_message(m) for m in (messages[:-1] if is_prefilled else messages)]
-        marked = self.chat.render(adapted(shown, self.continuation.form), tools)
-        token_ids = self._control.encode(marked + (messages[-1].content if is_prefilled else ""))
+        shown, prefill = self._dialogue(messages)
+        token_ids = self._control.encode(self.chat.render(shown, tools) + prefill)
         if self.vision is not None:
             token_ids = self.vision.expand(token_ids, images_of(messages))
         if len(token_ids) > self.config.max_prompt_tokens:
@@ -174,6 +188,12 @@ class Renderer:
                 f" {self.config.max_prompt_tokens}; raise it or shorten the prompt"
             )
         return token_ids
+
+    def chat_opening(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """As `opening`, of messages as chat templates take them."""
+        return self.turns.opening(adapted(messages, self.continuation.form), tools)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -306,8 +326,8 @@ class Renderer:
         return token_ids if self.vision is None else self.vision.collapse(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens left out."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """The text of `token_ids`, special tokens left out but for those of reasoning tags."""
+        return self.turns.decode(token_ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included, one placeholder for each image."""

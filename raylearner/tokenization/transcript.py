@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from raylearner.errors import RenderError
+from raylearner.reasoning import Thoughts
+from raylearner.text import outside
 from raylearner.tokenization.messages import images_of, texts_of
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import (
@@ -30,6 +32,8 @@ class _OpenTurn:
     stop_reason: CompletionStop
     min_policy_version: int
     max_policy_version: int
+    opening: str
+    thoughts: Thoughts
 
 
 @dataclass(slots=True)
@@ -44,6 +48,8 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list[int])
     prompt_length: int = 0
     images: list[bytes] = field(default_factory=list[bytes])
+    open_thought: str = ""
+    """Opening tag of the thought that the next turn begins in; empty for none."""
     num_left_out: int = 0
     """Pages and passages of replies that no longer fitted."""
     _loss_mask: list[bool] = field(default_factory=list[bool])
@@ -66,13 +72,15 @@ class Transcript:
                 f"prompt has {len(images)} images, renderer.images.max_images is"
                 f" {self.renderer.config.images.max_images}"
             )
-        self.open_with(self.renderer.render(messages, tools=tools))
+        token_ids = self.renderer.render(messages, tools=tools)
+        self.open_with(token_ids, opening=self.renderer.opening(messages, tools=tools))
         self._opening, self._tools = messages, tools
         self.images.extend(images)
 
-    def open_with(self, token_ids: Sequence[int]) -> None:
-        """Starts with a prompt that was rendered already."""
+    def open_with(self, token_ids: Sequence[int], *, opening: str = "") -> None:
+        """Starts with a prompt that was rendered already, and the thought that its header opens."""
         self._append_fixed(token_ids)
+        self.open_thought = opening
         self.prompt_length = len(self.token_ids)
 
     def open_empty(self) -> None:
@@ -118,6 +126,7 @@ class Transcript:
         text = self.renderer.decode(completion.token_ids.tolist())
         versions = completion.policy_versions
         fallback = self.claim.policy_version
+        thoughts = self.renderer.turns.reasoning.thoughts(text, opening=self.open_thought)
         self._open = _OpenTurn(
             number=len(self._turns) if number is None else number,
             start=start,
@@ -126,8 +135,22 @@ class Transcript:
             stop_reason=completion.stop_reason,
             min_policy_version=int(versions.min()) if len(versions) else fallback,
             max_policy_version=int(versions.max()) if len(versions) else fallback,
+            opening=self.open_thought,
+            thoughts=thoughts,
         )
         return text
+
+    @property
+    def message(self) -> Message:
+        """The turn that was sampled last, its thoughts apart; it waits for its reply."""
+        turn = self._open
+        assert turn is not None, "a message follows a completion"
+        return Message(
+            role="assistant",
+            content=outside(turn.text, turn.thoughts.spans),
+            reasoning="\n".join(map(str.strip, turn.thoughts.contents)),
+            is_cut=turn.stop_reason is CompletionStop.LENGTH,
+        )
 
     def add_reply(
         self,
@@ -135,6 +158,7 @@ class Transcript:
         *,
         tool: str | None = None,
         is_valid: bool = True,
+        foreign_form: str | None = None,
         num_shown: int = 0,
     ) -> bool:
         """Closes the turn with the environment's reply; False when the reply does not fit.
@@ -158,7 +182,17 @@ class Transcript:
             self.num_left_out += max(0, num_shown - len(images))
             reply = "".join(f"{text}{IMAGE_MARK}" for text in texts_of(messages)[: len(ends)])
         self.images.extend(images)
-        self.end_turn(reply_ids, reply=reply, tool=tool, is_valid=is_valid)
+        is_inline = self.renderer.config.observation_role == "inline"
+        self.end_turn(
+            reply_ids,
+            reply=reply,
+            tool=tool,
+            is_valid=is_valid,
+            foreign_form=foreign_form,
+            opening=turn.thoughts.unclosed
+            if is_inline
+            else self.renderer.turns.opening_behind(reply_ids),
+        )
         return fits
 
     def _fitting_ends(self, reply_ids: Sequence[int], max_images: int) -> list[int]:
@@ -168,12 +202,21 @@ class Transcript:
         return [end for end in ends[:max_images] if end < self.remaining_tokens]
 
     def end_turn(
-        self, reply_ids: Sequence[int], *, reply: str, tool: str | None, is_valid: bool
+        self,
+        reply_ids: Sequence[int],
+        *,
+        reply: str,
+        tool: str | None,
+        is_valid: bool,
+        foreign_form: str | None = None,
+        opening: str = "",
     ) -> None:
-        """Closes the turn with a reply that was rendered already and is known to fit."""
+        """Closes the turn with a reply that was rendered already and is known to fit, and that opens
+        the thought `opening`."""
         turn = self._open
         assert turn is not None, "a reply follows a completion"
         self._append_fixed(reply_ids)
+        self.open_thought = opening
         self._turns.append(
             Turn(
                 start=turn.start,
@@ -187,6 +230,9 @@ class Transcript:
                 tool=tool,
                 is_valid=is_valid,
                 number=turn.number,
+                foreign_form=foreign_form,
+                opening=turn.opening,
+                thoughts=turn.thoughts.spans,
             )
         )
         self._open = None

@@ -49,9 +49,7 @@ class Calculator:
         return None
 
     async def _call(self, arguments: Arguments) -> Observation:
-        text = calculate(
-            arguments if isinstance(arguments, str) else text_argument(arguments, "expression")
-        )
+        text = calculate(text_argument(arguments, "expression"))
         return Observation(text=text, is_error=text.startswith("error:"))
 
 

@@ -18,6 +18,7 @@ from raylearner.config.tools import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.text import encodable_json
 from raylearner.tools.connection import BadHttp, Connections, TooLong
+from raylearner.tools.protocol import BadArguments
 
 SHOWN_CHARACTERS = 200
 """Characters of a bad reply that an error quotes."""
@@ -306,11 +307,14 @@ async def wait_for_service(url: str, *, wait_s: float) -> None:
 
 
 async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:
-    """The answer of `call`, counted."""
-    started, is_error = time.monotonic(), True
+    """The answer of `call`, counted, unless the policy's arguments were wrong: nothing was called then."""
+    started = time.monotonic()
     try:
         answer = await call
-        is_error = False
-        return answer
-    finally:
-        metrics.count_call(latency_s=time.monotonic() - started, is_error=is_error)
+    except BadArguments:
+        raise
+    except BaseException:
+        metrics.count_call(latency_s=time.monotonic() - started, is_error=True)
+        raise
+    metrics.count_call(latency_s=time.monotonic() - started, is_error=False)
+    return answer

@@ -21,6 +21,8 @@ class Observation:
     ids: tuple[str, ...] = ()
     """Ids of the passages or pages shown; with images, one for each image in order."""
     is_error: bool = False
+    is_refused: bool = False
+    """Whether nothing was called, for the policy's arguments were wrong."""
 
     __post_init__ = make_encodable
 
@@ -89,4 +91,4 @@ def function_schema(
 
 
 def refused(error: BadArguments) -> Observation:
-    return Observation(text=f"error: {error}", is_error=True)
+    return Observation(text=f"error: {error}", is_error=True, is_refused=True)

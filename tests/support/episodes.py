@@ -1,9 +1,20 @@
 """Episodes as rewards see them."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from raylearner.rewards.functions import EpisodeView
-from raylearner.types import CompletionStop, Message, Prompt, StopReason, Turn
+from raylearner.types import (
+    CompletionStop,
+    Message,
+    Prompt,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 
 def make_turn(
@@ -46,3 +57,22 @@ def make_view(
         "policy_version": 5,
     }
     return EpisodeView(**values | fields)
+
+
+def make_group(turns: Sequence[Turn]) -> TrajectoryGroup:
+    """A group of one episode with these turns."""
+    mask = np.array([False, True])
+    trajectory = Trajectory(
+        group_id=0,
+        sample_index=0,
+        attempt=0,
+        prompt_id="p",
+        token_ids=np.array([1, 2], np.int32),
+        loss_mask=mask,
+        train_mask=mask,
+        behavior_logprobs=np.array([np.nan, -1], np.float32),
+        policy_versions=np.array([-1, 0], np.int32),
+        claim_policy_version=0,
+        turns=tuple(turns),
+    )
+    return TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(trajectory,))

@@ -181,3 +181,30 @@ async def test_an_aborted_generation_ends_the_episode_as_aborted(tokenizer_folde
     trajectory = checked(await episode)
     assert trajectory.stop_reason is StopReason.ABORTED
     assert trajectory.num_trained_tokens == 0
+
+
+async def test_a_turn_cut_in_its_tag_costs_nothing_and_is_told_of_its_length(
+    tokenizer_folder: Path,
+) -> None:
+    kit = make_kit(
+        tokenizer_folder,
+        ["<calc>12+3", "<answer>46</answer>"],
+        tool_use={"invalid_action_penalty": 0.25},
+    )
+    trajectory = checked(await play_episode(kit, CLAIM, Sampling(max_tokens=5)))
+    first = trajectory.turns[0]
+    assert (first.end - first.start, first.is_valid, first.is_cut) == (5, True, True)
+    assert "token limit" in first.reply
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics["valid_actions"] == 1
+
+
+async def test_an_answer_that_ends_with_the_last_token_is_an_answer(
+    tokenizer_folder: Path,
+) -> None:
+    answer = "<answer>46</answer>"
+    renderer = make_kit(tokenizer_folder, []).renderer
+    size = len(renderer.encode(answer))
+    kit = make_kit(tokenizer_folder, [answer], max_response_tokens=size)
+    trajectory = checked(await play_episode(kit, CLAIM, Sampling(max_tokens=size)))
+    assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.ANSWER)

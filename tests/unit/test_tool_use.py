@@ -101,3 +101,74 @@ def test_two_tools_of_one_tag_are_refused() -> None:
     tools = [{"kind": "calculator"}, {"kind": "calculator", "name": "other"}]
     with pytest.raises(ConfigError, match="two tools have the tag 'calc'"):
         EnvironmentFactory(ToolUse.model_validate({"kind": "tool_use", "tools": tools}))
+
+
+def cut(text: str) -> Message:
+    return Message(role="assistant", content=text, is_cut=True)
+
+
+@pytest.mark.parametrize("dialect", ["tags", "json"])
+@pytest.mark.parametrize("text", ["<calc>12+3", '<tool_call>{"name": "calcu', "so I", ""])
+async def test_a_turn_that_its_length_cut_is_neither_valid_nor_invalid(
+    text: str, dialect: str
+) -> None:
+    environment = await make_environment(
+        dialect={"kind": dialect}, invalid_action_penalty=0.25, max_turns=1
+    )
+    reply = await environment.step(cut(text))
+    assert (reply.is_done, reply.is_valid, reply.tool) == (False, True, None)
+    assert "token limit" in reply.messages[0].content
+    assert "closed" not in reply.messages[0].content
+    last = await environment.step(cut(text))
+    assert (last.is_done, last.stop_reason) == (True, StopReason.MAX_TOKENS)
+    outcome = environment.outcome()
+    assert (outcome.penalty, outcome.metrics["valid_actions"], outcome.metrics["turns"]) == (
+        0,
+        0,
+        2,
+    )
+
+
+async def test_what_a_cut_turn_holds_whole_counts() -> None:
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    environment = await make_environment(dialect={"kind": "json"})
+    reply = await environment.step(cut(f"{call}\n<tool_call>{{"))
+    assert [m.content for m in reply.messages] == ["<result>2</result>"]
+    assert (reply.is_valid, reply.tool) == (True, "calculator")
+    wrong = await environment.step(cut("<tool_call>{no}</tool_call> so"))
+    assert wrong.is_valid is False
+    assert (await environment.step(cut("<answer>2</answer>"))).stop_reason is StopReason.ANSWER
+
+
+async def test_an_answer_without_a_tag_that_was_cut_is_not_whole() -> None:
+    environment = await make_environment(dialect={"kind": "json", "answer_tag": None})
+    reply = await environment.step(cut("The answer is 4"))
+    assert (reply.is_done, reply.stop_reason) == (True, StopReason.MAX_TOKENS)
+    assert environment.outcome().metrics["finished"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{}", '{"expression": {"$ne": 1}}', '{"expression": 3}', '{"expression": " "}', '{"x": "1"}'],
+)
+async def test_wrong_arguments_are_an_invalid_action_and_no_call(arguments: str) -> None:
+    config = ToolUse.model_validate(
+        {"kind": "tool_use", "dialect": {"kind": "json"}, "invalid_action_penalty": 0.5}
+    )
+    factory = EnvironmentFactory(config)
+    environment = factory.make()
+    await environment.reset(PROMPT)
+    call = f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>'
+    reply = await environment.step(says(call))
+    assert (reply.is_valid, reply.tool) == (False, None)
+    assert "expression" in reply.messages[0].content or "unknown" in reply.messages[0].content
+    outcome = environment.outcome()
+    assert outcome.penalty == 0.5
+    assert (outcome.metrics["tool_calls"], outcome.metrics["failed_tool_calls"]) == (0, 0)
+    assert factory.drain_metrics()["tools/calculator/errors"] == 0
+
+
+async def test_an_empty_tag_is_an_invalid_action() -> None:
+    environment = await make_environment()
+    reply = await environment.step(says("<calc></calc>"))
+    assert (reply.is_valid, reply.tool) == (False, None)

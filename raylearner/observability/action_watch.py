@@ -1,0 +1,72 @@
+"""Names, once each, two things that a run can do for long without a sign: a policy whose tool calls are
+in a form that is not read, and one that never calls a tool."""
+
+import logging
+from collections.abc import Sequence
+
+from raylearner.config.schema import EnvironmentSection, OpenAiProxy, ToolUse
+from raylearner.text import visible
+from raylearner.types import TrajectoryGroup, Turn
+
+NUM_STEPS = 3
+"""Steps after which a policy that never called a tool is named."""
+SHOWN_CHARACTERS = 120
+JSON_FORM = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
+
+logger = logging.getLogger(__name__)
+
+
+class ActionWatch:
+    """Looks at the turns of every step. Quiet where the environment offers no tools."""
+
+    def __init__(self, environment: EnvironmentSection, *, max_steps: int) -> None:
+        self._has_tools = isinstance(environment, ToolUse) and bool(environment.tools)
+        self._expected = _expected(environment)
+        self._num_steps_wanted = min(NUM_STEPS, max_steps)
+        self._num_steps = self._num_turns = self._num_called = 0
+        self._warned_of_form = self._warned_of_silence = False
+
+    def look(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Logs at most one warning of each kind over the life of this object."""
+        turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
+        self._num_steps += 1
+        self._num_turns += len(turns)
+        self._num_called += sum(turn.tool is not None for turn in turns)
+        foreign = [turn for turn in turns if turn.foreign_form is not None]
+        if foreign and not self._warned_of_form:
+            self._warned_of_form = True
+            self._warn_of_form(foreign, len(turns))
+        is_silent = self._has_tools and self._num_turns > 0 and not self._num_called
+        if is_silent and self._num_steps >= self._num_steps_wanted and not self._warned_of_silence:
+            self._warned_of_silence = True
+            logger.warning(
+                "no tool was called in the first %d turns of %d steps; expected calls as %s; check that"
+                " data.system_prompt or the chat template says so, and that environment.dialect is the"
+                " one that the model writes",
+                self._num_turns,
+                self._num_steps,
+                self._expected,
+            )
+
+    def _warn_of_form(self, foreign: Sequence[Turn], num_turns: int) -> None:
+        logger.warning(
+            "%d of %d turns of this step hold a tool call that is not read: it is written as %s;"
+            " expected %s; such turns are invalid actions, not answers (rollout/foreign_calls/mean);"
+            " the first one: %s",
+            len(foreign),
+            num_turns,
+            foreign[0].foreign_form,
+            self._expected,
+            visible(foreign[0].said.strip()[:SHOWN_CHARACTERS]),
+        )
+
+
+def _expected(environment: EnvironmentSection) -> str:
+    match environment:
+        case ToolUse(dialect=dialect) if dialect.kind == "tags":
+            tags = [getattr(tool, "tag", None) or "tag" for tool in environment.tools]
+            return " or ".join(f"<{tag}>..</{tag}>" for tag in tags)
+        case ToolUse() | OpenAiProxy():
+            return JSON_FORM
+        case _:
+            return "what the environment reads"
