@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from raylearner.config.files import is_missing_directory, model_faults
+from raylearner.config.files import is_missing_directory, model_faults, scoring_faults
 from raylearner.config.finding import Finding
 from raylearner.config.schema import PretrainedModel, RunConfig, TinyModel
 
@@ -23,7 +23,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             fault = f"no such directory {path!r}; name a checkpoint directory or a hub id"
             yield Finding("model.path", fault)
         elif folder.is_dir():
-            for fault in model_faults(folder):
+            for fault in (*model_faults(folder), *scoring_faults(folder)):
                 yield Finding("model.path", fault)
     else:
         yield from head_faults(config.model)

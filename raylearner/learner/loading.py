@@ -34,11 +34,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.config import context_checks
-from raylearner.config.files import model_faults
+from raylearner.config.files import LENGTH_DEPENDENT, model_faults, rope_types, scoring_faults
 from raylearner.config.lora import LoraSection
 from raylearner.errors import ConfigError
 from raylearner.learner import attention, lora, optimizer
 from raylearner.learner.attention import Backend
+from raylearner.learner.fidelity import refuse_unfaithful
 from raylearner.learner.model import ModelOptions, PackedModel, vision_tower
 from raylearner.tokenization.tokenizer import unknown_token_ids
 
@@ -49,13 +50,6 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 
 RANDOM_WIDTH = 0.02
 """Standard deviation of weights that are drawn."""
-
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of models whose logits are more than hidden states times the head."""
-
-
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that change with the longest position that they see."""
 
 
 def model_directory(path: str, *, needs_weights: bool = True) -> Path:
@@ -89,11 +83,14 @@ def load_model(path: str, *, dtype: torch.dtype, chunk_tokens: int = 1024) -> Pa
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
-    _refuse_logit_changes(causal_lm, folder)
+    _refuse_other_scores(folder)
     _pack_images(causal_lm, backend)
-    return PackedModel(
+    model = PackedModel(
         causal_lm, chunk_tokens=chunk_tokens, banned_token_ids=_banned(causal_lm.config, folder)
     )
+    eager = partial(_eager, causal_lm, backend)
+    refuse_unfaithful(model, folder, eager=eager, compute_dtype=dtype)
+    return model
 
 
 def load_sharded(
@@ -127,6 +124,7 @@ def load_sharded(
         raise ConfigError(f"model.path: {folder} is no causal language model: {error}") from error
     if options.context is not None:
         _refuse_slices(config, folder, size=options.context.size)
+    _refuse_other_scores(folder)
     reader = None if random_seed is not None else TensorReader(folder, causal_lm)
     unknown = [] if reader is None else reader.missing(n for n, _ in causal_lm.named_parameters())
     if unknown:
@@ -135,7 +133,6 @@ def load_sharded(
         causal_lm = _family(config).from_pretrained(
             folder, dtype=dtype, attn_implementation=implementation
         )
-    _refuse_logit_changes(causal_lm, folder)
     frozen = vision_tower(causal_lm) if options.is_tower_frozen else None
     if adapters is not None:
         excluded = None if frozen is None else _inside(causal_lm, frozen)
@@ -174,7 +171,23 @@ def load_sharded(
                 optimizer.local(parameter.detach()).zero_()
     if adapters is not None:
         lora.initialize(model.causal_lm, adapters, seed=adapter_seed)
+    eager = partial(_eager, causal_lm, backend)
+    refuse_unfaithful(model, folder, eager=eager, compute_dtype=compute_dtype, device=device)
     return model
+
+
+@contextmanager
+def _eager(causal_lm: PreTrainedModel, backend: Backend) -> Iterator[None]:
+    """Inside, attention of text is the one that transformers writes out."""
+    name: Any = "eager"
+    if _sees(causal_lm.config):
+        name = {"": name, "text_config": name, "vision_config": "sdpa"}
+    causal_lm.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        causal_lm.set_attn_implementation(_attention(causal_lm.config, backend))
+        _pack_images(causal_lm, backend)
 
 
 def _inside(model: nn.Module, part: nn.Module) -> str:
@@ -328,11 +341,17 @@ def _banned(config: PreTrainedConfig, folder: Path) -> tuple[int, ...]:
         raise ConfigError(f"model.path: {folder} has no tokenizer that loads: {error}") from error
 
 
+def _refuse_other_scores(folder: Path) -> None:
+    """By name, before anything is read; `refuse_unfaithful` measures the rest."""
+    for fault in scoring_faults(folder):
+        raise ConfigError(f"model.path: {fault}")
+
+
 def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None:
     """Models that ranks of a context group could not share, or not without a silent difference."""
     text: Any = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
     num_heads: int = text.num_attention_heads
+    kinds = sorted(rope_types(config.to_dict()) & {*LENGTH_DEPENDENT})
     fault = context_checks.heads_fault(
         size,
         num_heads=num_heads,
@@ -342,18 +361,10 @@ def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None
         fault = context_checks.SEES_IMAGES
     elif others := set(getattr(text, "layer_types", None) or ()) - set(context_checks.LAYERS):
         fault = f"must be 1 for a model with layers of {', '.join(sorted(others))}; set it to 1"
-    elif rope.get("rope_type") in LENGTH_DEPENDENT:
-        fault = f"must be 1 for rotary embeddings of type {rope['rope_type']}; set it to 1"
+    elif kinds:
+        fault = f"must be 1 for rotary embeddings of type {kinds[0]}; set it to 1"
     if fault is not None:
         raise ConfigError(f"{context_checks.KEY}: {folder}: {fault}")
-
-
-def _refuse_logit_changes(causal_lm: PreTrainedModel, folder: Path) -> None:
-    changes = [
-        key for key in LOGIT_CHANGES if getattr(causal_lm.config, key, None) not in (None, 1)
-    ]
-    if changes:
-        raise ConfigError(f"model.path: {folder}: {', '.join(changes)} is not supported")
 
 
 ModelT = TypeVar("ModelT", bound=PackedModel)

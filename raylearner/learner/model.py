@@ -4,11 +4,13 @@ Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidd
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import (
@@ -109,11 +111,15 @@ class PackedModel(nn.Module):
         *,
         has_bans: bool = True,
         needs_squared_probs: bool = False,
+        is_plain: bool = False,
     ) -> Scores:
         """The scored tokens under the distribution at `temperature`, as engines sample from it.
 
         Without `has_bans` as if nothing were banned. Ranks of a context group all find the whole.
+        `is_plain` is for one sequence, and by the model's own forward, its logits included.
         """
+        if is_plain:
+            return self._plain(tokens)
         context, scored = self._context, tokens.scored
         states = hidden_states(self.causal_lm, tokens, context)  # [t, H] of a context group's rank
         places, targets = scored - 1, tokens.input_ids[scored]
@@ -162,6 +168,12 @@ class PackedModel(nn.Module):
             squared_probs=squared_probs,
         )
 
+    def _plain(self, tokens: PackedTokens) -> Scores:
+        logits = self.causal_lm(input_ids=tokens.input_ids[None], use_cache=False).logits[0]
+        scores = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        logprobs = scores.gather(1, tokens.input_ids[1:, None])[:, 0]
+        return Scores(logprobs=F.pad(logprobs, (1, 0)), entropy=logprobs.new_zeros(len(logits)))
+
     @torch.no_grad()
     def score(self, tokens: PackedTokens, temperature: float = 1.0, **options: bool) -> Scores:
         """`forward` without gradients, after which no parameters stay gathered."""
@@ -184,6 +196,17 @@ class PackedModel(nn.Module):
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @contextmanager
+    def plain_blocks(self) -> Iterator[None]:
+        """Inside, blocks are neither compiled nor recomputed, for passes of odd sizes."""
+        held = {block: block.__dict__.pop("forward", None) for block in self.blocks}
+        try:
+            yield
+        finally:
+            for block, forward in held.items():
+                if forward is not None:
+                    block.forward = forward
 
     def prepare_blocks(self, options: ModelOptions) -> None:
         """Compile blocks and let them recompute in the backward; before they are sharded.

@@ -1,0 +1,130 @@
+"""Models whose rows do not score as their own forward does, or not beside others, are refused by name and,
+where no key tells, by measurement."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from raylearner.config.checks import check
+from raylearner.config.files import scoring_faults
+from raylearner.config.schema import LearnerSection, RunConfig
+from raylearner.errors import ConfigError
+from raylearner.learner import loading
+from raylearner.learner.learner import Learner
+from raylearner.learner.loading import load_model
+from raylearner.learner.micro_batch import PackedTokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROPE = {"rope_theta": 10_000.0, "factor": 4.0}
+FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "plain": ({"model_type": "qwen3", "head_dim": 32}, None),
+    "sliding": (
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+        None,
+    ),
+    "divides": ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling"),
+    "multiplies": ({"model_type": "cohere", "logit_scale": 0.0625}, "logit_scale"),
+    "bounds": ({"model_type": "nanochat", "num_key_value_heads": 2}, "final_logit_softcapping"),
+    "dynamic": (
+        {
+            "model_type": "qwen3",
+            "head_dim": 32,
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", **ROPE},
+        },
+        "of type dynamic",
+    ),
+    "longrope": (
+        {
+            "model_type": "phi3",
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0 + 0.5 * i for i in range(16)],
+                **ROPE,
+            },
+        },
+        "of type longrope",
+    ),
+}
+
+
+def make_model(folder: Path, values: dict[str, Any]) -> Path:
+    torch.manual_seed(0)
+    values = SIZES | copy.deepcopy(values)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).float()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_each_family_scores_as_transformers_does_or_is_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, word = FAMILIES[family]
+    folder = make_model(tmp_path, values)
+    if word is None:
+        model = load_model(str(folder), dtype=torch.float32)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        rows = [np.arange(5, 25), np.arange(40, 10, -1)]
+        scored = [np.arange(len(row)) > 0 for row in rows]
+        ours = model.score(PackedTokens.of(rows, scored)).logprobs.split([20, 30])
+        for row, logprobs in zip(rows, ours, strict=True):
+            ids = torch.tensor(row)[None]
+            with torch.no_grad():
+                right = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+            torch.testing.assert_close(logprobs[1:], right[:, 0], rtol=0, atol=1e-4)
+        assert not list(scoring_faults(folder))
+        return
+    # By name, in check and at load.
+    config = RunConfig.model_validate(
+        {
+            "model": {"kind": "pretrained", "path": str(folder)},
+            "data": {"train": {"kind": "calculator"}},
+            "environment": {"kind": "single_turn"},
+            "actors": {"engine": {"kind": "vllm", "max_model_tokens": 512}},
+        }
+    )
+    named = [f.text for f in check(config) if f.key == "model.path"]
+    assert len(named) == 1
+    assert word in named[0]
+    with pytest.raises(ConfigError, match=word):
+        load_model(str(folder), dtype=torch.float32)
+    # By measurement, as of a family whose keys nobody knows, alone and as a learner's shards.
+    monkeypatch.setattr(loading, "scoring_faults", lambda folder: iter(()))
+    with pytest.raises(ConfigError, match=rf"\({values['model_type']}\).* nats"):
+        load_model(str(folder), dtype=torch.float32)
+    make_tokenizer().save_pretrained(folder)
+    with pytest.raises(ConfigError, match=rf"\({values['model_type']}\).* nats"):
+        Learner(
+            LearnerSection(compute_dtype="float32", should_compile=False),
+            model_path=str(folder),
+            num_steps=1,
+        )
