@@ -199,7 +199,8 @@ def _lost_adapters(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "weights.transport",
             "'adapter' reaches what reads text alone, and adapters are trained in the vision tower "
-            "too; set learner.vision_tower to 'frozen', or use 'auto', which carries them merged",
+            "too; set learner.vision_tower to 'frozen', or use 'auto' with actors.engine.dtype "
+            "'float32', which carries them merged",
         )
 
 

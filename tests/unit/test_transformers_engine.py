@@ -280,6 +280,24 @@ async def test_weights_that_do_not_prove_themselves_condemn_the_engine(
     await engine.close()
 
 
+async def test_a_push_that_kept_old_weights_is_noticed_at_any_learning_rate(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    held = write_weights(model.named_parameters(), tmp_path, 0, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-6 * torch.randn_like(parameter).sign()
+    update = update_from(folder, tmp_path, version=1)
+    sent = write_weights(model.named_parameters(), tmp_path, 1, torch.float32)["checksums"]
+    engine = make_engine(folder)
+    await engine.start()
+    stale = replace(update, payload={**held, "checksums": sent})
+    with pytest.raises(WeightTransferError, match="verification of policy version 1 failed"):
+        await engine.receive(stale)
+    await engine.close()
+
+
 async def test_a_file_without_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
     engine = make_engine(folder)
     await engine.start()
