@@ -16,6 +16,7 @@ from raylearner.config.model_checks import check_model
 from raylearner.config.objective_checks import check_objective, objective_notes
 from raylearner.config.reward_checks import check_rewards
 from raylearner.config.sampling_checks import check_sampling
+from raylearner.config.schedule_checks import check_schedule, schedule_notes
 from raylearner.config.schema import (
     RunConfig,
     TinyModel,
@@ -33,6 +34,7 @@ def check(config: RunConfig) -> list[Finding]:
     return [
         *_publishing(config),
         *check_objective(config),
+        *check_schedule(config),
         *check_sampling(config),
         *_groups(config),
         *_lengths(config),
@@ -82,6 +84,7 @@ def notes(config: RunConfig) -> list[str]:
             f" {ranks} ranks; they are dealt out by tokens, and a rank that has fewer waits{idle}"
         )
     found.extend(objective_notes(config))
+    found.extend(schedule_notes(config))
     found.extend(image_notes(config))
     return found
 

@@ -13,6 +13,7 @@ import yaml
 
 from raylearner.config.problems import Problem, Where, shown
 from raylearner.config.tree import Node, Scalar
+from raylearner.config.words import NULL_WORDS
 
 _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
@@ -46,6 +47,8 @@ class Dumper(yaml.SafeDumper):
 for _kind, _pattern in _PLAIN.items():
     for _class in (Loader, Dumper):
         _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), None)  # pyright: ignore[reportUnknownMemberType]
+_words = "|".join(re.escape(word) for word in sorted(NULL_WORDS))
+Dumper.add_implicit_resolver(_TAG + "word", re.compile(rf"^(?i:{_words})$"), None)  # pyright: ignore[reportUnknownMemberType]
 
 
 def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
@@ -102,7 +105,7 @@ class _Reader:
                     [self.node(x, (*path, str(i)), x.start_mark.line + 1) for i, x in items], where
                 )
             assert isinstance(node, yaml.ScalarNode)
-            return Node(self._scalar(node, path), where)
+            return Node(self._scalar(node, path), where, is_bare=node.style is None)
         finally:
             self._open.discard(id(node))
 

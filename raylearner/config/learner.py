@@ -42,9 +42,9 @@ class LearnerSection(Section):
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate; 0 freezes the policy."""
     warmup_steps: NaturalInt = 0
-    """Linear warm-up, in optimizer updates."""
+    """Linear warm-up, in optimizer updates; at most those of the run."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay from the peak to zero over the run."""
+    """Decay from the peak over the updates after the warm-up. It would reach zero one update after the last, so that every update trains."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

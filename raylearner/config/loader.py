@@ -19,6 +19,7 @@ from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_m
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import FILE_NAME, ONE_OR_MORE
 from raylearner.config.tree import DEFAULTS, Node, merge
+from raylearner.config.words import admits_null, ambiguous_words, is_null_word
 
 REMOVED_KEYS: dict[str, str] = {}
 """Dotted keys that are gone, each with one line of advice."""
@@ -44,6 +45,7 @@ def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     removed = _removed(tree)
     config, found = _validate(tree, RunConfig)
     problems += removed + [problem for problem in found if problem.key not in REMOVED_KEYS]
+    problems += ambiguous_words(tree, RunConfig)
     if config is not None and not problems:
         for finding in check(config):
             path = tuple(int(part) if part.isdecimal() else part for part in finding.key.split("."))
@@ -62,7 +64,8 @@ def load_section(path: str, root: type[_Section]) -> _Section:
     if tree is None:
         raise ConfigProblems(problems)
     section, found = _validate(tree, root)
-    if section is None or problems:
+    found += ambiguous_words(tree, root, allows_lower_case=True)
+    if section is None or problems or found:
         raise ConfigProblems([*problems, *found])
     return section
 
@@ -242,8 +245,12 @@ def _say(
             is_told = isinstance(detail["input"], dict) or ", got " in said
             return said if is_told else f"{said}, got {shown(value)}"
         case kind if kind in _EXPECTED:
-            quote = "; put it in quotes" if kind == "string_type" and _is_plain(value) else ""
-            return f"must be {_EXPECTED[kind]}, got {shown(value)}{quote}"
+            advice = ""
+            if kind == "string_type" and _is_plain(value):
+                advice = "; put it in quotes"
+            elif is_null_word(value) and admits_null(annotation):
+                advice = "; write null for no value"
+            return f"must be {_EXPECTED[kind]}, got {shown(value)}{advice}"
         case _:
             said = detail["msg"].removeprefix("Input should be ")
             return f"must be {said}, got {shown(value)}"

@@ -88,7 +88,7 @@ class VllmEngine(Section):
     should_sleep: bool = False
     """Free the engine's GPU memory while the learner steps, and wake with the next weights (vLLM's sleep mode, level 2): for synchronous runs that share GPUs (`replay.max_staleness: 0`, `weights.transport: ipc`). On CPUs engines only pause."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Other AsyncEngineArgs."""
+    """Other AsyncEngineArgs of vLLM, of those that change speed, memory and reports alone."""
 
 
 class ScriptedEngine(Section):

@@ -5,6 +5,7 @@ learner.
 import re
 from collections.abc import Iterator
 
+from raylearner.config import engine_arguments
 from raylearner.config.finding import Finding
 from raylearner.config.loss import BEHAVIOR_WEIGHTED
 from raylearner.config.schema import RunConfig, SamplingSection, VllmEngine
@@ -22,13 +23,6 @@ SHAPING = {
 one, masks of a regex included: vLLM applies them to the logits before it takes any log-probability."""
 HARMLESS = {"ignore_eos", "repetition_detection", "skip_reading_prefix_cache"}
 """SamplingParams that change when a turn ends, or nothing."""
-ENGINE_KEYS = {
-    "logprobs_mode": "only 'processed_logprobs' are those of the distribution sampled from",
-    "logits_processors": "the learner would not know what they do to the distribution",
-    "weight_transfer_config": "it follows from weights.transport",
-    "worker_extension_cls": "raylearner's own loads the weights",
-}
-"""Engine arguments that would break what a run relies on."""
 
 
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
@@ -41,11 +35,8 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
         yield from _understood(key, sampling, config)
     engine = config.actors.engine
     if isinstance(engine, VllmEngine):
-        for name in sorted(ENGINE_KEYS.keys() & engine.extra_arguments.keys()):
-            yield Finding(
-                f"actors.engine.extra_arguments.{name}",
-                f"cannot be set: {ENGINE_KEYS[name]}; remove it",
-            )
+        for name, problem in engine_arguments.problems(engine.extra_arguments):
+            yield Finding(f"actors.engine.extra_arguments.{name}", problem)
 
 
 def _understood(key: str, sampling: SamplingSection, config: RunConfig) -> Iterator[Finding]:

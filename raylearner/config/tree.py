@@ -18,6 +18,8 @@ class Node:
     where: Where
     is_lone: bool = False
     """A list of one whose item was written without a list around it."""
+    is_bare: bool = False
+    """A scalar that was written without quotes."""
 
     @classmethod
     def of(cls, value: Any, where: Where) -> "Node":

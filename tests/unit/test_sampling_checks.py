@@ -1,10 +1,12 @@
 """Sampling that engine and learner would read differently is refused before anything starts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raylearner.config.checks import check
+from raylearner.config.engine_arguments import SAFE
 from raylearner.config.schema import RunConfig
 
 VLLM = {"kind": "vllm", "max_model_tokens": 512}
@@ -69,10 +71,31 @@ def test_a_broken_regex_is_named() -> None:
     assert "is no regular expression" in text
 
 
-@pytest.mark.parametrize("name", ["logprobs_mode", "logits_processors", "worker_extension_cls"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("logprobs_mode", "logits_processors", "worker_extension_cls", "skip_tokenizer_init"),
+        *("max_logprobs", "speculative_config", "hf_overrides", "max_num_seqs", "quantization"),
+        *("tokenizer", "reasoning_parser", "override_generation_config", "no_such_argument"),
+    ],
+)
 def test_engine_arguments_that_break_the_contract_are_refused(name: str) -> None:
     ((key, _),) = findings({**VLLM, "extra_arguments": {name: "x"}})
     assert key == f"actors.engine.extra_arguments.{name}"
+
+
+def test_engine_arguments_that_change_speed_and_memory_alone_are_taken() -> None:
+    arguments = {
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 4096,
+        "compilation_config": {"mode": 0},
+    }
+    assert findings({**VLLM, "extra_arguments": arguments}) == []
+
+
+def test_the_arguments_that_are_taken_are_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
+    assert [name for name in sorted(SAFE) if f"`{name}`" not in text] == []
 
 
 def test_a_transformers_engine_must_take_the_longest_sequence() -> None:

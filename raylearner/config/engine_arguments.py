@@ -1,0 +1,168 @@
+"""Engine arguments of vLLM that a configuration may set: those that change speed, memory and reports.
+
+Every other one might change tokens, log-probabilities, stops or weights without an error, so a run
+refuses it: the list names what is known to be safe.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raylearner.config.problems import did_you_mean
+
+ATTENTION = frozenset(
+    {
+        "attention_backend",
+        "disable_cascade_attn",
+        "disable_hybrid_kv_cache_manager",
+        "enable_flashinfer_autotune",
+        "gdn_prefill_backend",
+        "kda_decode_backend",
+        "kda_prefill_backend",
+        "mamba_backend",
+        "mamba_block_size",
+        "mamba_cache_mode",
+    }
+)
+CACHE = frozenset(
+    {
+        "block_size",
+        "enable_prefix_caching",
+        "kv_cache_dtype",
+        "kv_cache_memory_bytes",
+        "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype",
+        "num_gpu_blocks_override",
+        "prefix_caching_hash_algo",
+    }
+)
+COMPILATION = frozenset(
+    {
+        "compilation_config",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+        "optimization_level",
+        "performance_mode",
+    }
+)
+KERNELS = frozenset(
+    {
+        "all2all_backend",
+        "disable_custom_all_reduce",
+        "enable_expert_parallel",
+        "kernel_config",
+        "linear_backend",
+        "moe_backend",
+    }
+)
+LOADING = frozenset(
+    {
+        "download_dir",
+        "load_format",
+        "max_parallel_loading_workers",
+        "safetensors_load_strategy",
+        "trust_remote_code",
+        "use_tqdm_on_load",
+    }
+)
+PLACEMENT = frozenset(
+    {
+        "cpu_distributed_timeout_seconds",
+        "distributed_executor_backend",
+        "distributed_timeout_seconds",
+        "numa_bind",
+        "numa_bind_cpus",
+        "numa_bind_nodes",
+    }
+)
+PICTURES = frozenset(
+    {
+        "mm_encoder_attn_backend",
+        "mm_encoder_tp_mode",
+        "mm_hasher_algorithm",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_tensor_ipc",
+        "renderer_num_workers",
+        "skip_mm_profiling",
+    }
+)
+REPORTS = frozenset(
+    {
+        "collect_detailed_traces",
+        "cudagraph_metrics",
+        "disable_log_stats",
+        "enable_layerwise_nvtx_tracing",
+        "enable_mfu_metrics",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+        "otlp_traces_endpoint",
+        "profiler_config",
+        "show_hidden_metrics_for_version",
+    }
+)
+SCHEDULING = frozenset(
+    {
+        "async_scheduling",
+        "disable_chunked_mm_input",
+        "enable_chunked_prefill",
+        "long_prefill_token_threshold",
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "structured_outputs_config",
+    }
+)
+SAFE = (
+    ATTENTION
+    | CACHE
+    | COMPILATION
+    | KERNELS
+    | LOADING
+    | PLACEMENT
+    | PICTURES
+    | REPORTS
+    | SCHEDULING
+)
+
+OWN_KEYS = {
+    "dtype": "actors.engine.dtype",
+    "enforce_eager": "actors.engine.is_eager",
+    "enable_sleep_mode": "actors.engine.should_sleep",
+    "gpu_memory_utilization": "actors.engine.memory_fraction",
+    "limit_mm_per_prompt": "renderer.images",
+    "max_model_len": "actors.engine.max_model_tokens",
+    "max_num_seqs": "actors.engine.max_sequences",
+    "model": "model.path",
+    "seed": "run.seed",
+    "tensor_parallel_size": "actors.engine.tensor_parallel_size",
+}
+"""Arguments that the configuration sets by a key of its own."""
+REASONS = {
+    "enable_lora": "it follows from weights.transport",
+    "hf_overrides": "engine and learner would run different models; change the checkpoint's config.json",
+    "hf_token": "keys do not belong into a configuration, which is stored; set HF_TOKEN",
+    "logits_processors": "the learner would not know what they do to the distribution",
+    "logprobs_mode": "only 'processed_logprobs' are those of the distribution sampled from",
+    "max_logprobs": "every token's log-probability is needed",
+    "quantization": "pushed weights are not quantized",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "weight_transfer_config": "it follows from weights.transport",
+    "worker_extension_cls": "raylearner's own loads the weights",
+}
+"""What further arguments would break."""
+
+
+def problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and problem of every argument that is not known to be safe."""
+    for name in sorted(arguments.keys() - SAFE):
+        if name in OWN_KEYS:
+            yield name, f"cannot be set: it follows from {OWN_KEYS[name]}; set that"
+        elif name in REASONS:
+            yield name, f"cannot be set: {REASONS[name]}; remove it"
+        else:
+            yield (
+                name,
+                "is not among the engine arguments that are known to leave tokens,"
+                f" log-probabilities, stops and weights as they are{did_you_mean(name, SAFE)};"
+                " docs/running.md lists those",
+            )
