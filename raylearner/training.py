@@ -43,16 +43,13 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
     it aside, and `ConfigError` is raised otherwise.
     """
-    assert config.run.dir is not None, "the command line names a directory"
-    folder = Path(config.run.dir).absolute()
-    if resume is not None and resumption.is_done(folder, num_steps=config.run.num_steps):
+    if resume is not None and resumption.is_done(resume, num_steps=config.run.num_steps):
         logger.info(
             "nothing is left to do: all %d steps of %s are done; raise run.num_steps to train on",
-            *(config.run.num_steps, folder),
+            *(config.run.num_steps, resume),
         )
         return
     machine.refuse_long_sockets(config)
-    machine.refuse_full_disks(folder)
     training, held_out = _load_data(config)
     deadline.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
@@ -69,6 +66,9 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    machine.refuse_full_disks(folder)
     with ExitStack() as held:
         if resume is not None:
             latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))

@@ -97,6 +97,6 @@ async def test_bad_arguments_are_observations_and_reach_no_service(
 
 async def test_odd_queries_travel_whole() -> None:
     async with searching(top_n=1) as (tool, bodies):
-        for query in ("é" * 10_000, "\x00\x01", "</search>", "\ud800"):
+        for query in ("é" * 10_000, "\x00\x01", "</search>"):
             assert not (await tool.call(query, prompt=PROMPT)).is_error
-    assert [body["query"] for body in bodies][2:] == ["</search>", "?"]
+    assert [body["query"] for body in bodies][2:] == ["</search>"]
