@@ -338,7 +338,7 @@ def test_what_cannot_be_shown_is_found_before_anything_starts(
 def test_a_checkpoint_that_reads_text_alone_is_refused_by_check_and_before_a_cluster_starts(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    source = jsonl(tmp_path, {"prompt": "a", "image": data_url(plain())})
+    source = jsonl(tmp_path, {"prompt": "a", "answer": "b", "image": data_url(plain())})
     data = f"{{kind: jsonl, path: {source.path}, image_column: image}}"
     overrides = [
         f"data={{train: {data}, evaluation: {data}}}",
