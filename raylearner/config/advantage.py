@@ -151,7 +151,7 @@ class VtraceAdvantage(CriticAdvantage):
 
 
 class TurnGaeAdvantage(CriticAdvantage):
-    """GAE whose steps are turns (2510.16907)."""
+    """GAE whose steps are turns, each with the critic's value before it as its baseline (2510.16907)."""
 
     kind: Literal["turn_gae"]
 
@@ -236,7 +236,7 @@ class ResamplingSection(Section):
 
 
 class RewardShaping(Section):
-    """What is done to an episode's reward before any baseline. Metrics show it unshaped."""
+    """What is done to an episode's reward before any baseline; with `gdpo`, to the reward of each function. Metrics show it unshaped."""
 
     clip_low: float | None = None
     """Smaller rewards become this; None for no bound."""

@@ -94,11 +94,11 @@ class Veto(Section):
 
 
 class M2po(Section):
-    """Second-moment trust region: the largest log-ratios are rejected until the rest is close (2510.01161)."""
+    """Second-moment trust region (2510.01161): tokens that would move further from the behavior policy are rejected above a bound on the squared log-ratio, which the batch's second moment sets."""
 
     kind: Literal["m2po"]
     threshold: PositiveFloat = 0.04
-    """Largest mean of the squared log-ratios over a batch's tokens; one token is always kept."""
+    """Largest mean of the squared log-ratios, each capped at the bound, over the tokens that would move further away: those with a ratio above 1 and a positive advantage, or below 1 and a negative one."""
 
 
 CorrectionSection = Annotated[

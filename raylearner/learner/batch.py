@@ -48,7 +48,8 @@ def pack(
 ) -> list[LearnerBatch]:
     """One batch per rank. What trains no token makes no row, but its reward stays in the table.
 
-    `should_mask_truncated` lets episodes that ran out of tokens train nothing.
+    An episode without a finite reward trains nothing, and neither does one that ran out of tokens
+    with `should_mask_truncated`.
     Mini-batches divide the episodes that train evenly, in order, and are never empty: a take of
     fewer such episodes gives fewer of them. Raises ValueError for a row longer than the budget.
     """
@@ -96,15 +97,19 @@ def _masked(
     groups: Sequence[TrajectoryGroup], *, should_mask_truncated: bool
 ) -> tuple[list[TrajectoryGroup], dict[str, int]]:
     """The groups as they train, and how many sampled tokens do not, by the first rule that says so."""
-    counts = Counter({"error": 0, "stale": 0, "truncated": 0})
+    counts = Counter({"error": 0, "stale": 0, "unscored": 0, "truncated": 0})
     masked: list[TrajectoryGroup] = []
     for group in groups:
         trajectories: list[Trajectory] = []
+        rewards = group.rewards
         for trajectory in group.trajectories:
             num_lost = trajectory.num_sampled_tokens - trajectory.num_trained_tokens
             counts["error" if trajectory.stop_reason is StopReason.ERROR else "stale"] += num_lost
-            if should_mask_truncated and trajectory.is_truncated:
-                counts["truncated"] += trajectory.num_trained_tokens
+            reward = rewards[trajectory.sample_index]
+            is_unscored = reward is None or not math.isfinite(reward)
+            if is_unscored or (should_mask_truncated and trajectory.is_truncated):
+                rule = "unscored" if is_unscored else "truncated"
+                counts[rule] += trajectory.num_trained_tokens
                 trajectory = trajectory.with_train_mask(np.zeros_like(trajectory.train_mask))
             trajectories.append(trajectory)
         masked.append(replace(group, trajectories=tuple(trajectories)))
@@ -114,7 +119,12 @@ def _masked(
 def _part(episodes: Sequence[_Episode], name: str) -> NDArray[np.float64]:
     """One function's rewards; a part that only some episodes have, such as a penalty, is 0 for others."""
     values = [e.parts.get(name, 0.0 if e.parts else None) for e in episodes]
-    return np.array([math.nan if value is None else value for value in values], np.float64)
+    return np.array([_known(value) for value in values], np.float64)
+
+
+def _known(reward: float | None) -> float:
+    """NaN stands for every reward that means nothing."""
+    return reward if reward is not None and math.isfinite(reward) else math.nan
 
 
 def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
@@ -128,9 +138,9 @@ def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
             episodes.append(
                 _Episode(
                     index=len(episodes),
-                    reward=math.nan if reward is None else reward,
+                    reward=_known(reward),
                     parts=segments[sample_index][0].rewards,
-                    greedy_reward=math.nan if group.greedy_reward is None else group.greedy_reward,
+                    greedy_reward=_known(group.greedy_reward),
                     group_id=group.group_id,
                     segments=tuple(sorted(segments[sample_index], key=lambda s: s.segment)),
                 )

@@ -18,6 +18,7 @@ from raylearner.config.correction import (
     Tis,
     Veto,
 )
+from raylearner.config.loss import DecoupledPpo
 from raylearner.learner.corrections import (
     Correction,
     combine_corrections,
@@ -52,11 +53,29 @@ def correct(
     for section, mean in zip(sections, means, strict=True):
         if isinstance(section, M2po):
             assert mean is not None, "the bound is found over the whole batch first"
-            found.append(m2po_mask(log_ratio, mask, rows, bound=mean))
+            found.append(m2po_mask(log_ratio, advantages, mask, rows, bound=mean))
             continue
         correction = _correct(section, log_ratio, mask, rows, advantages)
         found.append(correction if mean is None else normalize_weights(correction, mean))
     return combine_corrections(found, mask, rows)
+
+
+def behavior_weights(
+    section: DecoupledPpo,
+    log_ratio: Tensor,  # [T] proximal - behavior
+    mask: Tensor,  # [T] bool
+    rows: Rows,
+) -> Correction:
+    """The weights that decoupled PPO puts on tokens by itself (AReaL 2505.24298)."""
+    return importance_weights(
+        log_ratio,
+        mask,
+        rows,
+        level=section.behavior_level,
+        mode="mask" if section.behavior_mode == "filter" else "truncate",
+        low=section.behavior_low,
+        high=section.behavior_cap,
+    )
 
 
 def is_normalized(section: CorrectionSection) -> bool:

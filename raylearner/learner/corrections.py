@@ -326,24 +326,48 @@ def veto_mask(
     return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics=metrics)
 
 
-def m2po_bound(log_ratio: Tensor, mask: Tensor, *, threshold: float) -> float:
-    """Largest squared log-ratio that stays when the mean of those below is to be < `threshold`.
+def m2po_bound(
+    log_ratio: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    mask: Tensor,  # [T] bool
+    *,
+    threshold: float,
+) -> float:
+    """Largest c with mean(min(l^2, c)) <= `threshold` over the tokens that a clip could act on.
 
-    The second-moment trust region of M2PO (2510.01161), over all tokens passed in; one always stays.
+    The second-moment trust region of M2PO (2510.01161): those are the tokens whose update moves
+    them further from the behavior policy. Infinite where their mean is within the threshold.
     """
-    squares = log_ratio.detach()[mask].double().square().sort().values
-    if not len(squares):
-        return 0.0
-    ranks = torch.arange(1, len(squares) + 1, device=squares.device)
-    fits = squares.cumsum(0) / ranks < threshold  # True, then False: running means rise
-    return float(squares[fits.sum().clamp(min=1) - 1])
+    outward = _moves_outward(log_ratio, advantages, mask)
+    squares = log_ratio.detach()[outward].double().square().sort().values
+    if not len(squares) or squares.mean() <= threshold:
+        return math.inf
+    below = squares.cumsum(0) - squares  # sum of those before each
+    num_capped = torch.arange(len(squares), 0, -1, device=squares.device)
+    # With all from the i-th on at c, the mean is the threshold at c_i; the c_i that is at most the
+    # i-th square, first from the left, is the one.
+    caps = (len(squares) * threshold - below) / num_capped
+    return float(caps[torch.nonzero(caps <= squares)[0, 0]])
 
 
-def m2po_mask(log_ratio: Tensor, mask: Tensor, rows: Rows, *, bound: float) -> Correction:
-    """Drop the tokens with squared log-ratios above the bound that `m2po_bound` finds."""
-    keep = mask & (log_ratio.detach().double().square() <= bound)
+def m2po_mask(
+    log_ratio: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    mask: Tensor,  # [T] bool
+    rows: Rows,
+    *,
+    bound: float,
+) -> Correction:
+    """Drop what moves outward with a squared log-ratio above `bound`, as a clip at it would."""
+    is_far = log_ratio.detach().double().square() > bound
+    keep = mask & ~(is_far & _moves_outward(log_ratio, advantages, mask))
     metrics = _rejected(keep, mask, rows, prefix="m2po")
     return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics=metrics)
+
+
+def _moves_outward(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:  # [T] bool
+    """A > 0 and a ratio above 1, or A < 0 and one below: where PPO's clip may stop the gradient."""
+    return mask & (log_ratio.detach() * advantages.detach() > 0)
 
 
 def high_entropy_mask(

@@ -3,6 +3,7 @@
 Legend: `E` episodes, `R` rows and `T` tokens of the whole batch (see `whole_batch`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -67,16 +68,18 @@ class EpisodeTable:
         def tensor(array: object) -> Tensor:
             return torch.tensor(array).to(device)  # a copy: what comes through Ray is read-only
 
-        parts = [tensor(part) for part in batch.parts.values()]
         rewards = tensor(batch.rewards)
+        # An episode without a reward, such as one that failed, has no part of it either.
+        is_scored = ~rewards.isnan()
+        parts = [torch.where(is_scored, tensor(part), torch.nan) for part in batch.parts.values()]
+        parts = [Shaper.of(part, shaping).shape(part) for part in parts]
+        shaper = Shaper.of(rewards, shaping)
         return cls(
-            rewards=shaped(rewards, shaping),
+            rewards=shaper.shape(rewards),
             groups=tensor(batch.groups),
             num_tokens=tensor(batch.num_episode_tokens),
             num_rows=tensor(batch.num_episode_rows),
-            greedy_rewards=tensor(batch.greedy_rewards).clamp(shaping.clip_low, shaping.clip_high)
-            if _clips(shaping)
-            else tensor(batch.greedy_rewards),
+            greedy_rewards=shaper.shape(tensor(batch.greedy_rewards)),
             parts=torch.stack(parts, dim=1) if parts else rewards.new_zeros((len(rewards), 0)),
             part_weights=rewards.new_tensor(
                 [reward_weights.get(name, 1.0) for name in batch.parts]
@@ -84,19 +87,30 @@ class EpisodeTable:
         )
 
 
-def _clips(shaping: RewardShaping) -> bool:
-    return shaping.clip_low is not None or shaping.clip_high is not None
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """`learner.reward` as a function: clip, then subtract a mean and divide by a deviation."""
 
+    low: float
+    high: float
+    mean: Tensor  # []
+    scale: Tensor  # []
 
-def shaped(rewards: Tensor, shaping: RewardShaping) -> Tensor:
-    """Clipped, then normalized over the episodes that have a reward: `[E]`."""
-    if _clips(shaping):
-        rewards = rewards.clamp(shaping.clip_low, shaping.clip_high)
-    if shaping.normalize:
-        known = rewards[~rewards.isnan()]
-        spread = known.std() if len(known) > 1 else known.new_zeros(())
-        rewards = (rewards - rewards.nanmean()) / (spread + STD_EPSILON)
-    return rewards
+    @classmethod
+    def of(cls, rewards: Tensor, shaping: RewardShaping) -> "Shaper":
+        """Statistics are those of the clipped `rewards [E]` that are not NaN (ddof 1)."""
+        low = -math.inf if shaping.clip_low is None else shaping.clip_low
+        high = math.inf if shaping.clip_high is None else shaping.clip_high
+        mean, scale = rewards.new_zeros(()), rewards.new_ones(())
+        known = rewards[~rewards.isnan()].clamp(low, high)
+        if shaping.normalize and len(known):
+            mean = known.mean()
+            scale = (known.std() if len(known) > 1 else known.new_zeros(())) + STD_EPSILON
+        return cls(low, high, mean, scale)
+
+    def shape(self, rewards: Tensor) -> Tensor:
+        """Any rewards on the scale of those that the statistics came from; NaN stays: `[E]`."""
+        return (rewards.clamp(self.low, self.high) - self.mean) / self.scale
 
 
 def episode_advantages(section: AdvantageSection, table: EpisodeTable, penalty: Tensor) -> Tensor:
@@ -138,10 +152,8 @@ def episode_advantages(section: AdvantageSection, table: EpisodeTable, penalty: 
                 rewards, groups, divisor=section.divisor, group_of_one=section.group_of_one
             )
         case GdpoAdvantage():
-            # An episode without a reward, such as one that failed, has no part of it either.
-            parts = torch.where(rewards.isnan()[:, None], torch.nan, table.parts)
             return advantages.gdpo(
-                parts,
+                table.parts,
                 groups,
                 weights=table.part_weights,
                 num_tokens=table.num_tokens if section.statistics == "tokens" else None,
@@ -175,22 +187,41 @@ def token_advantages(
     """Advantages and value targets of every token, 0 where the episode has no reward.
 
     `penalty` is taken from the reward of each token. `whole` holds `values` and `bootstrap` for
-    critics, `log_ratio` for V-trace, `logprobs` and `squared_probs` for OTB.
+    critics, `log_ratio` for V-trace, `logprobs` and `squared_probs` for OTB, with `weights` if the
+    loss weighs tokens by a ratio.
     """
-    outcome = table.rewards[whole.episodes]
-    if isinstance(section, RemaxAdvantage):
-        outcome = outcome + table.greedy_rewards[whole.episodes] * 0  # NaN without a baseline
-    is_scored = ~outcome.isnan()  # [R]
-    # What has no reward is in no statistic.
-    mask = whole.mask & whole.rows.spread(is_scored)
-    rewards = select(terminal_rewards(outcome, mask, whole.rows) - penalty, mask)
+    # What cannot be scored is in no statistic.
+    mask = whole.mask & whole.rows.spread(scorable(section, table)[whole.episodes])
+    rewards = select(_outcomes(section, table, whole, mask) - penalty, mask)
     estimated, targets = _estimate(section, table, whole, rewards, mask)
     is_target = mask
     if isinstance(section, CriticAdvantage) and section.normalize:
         estimated = whiten(estimated, mask)
     if isinstance(section, TurnGaeAdvantage):
-        is_target = returns.turn_ends(mask, whole.rows, whole.of_tokens["turns"].long())
+        is_target = returns.turn_starts(mask, whole.rows, whole.of_tokens["turns"].long())
     return TokenAdvantages(select(estimated, mask), select(targets, is_target), is_target)
+
+
+def scorable(section: AdvantageSection, table: EpisodeTable) -> Tensor:
+    """Which episodes have all that their advantage is made of; others do not train: `[E] bool`."""
+    has_reward = ~table.rewards.isnan()
+    if isinstance(section, RemaxAdvantage):
+        return has_reward & ~table.greedy_rewards.isnan()
+    return has_reward
+
+
+def _outcomes(
+    section: AdvantageSection, table: EpisodeTable, whole: WholeBatch, mask: Tensor
+) -> Tensor:
+    """Each outcome on a last trained token, 0 elsewhere: `[T]`.
+
+    The steps of GiGPO are an episode's, over its segments, so they are paid once. For all others
+    a segment is a sequence of its own, which the outcome ends.
+    """
+    if isinstance(section, GigpoAdvantage):
+        of_episodes = Rows(index=whole.episodes[whole.rows.index], num_rows=len(table.rewards))
+        return terminal_rewards(table.rewards, mask, of_episodes)
+    return terminal_rewards(table.rewards[whole.episodes], mask, whole.rows)
 
 
 def _estimate(
@@ -213,6 +244,8 @@ def _estimate(
                 mask,
                 rows,
                 table.groups[whole.episodes],
+                episodes=whole.episodes,
+                weights=tokens.get("weights"),
                 zero_tail=section.zero_tail,
                 epsilon=section.epsilon,
                 group_of_one=section.group_of_one,

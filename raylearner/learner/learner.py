@@ -111,11 +111,13 @@ class Learner:
         self._reward_weights = reward_weights or {}
         self._dump_folder = dump_folder
         self._tracer = tracer or Tracer("learner", is_enabled=False)
+        # Updates of the policy: while the critic warms up there are none.
+        critic_steps = 0 if config.critic is None else config.critic.warmup_steps
         self._rate_at = partial(
             optimizer.learning_rate_at,
             schedule=config.schedule,
             warmup=config.warmup_steps,
-            num_updates=num_steps * config.num_epochs * config.num_mini_batches,
+            num_updates=(num_steps - critic_steps) * config.num_epochs * config.num_mini_batches,
         )
         self._progress = Progress()
         self._writer = Writer()

@@ -202,6 +202,7 @@ def _inputs(
     policy_version: PolicyVersion,
 ) -> tuple[LossInputs, Correction | None]:
     micro, mask = prepared.micro, prepared.mask
+    seen = prepared.base_mask  # rejection that leaves the counts does not change what decides it
     behavior, current = micro.behavior_logprobs, scores.logprobs.detach()
     if config.proximal == "behavior":
         proximal, corrected = behavior, current
@@ -214,8 +215,8 @@ def _inputs(
         proximal = corrected = current if start is None else start
     correction = correct(
         config.corrections,
-        log_ratios(corrected, behavior, mask),
-        mask,
+        log_ratios(corrected, behavior, seen),
+        seen,
         micro.rows,
         prepared.advantages,
         take.weight_means,

@@ -14,15 +14,27 @@ from raylearner.config.advantage import (
     CRITIC_ESTIMATORS,
     TOKEN_ESTIMATORS,
     CriticAdvantage,
+    OtbAdvantage,
 )
-from raylearner.config.correction import M2po
-from raylearner.config.loss import SELECTS_TOKENS
+from raylearner.config.correction import WEIGHING, M2po
+from raylearner.config.loss import SELECTS_TOKENS, DecoupledPpo
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import advantages, diagnostics, metric
-from raylearner.learner.correction import correct, needs_whole_batch, weight_means
+from raylearner.learner.correction import (
+    behavior_weights,
+    correct,
+    is_normalized,
+    needs_whole_batch,
+    weight_means,
+)
 from raylearner.learner.corrections import log_ratios, m2po_bound
 from raylearner.learner.critic import end_values, prefix_values
-from raylearner.learner.estimator import EpisodeTable, episode_advantages, token_advantages
+from raylearner.learner.estimator import (
+    EpisodeTable,
+    episode_advantages,
+    scorable,
+    token_advantages,
+)
 from raylearner.learner.kl import kl_in_reward
 from raylearner.learner.layout import TokenRow
 from raylearner.learner.mesh import BatchLayout
@@ -41,9 +53,8 @@ class Prepared:
 
     micro: MicroBatch
     source: Sequence[TokenRow]
-    mask: (
-        Tensor  # [T] bool, what trains; narrower than the train mask if rejection leaves the counts
-    )
+    base_mask: Tensor  # [T] bool, trained tokens of scored episodes: corrections decide on these
+    mask: Tensor  # [T] bool, what trains; narrower than that if rejection leaves the counts
     start_logprobs: Tensor | None = None  # [T] the learner's at the start of the step
     reference_logprobs: Tensor | None = None  # [T]
     values: Tensor | None = None  # [T] the critic's at the start of the step
@@ -76,11 +87,14 @@ class Take:
 def needs_start_logprobs(config: LearnerSection) -> bool:
     """Whether the learner must score the batch before the first update.
 
-    With a single update the proximal policy is the current one: no forward of its own.
+    With a single update the proximal policy is the current one: no forward of its own. Later
+    mini-batches are scored before the first update whatever the proximal policy, since what is
+    reported is the policy at the start of the step.
     """
     kl, num_updates = config.kl, config.num_epochs * config.num_mini_batches
     return (
         (config.proximal == "recomputed" and num_updates > 1)
+        or config.num_mini_batches > 1
         or config.advantage.kind in ("vtrace", "otb", "tir_otb")
         or config.loss.kind in SELECTS_TOKENS
         or (config.critic is not None and config.critic.trunk == "shared")
@@ -104,10 +118,12 @@ def prepare(
     dtype: torch.dtype,
 ) -> Take:
     """`state_values` is that of a critic of its own; a shared trunk's come with `score`."""
+    is_scored = scorable(config.advantage, table)
+    pairs = [pair for part in parts for pair in part]
+    masks = [m.train_mask & m.rows.spread(is_scored[m.episodes]) for m, _ in pairs]
     flat = [
-        Prepared(micro=m, source=rows, mask=m.train_mask, advantages=m.behavior_logprobs)
-        for part in parts
-        for m, rows in part
+        Prepared(micro=m, source=rows, base_mask=mask, mask=mask, advantages=m.behavior_logprobs)
+        for (m, rows), mask in zip(pairs, masks, strict=True)
     ]
     scores = [score(p.micro) if needs_start_logprobs(config) else None for p in flat]
     references = [None if score_reference is None else score_reference(p.micro) for p in flat]
@@ -124,8 +140,10 @@ def prepare(
         for p, s, reference, state in zip(flat, scores, references, states, strict=True)
     ]
     measured: list[Metrics] = []
+    means = _weight_means(config, flat, layout)
+    weights = [_weights(config, p, means) for p in flat]
     flat = _with_advantages(
-        config, flat, scores, states, table, layout, kl_coefficient, measured, dtype
+        config, flat, scores, states, weights, table, layout, kl_coefficient, measured, dtype
     )
     measured.extend(
         diagnostics.gradient_power(p.advantages, s.logprobs, s.squared_probs, p.mask, p.micro.rows)
@@ -133,7 +151,7 @@ def prepare(
         if s is not None and s.squared_probs is not None
     )
     table = replace(table, copies=_copies(config, table, seed))
-    means = _weight_means(config, flat, layout)
+    means = _with_second_moments(config, flat, layout, means)
     if not config.should_count_rejected and config.corrections:
         flat = [_without_rejected(config, p, means) for p in flat]
     return _counted(flat, [len(part) for part in parts], table, layout, means, measured)
@@ -144,6 +162,7 @@ def _with_advantages(
     flat: Sequence[Prepared],
     scores: Sequence[Scores | None],
     states: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
     table: EpisodeTable,
     layout: BatchLayout,
     kl_coefficient: float,
@@ -154,9 +173,9 @@ def _with_advantages(
     is_by_token = section.kind in TOKEN_ESTIMATORS
     if flat and (is_by_token or _taxes_reward(config, kl_coefficient)):
         columns: list[dict[str, Tensor]] = []
-        for p, s in zip(flat, scores, strict=True):
+        for p, s, w in zip(flat, scores, weights, strict=True):
             column, metrics = _columns(config, p, s, kl_coefficient)
-            columns.append(column)
+            columns.append(column if w is None else column | {"weights": w})
             measured.append(metrics)
         ends = [_row_columns(config, p, state) for p, state in zip(flat, states, strict=True)]
         whole = WholeBatch.gather(
@@ -241,51 +260,90 @@ def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | 
 def _weight_means(
     config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
 ) -> tuple[float | None, ...]:
-    """Over the whole batch."""
-    if not flat or not any(map(needs_whole_batch, config.corrections)):
+    """What normalized weights are divided by, over the whole batch, by correction."""
+    if not flat or not any(map(is_normalized, config.corrections)):
         return (None,) * len(config.corrections)
     found = metric.combine(
-        weight_means(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages)
+        weight_means(config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages)
         for p in flat
     )
     values = metric.values(layout.combined(found, device=flat[0].mask.device))
-    bounds = _second_moment_bounds(config, flat, layout)
-    return tuple(
-        bounds.get(index, values.get(str(index))) for index in range(len(config.corrections))
+    return tuple(values.get(str(index)) for index in range(len(config.corrections)))
+
+
+def _weights(
+    config: LearnerSection, p: Prepared, means: tuple[float | None, ...]
+) -> Tensor | None:  # [T]
+    """What the loss will weigh each token's gradient by, where the estimator asks for it."""
+    if not isinstance(config.advantage, OtbAdvantage):
+        return None
+    sections = [
+        (section, mean)
+        for section, mean in zip(config.corrections, means, strict=True)
+        if section.kind in WEIGHING
+    ]
+    ratio, mask, rows = _start_ratio(p), p.base_mask, p.micro.rows
+    found = correct(
+        [section for section, _ in sections],
+        ratio,
+        mask,
+        rows,
+        p.advantages,
+        [mean for _, mean in sections],
     )
+    weights = None if found is None else found.weights
+    if isinstance(config.loss, DecoupledPpo):
+        own = behavior_weights(config.loss, ratio, mask, rows).weights
+        weights = own if weights is None else own * weights
+    return weights
 
 
-def _second_moment_bounds(
-    config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
-) -> dict[int, float]:
-    """By the number of the correction; every rank finds the same."""
+def _with_second_moments(
+    config: LearnerSection,
+    flat: Sequence[Prepared],
+    layout: BatchLayout,
+    means: tuple[float | None, ...],
+) -> tuple[float | None, ...]:
+    """The means with the bounds of second moments among them, alike on every rank."""
     moments = {i: c for i, c in enumerate(config.corrections) if isinstance(c, M2po)}
-    if not moments:
-        return {}
+    if not moments or not flat:
+        return means
     whole = WholeBatch.gather(
         [p.micro for p in flat],
-        of_tokens=[{"log_ratio": _start_ratio(p), "mask": p.mask} for p in flat],
+        of_tokens=[
+            {"log_ratio": _start_ratio(p), "mask": p.base_mask, "advantages": p.advantages}
+            for p in flat
+        ],
         of_rows=[{} for _ in flat],
         group=layout.data,
     )
     tokens = whole.of_tokens
-    return {
-        index: m2po_bound(tokens["log_ratio"], tokens["mask"] > 0, threshold=section.threshold)
+    bounds = {
+        index: m2po_bound(
+            tokens["log_ratio"],
+            tokens["advantages"],
+            tokens["mask"] > 0,
+            threshold=section.threshold,
+        )
         for index, section in moments.items()
     }
+    return tuple(bounds.get(index, mean) for index, mean in enumerate(means))
 
 
 def _without_rejected(
     config: LearnerSection, p: Prepared, means: tuple[float | None, ...]
 ) -> Prepared:
-    found = correct(config.corrections, _start_ratio(p), p.mask, p.micro.rows, p.advantages, means)
+    """Rejection is decided on all trained tokens; what is left of them trains and is counted."""
+    found = correct(
+        config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages, means
+    )
     assert found is not None
     return replace(p, mask=found.keep)
 
 
 def _start_ratio(p: Prepared) -> Tensor:
     assert p.start_logprobs is not None
-    return log_ratios(p.start_logprobs, p.micro.behavior_logprobs, p.mask)
+    return log_ratios(p.start_logprobs, p.micro.behavior_logprobs, p.base_mask)
 
 
 def _counted(

@@ -157,15 +157,31 @@ def vtrace(
     return _scatter(advantage, mask, rewards), _scatter(target, mask, rewards)
 
 
+def turn_starts(mask: Tensor, rows: Rows, turns: Tensor) -> Tensor:
+    """True on the first trained token of each turn; `turns [T]` numbers them: `[T] bool`."""
+    place, changes = _turn_changes(mask, rows, turns)
+    is_start = torch.ones_like(place, dtype=torch.bool)
+    is_start[1:] = changes
+    out = torch.zeros_like(mask)
+    out[place[is_start]] = True
+    return out
+
+
 def turn_ends(mask: Tensor, rows: Rows, turns: Tensor) -> Tensor:
     """True on the last trained token of each turn; `turns [T]` numbers them: `[T] bool`."""
-    place = torch.nonzero(mask).squeeze(1)  # [N]
-    index, turn = rows.index[place], turns[place]
+    place, changes = _turn_changes(mask, rows, turns)
     is_end = torch.ones_like(place, dtype=torch.bool)
-    is_end[:-1] = (index[1:] != index[:-1]) | (turn[1:] != turn[:-1])
+    is_end[:-1] = changes
     out = torch.zeros_like(mask)
     out[place[is_end]] = True
     return out
+
+
+def _turn_changes(mask: Tensor, rows: Rows, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Places `[N]` of the trained tokens, and between which neighbors a turn ends: `[N - 1] bool`."""
+    place = torch.nonzero(mask).squeeze(1)
+    index, turn = rows.index[place], turns[place]
+    return place, (index[1:] != index[:-1]) | (turn[1:] != turn[:-1])
 
 
 def _turn_rows(rows: Rows, turns: Tensor) -> Rows:
@@ -189,14 +205,16 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """GAE whose steps are turns: every trained token of a turn gets the turn's advantage.
 
-    A turn's reward is the sum over its trained tokens, its value the critic's at its last one.
-    Returns `(advantages [T], value targets [T])`; targets are 0 except at turn ends.
+    A turn is one action: its reward is the sum over its trained tokens, and its value is that of
+    the state before it, the critic's before its first trained token. (A value further on has read
+    part of the action, and a baseline that knows the action takes its credit away.)
+    Returns `(advantages [T], value targets [T])`; targets are 0 except at turn starts.
     """
-    ends = turn_ends(mask, rows, turns)
+    starts = turn_starts(mask, rows, turns)
     by_turn = _turn_rows(rows, turns)
-    turn_rewards = select(by_turn.spread(by_turn.sum(rewards, mask)), ends)
+    turn_rewards = select(by_turn.spread(by_turn.sum(rewards, mask)), starts)
     advantages, returns = gae(
-        turn_rewards, values, ends, rows, gamma=gamma, lam=lam, bootstrap=bootstrap
+        turn_rewards, values, starts, rows, gamma=gamma, lam=lam, bootstrap=bootstrap
     )
     return select(by_turn.spread(by_turn.sum(advantages)), mask), returns
 
@@ -237,6 +255,7 @@ def otb(
     rows: Rows,
     groups: Tensor,  # [R] int64
     *,
+    episodes: Tensor | None = None,  # [R] int64
     weights: Tensor | None = None,  # [T]
     align: Literal["token", "position"] = "position",
     zero_tail: bool = True,
@@ -252,7 +271,9 @@ def otb(
     correction weights if the loss uses any. Tokens of different rows meet by `position` in the row
     or, for tool-integrated rows with observations in between (`tir_otb`), by rank among the trained
     tokens. `zero_tail` uses no baseline where the group's longest row is alone, beyond as many slots
-    as the second longest has trained tokens. Returns `(advantages [T], returns [T])`.
+    as the second longest has trained tokens. `episodes` says which episode a row is a segment of (by
+    default each row is its own): segments of an episode share one vote, and an episode that is alone
+    in its group has no baseline. Returns `(advantages [T], returns [T])`.
     """
     returns = rewards_to_go(rewards, mask, rows).double()
     energy = 1 - 2 * logprobs.detach().double().exp() + squared_probs.double()
@@ -264,14 +285,16 @@ def otb(
     lengths = rows.count(mask)  # [R]
     group, num_groups = dense_ids(groups)
     present = (lengths > 0) | count_empty_rows
+    votes = _votes(episodes, present).to(energy.dtype)
     num_slots = int(slot.max()) + 1 if len(slot) else 0
     cell = rows.spread(group) * num_slots + slot
     cells = returns.new_zeros(num_groups * num_slots)
-    numerator = cells.index_add(0, cell, select(returns * energy, mask))
-    denominator = cells.index_add(0, cell, select(energy, mask)) + epsilon
+    shared = energy * rows.spread(votes)
+    numerator = cells.index_add(0, cell, select(returns * shared, mask))
+    denominator = cells.index_add(0, cell, select(shared, mask)) + epsilon
     baselines = (numerator / denominator)[cell]
 
-    size = lengths.new_zeros(num_groups).index_add(0, group, present.long())
+    size = votes.new_zeros(num_groups).index_add(0, group, votes).round()
     if zero_tail:
         longest, second = _two_longest(lengths, group, present, num_groups)
         alone = rows.spread((lengths == longest[group]) & (longest > second)[group])
@@ -282,6 +305,16 @@ def otb(
     return advantages.to(rewards.dtype), returns.to(rewards.dtype)
 
 
+def _votes(episodes: Tensor | None, present: Tensor) -> Tensor:
+    """What each row counts, so that the present rows of an episode count 1 together: `[R]`."""
+    if episodes is None:
+        return present.double()
+    episode, num_episodes = dense_ids(episodes)
+    sizes = present.new_zeros(num_episodes, dtype=torch.float64)
+    sizes = sizes.index_add(0, episode, present.double())
+    return present.double() / sizes[episode].clamp(min=1)
+
+
 def tir_otb(
     rewards: Tensor,  # [T]
     logprobs: Tensor,  # [T]
@@ -290,6 +323,7 @@ def tir_otb(
     rows: Rows,
     groups: Tensor,  # [R] int64
     *,
+    episodes: Tensor | None = None,  # [R] int64
     weights: Tensor | None = None,  # [T]
     zero_tail: bool = True,
     epsilon: float = 1e-8,
@@ -303,6 +337,7 @@ def tir_otb(
         mask,
         rows,
         groups,
+        episodes=episodes,
         weights=weights,
         align="token",
         zero_tail=zero_tail,

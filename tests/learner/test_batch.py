@@ -193,12 +193,13 @@ def test_segments_share_an_episode_and_its_reward(
         [group_of(0, rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=99
     )
     (mini,) = batch.mini_batches
-    assert (mini.num_episodes, mini.num_rows) == (2, 3)
+    assert (mini.num_episodes, mini.num_rows) == (1, 2)  # what has no reward does not train
     assert batch.rewards[0] == 1.0
     assert np.isnan(batch.rewards[1])
     expected = sum(row.num_trained_tokens for row in rows[:2])
-    assert batch.num_episode_tokens.tolist() == [expected, rows[2].num_trained_tokens]
-    assert sorted(row.episode for row in rows_of([batch])) == [0, 0, 1]
+    assert batch.num_episode_tokens.tolist() == [expected, 0]
+    assert batch.num_masked_tokens["unscored"] == rows[2].num_trained_tokens
+    assert [row.episode for row in rows_of([batch])] == [0, 0]
 
 
 def test_what_follows_the_last_trained_token_is_not_sent(

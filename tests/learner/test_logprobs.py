@@ -1,5 +1,7 @@
 """Chunked log-probabilities and entropy equal the unchunked ones, and so do their gradients."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +80,16 @@ def test_bfloat16_states_give_float32_values() -> None:
 def test_temperature_must_be_positive() -> None:
     with pytest.raises(ValueError, match="temperature"):
         chunked_logprobs(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1).long(), temperature=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_entropy_of_known_distributions(temperature: float) -> None:
+    # Each unit vector picks a column of logits: (log 2, 0, 0) and (0, log 3, 0).
+    hidden = torch.eye(2, dtype=torch.float64)
+    weight = torch.tensor([[2.0, 1.0], [1.0, 3.0], [1.0, 1.0]], dtype=torch.float64).log()
+    _, entropy = chunked_logprobs(
+        hidden * temperature, weight, torch.zeros(2, dtype=torch.int64), temperature=temperature
+    )
+    # (1/2, 1/4, 1/4): 1.5 bits. (1/5, 3/5, 1/5): log 5 - 0.6 log 3.
+    expected = [1.5 * math.log(2), math.log(5) - 0.6 * math.log(3)]
+    torch.testing.assert_close(entropy, torch.tensor(expected, dtype=torch.float64))

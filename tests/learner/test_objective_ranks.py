@@ -117,7 +117,7 @@ def batches(
     """Two steps; one episode has two segments, one no reward, one ran out of tokens."""
     num_mini_batches = OBJECTIVES[name].get("num_mini_batches", 2)
     version, steps = 0, []
-    for seed in range(2):
+    for seed in (2, 3):
         groups = [
             replace(
                 group,
@@ -128,10 +128,10 @@ def batches(
             )
             for group in make_groups(seed, policy_version=version)
         ]
-        first, second, third, *rest = groups[0].trajectories
+        first, second, *rest, last = groups[0].trajectories
         second = replace(second, sample_index=0, segment=1, reward=first.reward)
-        third = replace(third, reward=None, rewards={})
-        groups[0] = replace(groups[0], trajectories=(first, second, third, *rest))
+        last = replace(last, reward=None, rewards={})
+        groups[0] = replace(groups[0], trajectories=(first, second, *rest, last))
         steps.append(
             pack(
                 groups,

@@ -149,15 +149,21 @@ def test_no_reference_is_loaded_at_coefficient_0(tiny_folder: Path, tmp_path: Pa
 def test_skipped_steps_are_counted_and_the_last_one_leaves_its_trajectories(
     tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
 ) -> None:
-    """One episode of an infinite reward: its group is what is written down, and no other."""
+    """One episode of a reward whose loss overflows: its group is what is written down, and no other."""
     groups = make_groups(0, num_groups=2, group_size=4)
     bad, *rest = groups[1].trajectories
-    groups[1] = replace(groups[1], trajectories=(replace(bad, reward=np.inf), *rest))
-    learner = make_learner(tiny_folder, tmp_path / "skipped", max_skipped_steps=2, num_epochs=1)
+    groups[1] = replace(groups[1], trajectories=(replace(bad, reward=1e308), *rest))
+    learner = make_learner(
+        tiny_folder,
+        tmp_path / "skipped",
+        max_skipped_steps=2,
+        num_epochs=1,
+        advantage={"kind": "dr_grpo"},
+    )
     before = weights_of(learner)
     output = step(learner, groups)
     assert (output.is_skipped, output.metrics["learner/skipped_steps"]) == (True, 1)
-    with pytest.raises(LearnerError, match=r"2 steps in a row.*loss nan.*skipped/rank_\*/step_0"):
+    with pytest.raises(LearnerError, match=r"2 steps in a row.*norm nan.*skipped/rank_\*/step_0"):
         step(learner, groups)
     lines = (tmp_path / "skipped" / "rank_0" / "step_000002.jsonl").read_text().splitlines()
     written = {json.loads(line)["group_id"] for line in lines}

@@ -219,20 +219,6 @@ def test_veto_drops_a_row_for_one_token() -> None:
         corrections.veto_mask(log_ratio, mask, rows, threshold=0.0)
 
 
-def test_m2po_drops_the_largest_until_the_rest_is_below() -> None:
-    rows, mask = Rows.from_lengths([5]), torch.tensor([True, True, True, True, False])
-    log_ratio = torch.tensor([0.1, -2.0, 0.5, 1.0, 50.0])
-    # Squares sorted: 0.01, 0.25, 1, 4; running means: 0.01, 0.13, 0.42, 1.315.
-    bound = corrections.m2po_bound(log_ratio, mask, threshold=0.5)
-    assert bound == 1.0
-    kept = corrections.m2po_mask(log_ratio, mask, rows, bound=bound).keep
-    assert kept.tolist() == [True, False, True, True, False]
-    fewest = corrections.m2po_bound(log_ratio, mask, threshold=1e-6)
-    kept = corrections.m2po_mask(log_ratio, mask, rows, bound=fewest).keep
-    assert kept.tolist() == [True, False, False, False, False]
-    assert corrections.m2po_bound(log_ratio, torch.zeros_like(mask), threshold=0.5) == 0.0
-
-
 def test_high_entropy_mask_keeps_the_most_uncertain() -> None:
     rows, mask = Rows.from_lengths([6]), torch.tensor([True] * 5 + [False])
     entropy = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.7, 99.0])

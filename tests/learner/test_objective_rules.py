@@ -1,0 +1,335 @@
+"""What holds whatever objective is configured: who trains, what a baseline sees, what counts once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learners import step, weights_of
+
+from raylearner.config.advantage import GROUP_BASELINES
+from raylearner.config.schema import LearnerSection
+from raylearner.learner import returns
+from raylearner.learner.batch import pack
+from raylearner.learner.learner import Learner
+from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
+
+
+def make_learner(folder: Path, *, num_steps: int = 10, **keys: Any) -> Learner:
+    config = {"compute_dtype": "float64", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 512}
+    return Learner(
+        LearnerSection.model_validate(config | keys),
+        model_path=str(folder),
+        num_steps=num_steps,
+    )
+
+
+def make_row(
+    sample: int,
+    reward: float | None,
+    *,
+    segment: int = 0,
+    num_sampled: int = 6,
+    logprob: float = -5.3,
+    rewards: Mapping[str, float | None] | None = None,
+    group: int = 0,
+) -> Trajectory:
+    """Two tokens of a prompt, then sampled ones in one turn."""
+    num_tokens = 2 + num_sampled
+    rng = np.random.default_rng([sample, segment, group])
+    loss_mask = np.arange(num_tokens) >= 2
+    return Trajectory(
+        group_id=group,
+        sample_index=sample,
+        attempt=0,
+        segment=segment,
+        prompt_id=str(group),
+        token_ids=rng.integers(10, 200, num_tokens).astype(np.int32),
+        loss_mask=loss_mask,
+        train_mask=loss_mask.copy(),
+        behavior_logprobs=np.where(loss_mask, logprob, np.nan).astype(np.float32),
+        policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
+        claim_policy_version=0,
+        reward=reward,
+        rewards=rewards or {},
+        turns=(
+            Turn(
+                start=2,
+                end=num_tokens,
+                reply_end=num_tokens,
+                text="t",
+                reply="r",
+                stop_reason=CompletionStop.END,
+                min_policy_version=0,
+                max_policy_version=0,
+            ),
+        ),
+    )
+
+
+def make_group(rows: Sequence[Trajectory], *, greedy: float | None = None) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=rows[0].group_id,
+        prompt_id=str(rows[0].group_id),
+        policy_version=0,
+        trajectories=tuple(rows),
+        greedy_reward=greedy,
+    )
+
+
+def advantages_of(
+    folder: Path, groups: list[TrajectoryGroup], **keys: Any
+) -> dict[tuple[int, int, int, int], float]:
+    output = step(make_learner(folder, **keys), groups, max_tokens_per_micro_batch=512)
+    return dict(output.advantages)
+
+
+UNSCORED: list[dict[str, Any]] = [
+    {"advantage": {"kind": kind, **({"normalize": "none"} if kind == "grpo" else {})}}
+    for kind in sorted(GROUP_BASELINES - {"gdpo"})
+] + [
+    {"advantage": {"kind": "reinforce_plus_plus"}},
+    {"advantage": {"kind": "gdpo"}},
+    {"advantage": {"kind": "gae"}, "critic": {}},
+    {"advantage": {"kind": "remax"}},
+]
+
+
+@pytest.mark.parametrize("keys", UNSCORED, ids=lambda keys: keys["advantage"]["kind"])
+def test_an_episode_without_a_reward_changes_nothing(
+    tiny_folder: Path, keys: dict[str, Any]
+) -> None:
+    shared = {"entropy_coefficient": 0.1, "aggregation": "sequence_mean_of_means", **keys}
+    values = [1.0, 0.0, 1.0, 0.25]
+    scored = [make_row(i, r, rewards={"a": r, "b": 1 - r}) for i, r in enumerate(values)]
+    unscored = [
+        make_row(7, None, rewards={"a": 1.0, "b": None}),
+        make_row(8, None),
+        make_row(9, float("nan")),
+    ]
+    alone, beside = (make_learner(tiny_folder, **shared) for _ in range(2))
+    right = step(alone, [make_group(scored, greedy=0.5)], max_tokens_per_micro_batch=512)
+    output = step(
+        beside, [make_group([*scored, *unscored], greedy=0.5)], max_tokens_per_micro_batch=512
+    )
+    assert output.metrics["learner/loss"] == pytest.approx(right.metrics["learner/loss"], abs=1e-12)
+    assert output.advantages == pytest.approx(right.advantages)
+    assert output.metrics["learner/masked_fraction/unscored"] == pytest.approx(3 / 7)
+    wanted = weights_of(alone)
+    for name, tensor in weights_of(beside).items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
+
+
+def test_groups_with_missing_rewards_have_the_advantages_of_the_others(tiny_folder: Path) -> None:
+    for rewards, expected in (
+        ([1.0, None, 0.0, None], {0: 0.5, 2: -0.5}),
+        ([0.5, None, None, None], {0: 0.0}),
+        ([float("nan"), 1.0, 0.0, 1.0], {1: 1 / 3, 2: -2 / 3, 3: 1 / 3}),
+        ([float("inf"), 0.0, 0.0, 1.0], {1: -1 / 3, 2: -1 / 3, 3: 2 / 3}),
+    ):
+        group = make_group([make_row(i, r) for i, r in enumerate(rewards)])
+        found = advantages_of(tiny_folder, [group], advantage={"kind": "grpo", "normalize": "none"})
+        assert {key[1]: a for key, a in found.items()} == pytest.approx(expected)
+
+
+def test_an_entropy_bonus_moves_nothing_where_no_reward_applies(tiny_folder: Path) -> None:
+    learner = make_learner(tiny_folder, entropy_coefficient=1.0)
+    before = weights_of(learner)
+    output = step(
+        learner, [make_group([make_row(0, None), make_row(1, None)])], max_tokens_per_micro_batch=64
+    )
+    assert output.is_skipped
+    for name, tensor in weights_of(learner).items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_episodes_without_a_greedy_baseline_do_not_train_with_remax(tiny_folder: Path) -> None:
+    shared = {"advantage": {"kind": "remax"}, "entropy_coefficient": 0.1}
+    known = make_group([make_row(0, 1.0), make_row(1, 0.0)], greedy=0.25)
+    unknown = make_group([make_row(0, 1.0, group=1), make_row(1, 0.0, group=1)])
+    alone, beside = (make_learner(tiny_folder, **shared) for _ in range(2))
+    step(alone, [known], max_tokens_per_micro_batch=512)
+    step(beside, [known, unknown], max_tokens_per_micro_batch=512)
+    wanted = weights_of(alone)
+    for name, tensor in weights_of(beside).items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
+
+
+def test_remax_normalizes_the_baseline_with_the_rewards(tiny_folder: Path) -> None:
+    groups = [
+        make_group([make_row(i, r, group=g) for i, r in enumerate((9.0, 10.0, 11.0))], greedy=10.5)
+        for g in range(2)
+    ]
+    found = advantages_of(
+        tiny_folder, groups, advantage={"kind": "remax"}, reward={"normalize": True}
+    )
+    spread = np.std([9, 10, 11, 9, 10, 11], ddof=1)
+    for (_, sample, *_), advantage in found.items():
+        assert advantage == pytest.approx((sample + 9 - 10.5) / spread)
+
+
+def test_gdpo_shapes_the_reward_of_each_function(tiny_folder: Path) -> None:
+    parts = [(0.0, 1.0), (1.0, 0.0), (100.0, 1.0), (0.0, 0.0)]
+
+    def found(clip: float | None, values: list[tuple[float, float]]) -> dict[Any, float]:
+        rows = [make_row(i, a + b, rewards={"a": a, "b": b}) for i, (a, b) in enumerate(values)]
+        return advantages_of(
+            tiny_folder,
+            [make_group(rows)],
+            advantage={"kind": "gdpo", "normalize": "none"},
+            reward={"clip_high": clip},
+        )
+
+    clipped = [(min(a, 1.0), b) for a, b in parts]
+    assert found(1.0, parts) == pytest.approx(found(None, clipped))
+    assert found(1.0, parts) != pytest.approx(found(None, parts))
+
+
+def test_gigpo_pays_an_outcome_once_however_many_segments(tiny_folder: Path) -> None:
+    rows = [make_row(0, 1.0), *(make_row(1, 1.0, segment=s) for s in range(3))]
+    found = advantages_of(
+        tiny_folder, [make_group(rows)], advantage={"kind": "gigpo", "gamma": 1.0}
+    )
+    assert list(found.values()) == pytest.approx([0.0] * 4)
+    found = advantages_of(
+        tiny_folder, [make_group(rows[:3])], advantage={"kind": "gigpo", "gamma": 0.5}
+    )
+    # First turns start alike: returns 1 and 0.5. The second segment's turn was met once.
+    assert found[0, 0, 0, 0] == pytest.approx(0.25)
+    assert found[0, 1, 0, 0] == pytest.approx(-0.25)
+    assert found[0, 1, 0, 1] == pytest.approx(0.0)
+
+
+def test_the_schedule_of_the_policy_begins_after_the_critic_warmed_up(tiny_folder: Path) -> None:
+    learner = make_learner(
+        tiny_folder,
+        num_steps=6,
+        advantage={"kind": "gae"},
+        critic={"warmup_steps": 2},
+        schedule="linear",
+        learning_rate=1e-3,
+    )
+    rates: list[float | None] = []
+    for _ in range(6):
+        rows = [make_row(i, float(i % 2)) for i in range(2)]
+        rows = [replace(r, claim_policy_version=learner.policy_version) for r in rows]
+        output = step(learner, [make_group(rows)], max_tokens_per_micro_batch=64)
+        rates.append(output.metrics.get("learner/learning_rate"))
+    assert rates[:2] == [None, None]
+    assert rates[2:] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"loss": {"kind": "ppo"}, "corrections": [{"kind": "tis", "high": 2.0}]}, (0, 2.0)),
+        ({"loss": {"kind": "ppo"}, "corrections": [{"kind": "mis", "high": 2.0}]}, (0, 0.0)),
+        ({"loss": {"kind": "decoupled_ppo", "behavior_cap": 3.0}}, (0, 3.0)),
+    ],
+    ids=["tis", "mis", "decoupled"],
+)
+def test_the_optimal_token_baseline_knows_the_weights_of_the_loss(
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    expected: tuple[int, float],
+) -> None:
+    seen: list[Any] = []
+    estimate = returns.tir_otb
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["weights"])
+        return estimate(*arguments, **options)
+
+    monkeypatch.setattr(returns, "tir_otb", spy)
+    rows = [make_row(0, 1.0, logprob=-30.0), make_row(1, 0.0)]
+    step(
+        make_learner(tiny_folder, advantage={"kind": "tir_otb"}, **keys),
+        [make_group(rows)],
+        max_tokens_per_micro_batch=64,
+    )
+    row, weight = expected
+    first = seen[0].split([6, 6])[row]
+    # Log-probabilities of -30 are far below the policy's: every ratio is beyond the bound.
+    assert first.tolist() == [weight] * 6
+
+
+def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(tiny_folder: Path) -> None:
+    rows = [make_row(i, float(i % 2), num_sampled=20) for i in range(4)]
+    probe = step(make_learner(tiny_folder), [make_group(rows)], max_tokens_per_micro_batch=512)
+    ratios = [0.1 * np.random.default_rng(i).standard_normal(22) for i in range(4)]
+    ratios[0][5] = 1.5  # one token of ratio 4.5, which the first correction rejects
+    rows = [
+        replace(
+            row,
+            behavior_logprobs=np.where(
+                row.loss_mask, np.minimum(probe.logprobs[row.key] - ratio, 0), np.nan
+            ).astype(np.float32),
+        )
+        for row, ratio in zip(rows, ratios, strict=True)
+    ]
+    corrections = [
+        {"kind": "rejection", "level": "token", "high": 2.0},
+        {"kind": "tis", "level": "sequence", "high": 20.0},
+    ]
+    found = {}
+    for counts in (True, False):
+        learner = make_learner(
+            tiny_folder,
+            loss={"kind": "gpg"},
+            corrections=corrections,
+            should_count_rejected=counts,
+        )
+        found[counts] = step(learner, [make_group(rows)], max_tokens_per_micro_batch=512).metrics
+    # The weights are the same, over 79 tokens in place of 80.
+    assert found[False]["learner/loss"] == pytest.approx(found[True]["learner/loss"] * 80 / 79)
+    key = "learner/corrections/rejected_fraction"
+    assert found[False][key] == found[True][key] == pytest.approx(1 / 80)
+
+
+@pytest.mark.parametrize("proximal", ["recomputed", "behavior", "interpolated"])
+def test_reported_logprobs_are_those_of_the_start_of_the_step(
+    tiny_folder: Path, proximal: str
+) -> None:
+    groups = [make_group([make_row(i, float(i % 2), group=g) for i in range(2)]) for g in range(2)]
+    frozen = step(
+        make_learner(tiny_folder, learning_rate=0.0), groups, max_tokens_per_micro_batch=64
+    )
+    learner = make_learner(tiny_folder, num_mini_batches=2, proximal=proximal, loss={"kind": "ppo"})
+    (batch,) = pack(
+        groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64, num_mini_batches=2
+    )
+    found = learner.step(batch)
+    for key, logprobs in frozen.logprobs.items():
+        np.testing.assert_allclose(found.logprobs[key], logprobs, atol=1e-6)
+
+
+def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None:
+    learner = make_learner(
+        tiny_folder, advantage={"kind": "turn_gae", "normalize": False}, critic={}
+    )
+    assert learner._critic is not None
+    head = learner._critic._model.value_head
+    torch.manual_seed(0)
+    with torch.no_grad():
+        head.weight.normal_(0, 0.1)
+        head.bias.fill_(0.3)
+    (batch,) = pack(
+        [make_group([make_row(i, float(i % 2)) for i in range(2)])],
+        policy_version=0,
+        num_ranks=1,
+        max_tokens_per_micro_batch=64,
+    )
+    take = learner._prepare(batch)
+    (prepared,) = take.parts[0].micros
+    assert prepared.values is not None
+    assert prepared.is_target is not None
+    for row in range(2):
+        (place,) = torch.where((prepared.micro.rows.index == row) & prepared.mask)
+        reward = float(take.table.rewards[prepared.micro.episodes[row]])
+        expected = reward - float(prepared.values[place[0]])
+        assert prepared.advantages[place].tolist() == pytest.approx([expected] * 6)
+        assert prepared.is_target[place].tolist() == [True] + [False] * 5
