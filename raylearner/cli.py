@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from raylearner import proxies
 from raylearner.config import report
 from raylearner.config.checks import notes
 from raylearner.config.loader import load
@@ -277,6 +278,7 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """The one boundary of the command line: errors become a message and an exit code."""
+    proxies.keep_direct()
     try:
         yield
     except KeyboardInterrupt:

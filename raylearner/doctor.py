@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from raylearner import jobs, machine, reachable
+from raylearner import jobs, machine, proxies, reachable
 from raylearner.config.report import versions
 from raylearner.errors import ConfigError
 
@@ -24,6 +24,10 @@ MIN_DISK_BYTES = 10 * 2**30
 PROBE_TIMEOUT_S = 180.0
 """Importing vLLM from a cold disk takes a minute."""
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard and jobs"}
+
+
+OUTSIDE = ("http://example.org", "https://example.org")
+"""Stand for services outside of this machine and its cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def findings() -> Iterator[Finding]:
     """Everything that is looked at, as it is known; imports happen in processes of their own."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         *(_versions, _torch, _torchvision, _vllm, _tune),
-        *(_shared_memory, _disk, _sockets, _ports, _token, _cluster),
+        *(_shared_memory, _disk, _sockets, _ports, _proxies, _token, _cluster),
     )
     for check in checks:
         yield from check()
@@ -187,6 +191,18 @@ def _ports() -> Iterator[Finding]:
         text = f"{port} ({use}) is {'taken' if is_taken else 'free'}"
         advice = "fine where that is your cluster; else give `ray start` another port"
         yield Finding("note" if is_taken else "ok", "port", text, advice if is_taken else "")
+
+
+def _proxies() -> Iterator[Finding]:
+    if not proxies.are_set():
+        return
+    try:
+        named = {str(found) for url in OUTSIDE if (found := proxies.proxy_of(url)) is not None}
+    except ValueError as error:
+        yield Finding("problem", "proxy", str(error), "services outside are not reached")
+        return
+    through = f"through {', '.join(sorted(named))}" if named else "directly"
+    yield Finding("ok", "proxy", f"services outside are called {through}, our own always directly")
 
 
 def _token() -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from raylearner import reachable
+from raylearner import proxies, reachable
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
@@ -110,6 +110,7 @@ def _probe(named: str | None) -> None:
     named = named or find_bootstrap_address(None)
     if named is None:
         return
+    proxies.keep_direct(proxies.host_of(named))
     if named.startswith(("http://", "https://")):
         url = f"{named.rstrip('/')}/api/version"
         requests.get(url, timeout=reachable.CONNECT_TIMEOUT_S, stream=True).close()

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner import machine
+from raylearner.actors.process import reach_nodes_directly
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
 from raylearner.cleanup import clean_up_now
@@ -58,7 +59,7 @@ def connect(config: ClusterSection) -> str:
     if address:
         try:
             knock(address)
-            return ray.init(address=address, **common).dashboard_url or ""
+            url = ray.init(address=address, **common).dashboard_url or ""
         except Exception as error:  # of many kinds, and all of them end here
             key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
             raise ConfigError(
@@ -66,6 +67,8 @@ def connect(config: ClusterSection) -> str:
                 " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
                 " or leave the address out for a local cluster"
             ) from None
+        reach_nodes_directly()
+        return url
     try:
         context = ray.init(
             address="local",

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from raylearner.actors.process import reach_nodes_directly
 from raylearner.config.rewards import RewardModel, RewardSection
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.catalogue import Conversation, ModelCall
@@ -45,6 +46,7 @@ class GroupRewardActor:
     """The functions of a run that see whole groups."""
 
     def __init__(self, rewards: RewardSection) -> None:
+        reach_nodes_directly()
         self._scorer = GroupScorer(rewards)
 
     async def score(

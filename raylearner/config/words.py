@@ -82,7 +82,7 @@ def _alternatives(annotation: Any) -> frozenset[Any]:
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return frozenset().union(*(_alternatives(part) for part in get_args(annotation)))
+        return frozenset(found for part in get_args(annotation) for found in _alternatives(part))
     if origin is Literal:
         return frozenset(get_args(annotation))
     return frozenset({annotation})

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from raylearner import proxies
 from raylearner.environments import chat
 from raylearner.environments.chat import ChatRefusal, ChatSession
 
@@ -45,7 +46,8 @@ class ChatServer:
         return self._base_url
 
     async def start(self) -> None:
-        """Binds an ephemeral port on localhost; calls are taken from here on."""
+        """Binds an ephemeral port on localhost; calls are taken from here on, and by no proxy."""
+        proxies.keep_direct(HOST)
         bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         bound.bind((HOST, 0))
         bound.listen(BACKLOG)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from raylearner import proxies
 from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
 from raylearner.config.kind import load_reference
 from raylearner.errors import EnvironmentFault
@@ -102,6 +103,7 @@ class CommandProgram:
                 stderr=asyncio.subprocess.PIPE,
                 env={
                     **os.environ,
+                    **proxies.direct(os.environ, proxies.host_of(task.base_url)),
                     "OPENAI_BASE_URL": task.base_url,
                     "OPENAI_API_KEY": task.api_key,
                 },

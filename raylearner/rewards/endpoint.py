@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from raylearner.config.rewards import Judge, PairwiseJudge
 from raylearner.errors import JudgeRefused, RewardError
+from raylearner.proxies import proxy_of
 from raylearner.text import encodable_json
 
 SHOWN_CHARACTERS = 300
@@ -104,7 +105,9 @@ class Endpoint:
         try:
             async with (
                 asyncio.timeout(section.request_timeout_s),
-                self._client().post(self._url, json=body, headers=self._headers()) as response,
+                self._client().post(
+                    self._url, json=body, headers=self._headers(), proxy=self._proxy()
+                ) as response,
             ):
                 content = await response.content.read(MAX_REPLY_BYTES)
                 while len(content) < MAX_REPLY_BYTES and (more := await response.content.read(-1)):
@@ -132,6 +135,14 @@ class Endpoint:
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._session
+
+    def _proxy(self) -> str | None:
+        """Of services outside, as the environment says. Raises `RewardError` for one of another kind."""
+        try:
+            proxy = proxy_of(self._url)
+        except ValueError as error:
+            raise RewardError(f"POST {self._url}: {error}") from error
+        return None if proxy is None else proxy.url
 
     def _headers(self) -> dict[str, str]:
         """The key never shows in errors. Raises `RewardError` when its variable is not set."""

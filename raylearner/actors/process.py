@@ -1,0 +1,12 @@
+"""What every process of a run does first, before anything in it makes a call."""
+
+import ray
+
+from raylearner import proxies
+
+
+def reach_nodes_directly() -> None:
+    """The nodes of the cluster, which this process has joined, are called without a proxy."""
+    nodes = ray.nodes() if proxies.are_set() else []
+    hosts = {node[key] for node in nodes for key in ("NodeManagerAddress", "NodeManagerHostname")}
+    proxies.keep_direct(*sorted(hosts))
