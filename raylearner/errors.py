@@ -53,6 +53,10 @@ class RenderError(TrajectoryError):
     kind = "render"
 
 
+class UserCodeStuck(RaylearnerError):
+    """Too many calls of users' code never ended; the process that they are stuck in has to end."""
+
+
 class ReplayError(RaylearnerError):
     """A trajectory or a call breaks the replay contract; the rule is named."""
 

@@ -1,0 +1,85 @@
+"""Where users' code failed or stands: the stack without our own frames, and without the libraries
+below it, as text that fits into an error's message."""
+
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+from raylearner.errors import RaylearnerError
+
+MAX_FRAMES = 6
+MAX_CHARACTERS = 2000
+"""Of an exception's own text; what users' code raises may quote megabytes."""
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = tuple(
+    {str(Path(path).resolve()) for path in map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
+)
+_MACHINERY = ("asyncio", "concurrent", "threading.py", "contextlib.py", "contextvars.py")
+
+
+def describe(error: BaseException) -> str:
+    """`raised KeyError: 'gold'`, and below it the user's frames, innermost last.
+
+    Our own errors that users' code raises on purpose keep their text, without the type.
+    """
+    text = _shortened(str(error))
+    name = type(error).__name__
+    if isinstance(error, RaylearnerError):
+        said = f"failed: {text}"
+    else:
+        said = f"raised {name}: {text}" if text else f"raised {name}"
+    return f"{said}{indented(of_error(error))}"
+
+
+def of_error(error: BaseException) -> list[str]:
+    """The frames of the user's that an exception, or else what caused it, went through."""
+    seen: BaseException | None = error
+    while seen is not None:
+        entries = traceback.extract_tb(seen.__traceback__, limit=-200)
+        if lines := _shown(entries):
+            return lines
+        seen = seen.__cause__ or seen.__context__
+    return []
+
+
+def of_frame(frame: FrameType | None) -> list[str]:
+    """The frames of the user's on the stack that ends in `frame`."""
+    return [] if frame is None else _shown(traceback.extract_stack(frame))
+
+
+def indented(lines: Iterable[str]) -> str:
+    """The lines as they stand below a message; empty for none."""
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _shown(entries: Iterable[traceback.FrameSummary]) -> list[str]:
+    foreign = [entry for entry in entries if not _is_machinery(entry.filename)]
+    own = [entry for entry in foreign if not _is_library(entry.filename)]
+    lines: list[str] = []
+    for entry in (own or foreign)[-MAX_FRAMES:]:
+        lines.append(f'File "{entry.filename}", line {entry.lineno}, in {entry.name}')
+        if code := linecache.getline(entry.filename, entry.lineno or 0).strip():
+            lines.append(f"  {code}")
+    return lines
+
+
+def _is_machinery(filename: str) -> bool:
+    """Our own frames, and those of the library between ours and the user's."""
+    if filename.startswith(_PACKAGE):
+        return True
+    for library in _LIBRARIES:
+        if filename.startswith(library):
+            return filename[len(library) + 1 :].startswith(_MACHINERY)
+    return filename.startswith("<frozen")
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ...[cut]"

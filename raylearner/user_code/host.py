@@ -1,0 +1,389 @@
+"""Where users' code runs: async functions on one event loop in a thread, sync ones in worker threads.
+
+Consumes calls from an actor's own loop; produces their values, or errors that name the function. A
+call waits for its function, unblocked by its end, by its time limit, or by its cancellation. A
+function that does not end when its time is over is given up and its caller goes on: its thread is
+interrupted, and replaced where it held the loop. All async code of a process shares one loop, so that
+clients which it keeps between calls stay on the loop that they were made on.
+"""
+
+import asyncio
+import contextvars
+import faulthandler
+import inspect
+import logging
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from raylearner.errors import UserCodeStuck
+from raylearner.user_code.frames import describe, indented
+from raylearner.user_code.threads import LoopThread, UserThread, Worker
+
+logger = logging.getLogger(__name__)
+
+MAX_STUCK = 64
+"""Calls given up that may linger in one process; with more, its actor ends."""
+GRACE_S = 1.0
+"""How long a cancelled call may take to clean up before its caller goes on without it."""
+LINGER_S = 5.0
+"""How long a sync call may go on after its time before its thread is interrupted."""
+TICK_S = 0.25
+BLOCKED_S = 1.0
+"""A loop without a heartbeat for this long is blocked."""
+WARN_S = 5.0
+"""A loop blocked for this long is worth a warning, and so is a process whose Python stood still."""
+DUMP_S = 20.0
+"""Stacks are written to stderr when Python stands still for this long, since it may never go on."""
+
+
+class CallTimeout(Exception):
+    """A call took longer than its limit; the message says where it stood."""
+
+
+class CallFailed(Exception):
+    """A call ended in something that is not an `Exception`, such as `SystemExit`, or was lost with the
+    loop that it waited for; the message is complete."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    name: str
+    caller: asyncio.AbstractEventLoop
+    outcome: "asyncio.Future[Any]"
+    context: contextvars.Context
+    thread: UserThread | None = None
+    task: "asyncio.Task[None] | None" = None
+    given_up_at: float | None = None
+    is_stuck: bool = False
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """From any thread; the first time counts."""
+        try:
+            self.caller.call_soon_threadsafe(self._settle, value, error)
+        except RuntimeError:  # the caller's loop is closed: nobody waits any more
+            return
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        if self.outcome.done():
+            return
+        if error is None:
+            self.outcome.set_result(value)
+        else:
+            self.outcome.set_exception(error)
+            self.outcome.exception()  # its caller may have left
+
+
+_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("user code call", default=None)
+"""The call that the code which runs now, or the task that it belongs to, is a part of."""
+
+
+class UserCode:
+    """The threads of one process that users' code runs in, and a monitor that watches them.
+
+    `failure` says that too many calls never ended, and names them: the process should then end.
+    """
+
+    def __init__(
+        self, *, max_stuck: int = MAX_STUCK, grace_s: float = GRACE_S, linger_s: float = LINGER_S
+    ) -> None:
+        self._max_stuck = max_stuck
+        self._grace_s = grace_s
+        self._linger_s = linger_s
+        self._lock = threading.Lock()
+        self._has_calls = threading.Event()
+        self._monitor: threading.Thread | None = None
+        self._calls: set[_Call] = set()
+        self._idle: list[Worker] = []
+        self._loop: LoopThread | None = None
+        self._owners: WeakKeyDictionary[asyncio.Task[Any], _Call] = WeakKeyDictionary()
+        self._lost: dict[LoopThread, str] = {}
+        """Loops that were replaced, by what held them."""
+        self._warned: set[str] = set()
+        self.failure: str | None = None
+
+    async def call(
+        self, function: Callable[[], Any], *, name: str, timeout_s: float | None, limit: str = ""
+    ) -> Any:
+        """What `function` returns; an awaitable that it returns is awaited on the loop of users' code.
+
+        `name` stands for the function in errors and logs, `limit` for the key that sets `timeout_s`.
+        Raises what the function raises, `CallTimeout` when it took longer, and `CallFailed`. When the
+        caller is cancelled, so is an async function, which gets a moment to clean up.
+        """
+        if self.failure is not None:
+            raise CallFailed(self.failure)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        said = "" if timeout_s is None else f"{timeout_s:g} s{f' ({limit})' if limit else ''}"
+        call = self._start(function, name, on_loop=is_async(function))
+        value = await self._outcome(call, deadline, said)
+        if inspect.isawaitable(value):
+            awaitable: Awaitable[Any] = value
+
+            async def rest() -> Any:
+                return await awaitable
+
+            value = await self._outcome(self._start(rest, name, on_loop=True), deadline, said)
+        return value
+
+    def check(self) -> None:
+        """Raises `UserCodeStuck` once too many calls never ended."""
+        if self.failure is not None:
+            raise UserCodeStuck(self.failure)
+
+    # -- the caller's side ---------------------------------------------------------------------
+
+    async def _outcome(self, call: _Call, deadline: float | None, limit: str) -> Any:
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            done, _ = await asyncio.wait([call.outcome], timeout=left_s)
+        except asyncio.CancelledError:
+            await self._give_up(call)
+            raise
+        if done:
+            return call.outcome.result()
+        where = self._whereabouts(call)
+        await self._give_up(call)
+        raise CallTimeout(f"took longer than {limit}{where}")
+
+    async def _give_up(self, call: _Call) -> None:
+        """Cancels the call, and waits a moment for its end."""
+        with self._lock:
+            if call not in self._calls:
+                return
+            call.given_up_at = time.monotonic()
+            thread, task = call.thread, call.task
+        if isinstance(thread, LoopThread):
+            if task is not None:
+                thread.loop.call_soon_threadsafe(task.cancel)
+            await asyncio.wait([call.outcome], timeout=self._grace_s)
+
+    def _whereabouts(self, call: _Call) -> str:
+        """Where the call stands, or what holds the loop that it waits for."""
+        thread = call.thread
+        if isinstance(thread, LoopThread):
+            if thread.silent_s < min(BLOCKED_S, self._grace_s):
+                return ""
+            holder = self._holder(thread)
+            if holder is not None and holder.name != call.name:
+                return f"; the loop of users' code is held by {holder.name}{indented(thread.stack())}"
+        return "" if thread is None else indented(thread.stack())
+
+    # -- starting and ending -------------------------------------------------------------------
+
+    def _start(self, function: Callable[[], Any], name: str, *, on_loop: bool) -> _Call:
+        caller = asyncio.get_running_loop()
+        call = _Call(name, caller, caller.create_future(), contextvars.copy_context())
+        call.context.run(_CALL.set, call)
+        with self._lock:
+            self._calls.add(call)
+            self._has_calls.set()
+            if self._monitor is None:
+                self._monitor = threading.Thread(
+                    target=self._watch, name="user code monitor", daemon=True
+                )
+                self._monitor.start()
+            if on_loop:
+                if self._loop is None:
+                    self._loop = LoopThread()
+                    self._loop.loop.set_task_factory(self._make_task)
+                call.thread = self._loop
+                self._loop.loop.call_soon_threadsafe(self._begin, call, function)
+            else:
+                worker = call.thread = self._idle.pop() if self._idle else Worker(self._keep)
+                worker.start(lambda: self._run(call, function))
+        return call
+
+    def _make_task(self, loop: Any, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
+        context: contextvars.Context | None = options.get("context")
+        owner = _CALL.get() if context is None else context.get(_CALL)
+        if owner is not None:
+            self._owners[task] = owner
+        return task
+
+    def _begin(self, call: _Call, function: Callable[[], Any]) -> None:
+        """On the loop of users' code."""
+        assert isinstance(call.thread, LoopThread), "only async functions begin there"
+        with self._lock:
+            is_given_up = call.given_up_at is not None
+        if is_given_up:
+            self._finish(call, None, CallFailed("was cancelled before it began"))
+            return
+        call.task = call.thread.loop.create_task(
+            self._run_async(call, function), context=call.context
+        )
+
+    async def _run_async(self, call: _Call, function: Callable[[], Any]) -> None:
+        value, failure = None, None
+        try:
+            value = await function()
+        except BaseException as error:
+            failure = error
+        self._finish(call, value, failure)
+
+    def _run(self, call: _Call, function: Callable[[], Any]) -> None:
+        value, failure = None, None
+        try:
+            value = call.context.run(function)
+        except BaseException as error:
+            failure = error
+        self._finish(call, value, failure)
+
+    def _finish(self, call: _Call, value: Any, failure: BaseException | None) -> None:
+        if failure is not None and not isinstance(failure, Exception):
+            cause, failure = failure, CallFailed(describe(failure))
+            failure.__cause__ = cause
+        self._end(call)
+        call.settle(value, failure)
+
+    def _end(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.discard(call)
+            if not self._calls:
+                self._has_calls.clear()
+
+    def _keep(self, worker: Worker) -> None:
+        with self._lock:
+            if not worker.is_given_up:
+                self._idle.append(worker)
+
+    # -- the monitor ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            self._has_calls.wait()
+            with self._lock:
+                loop, names = self._loop, {call.name for call in self._calls}
+            if loop is not None:
+                loop.ask_for_beat()
+            lost_s = _doze()
+            if lost_s > WARN_S and names:
+                logger.warning(
+                    "Python stood still for %.0f s in this process, weights could not be received"
+                    " meanwhile: a call into C kept the interpreter's lock; running were: %s",
+                    lost_s,
+                    ", ".join(sorted(names)),
+                )
+            if loop is not None and loop.silent_s > min(BLOCKED_S, self._grace_s):
+                self._look_at_blocked(loop)
+            with self._lock:
+                late = [call for call in self._calls if call.given_up_at is not None]
+            for call in late:
+                self._look_at_late(call)
+            self._count()
+
+    def _look_at_blocked(self, loop: LoopThread) -> None:
+        """Warns of what holds the loop, and replaces the loop where that is over its time."""
+        holder, now = self._holder(loop), time.monotonic()
+        name = "something that users' code left behind" if holder is None else holder.name
+        with self._lock:
+            is_late = any(
+                call.thread is loop
+                and call.given_up_at is not None
+                and now - call.given_up_at > self._grace_s
+                for call in self._calls
+            )
+        if is_late and (holder is None or holder.given_up_at is not None):
+            self._replace(loop, name)
+        elif loop.silent_s > WARN_S:
+            self._warn(
+                name,
+                f"holds the loop of users' code for {loop.silent_s:.0f} s, and other async functions"
+                " wait: await what takes long, or make it a plain function, which gets a thread",
+                loop,
+            )
+
+    def _replace(self, loop: LoopThread, name: str) -> None:
+        """A new loop for calls to come; those on the one that is held fail."""
+        self._warn(name, "did not end when its time was over and holds the loop of users' code", loop)
+        with self._lock:
+            self._loop = None if self._loop is loop else self._loop
+            self._lost[loop] = name
+            behind = [call for call in self._calls if call.thread is loop]
+        error = f"was lost: {name} held the loop of users' code and did not end"
+        failure = f"{error}{indented(loop.stack())}"
+        for call in behind:
+            self._finish(call, None, CallFailed(failure))
+        loop.close()
+        loop.interrupt()
+
+    def _look_at_late(self, call: _Call) -> None:
+        """Interrupts a sync call that goes on after its time, and names every call that does."""
+        thread = call.thread
+        assert call.given_up_at is not None, "only calls that were given up are late"
+        if thread is None or not thread.is_alive:
+            self._end(call)
+            return
+        late_s = time.monotonic() - call.given_up_at
+        if isinstance(thread, LoopThread):
+            call.is_stuck = late_s > self._grace_s and thread.silent_s < BLOCKED_S
+        elif isinstance(thread, Worker) and late_s > self._linger_s:
+            with self._lock:
+                if call not in self._calls:
+                    return
+                call.is_stuck = thread.is_given_up = True
+                thread.interrupt()
+        if call.is_stuck:
+            self._warn(call.name, "goes on though its time is over", thread)
+
+    def _count(self) -> None:
+        for loop in list(self._lost):
+            if loop.is_alive:
+                loop.interrupt()
+            else:
+                del self._lost[loop]
+        with self._lock:
+            names = [call.name for call in self._calls if call.is_stuck]
+        names += self._lost.values()
+        if len(names) > self._max_stuck and self.failure is None:
+            self.failure = (
+                f"{len(names)} calls of users' code never ended and cannot be stopped:"
+                f" {', '.join(sorted(set(names)))}"
+            )
+            logger.error("%s", self.failure)
+
+    def _warn(self, name: str, text: str, thread: UserThread) -> None:
+        """Once for each function."""
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning("%s %s%s", name, text, indented(thread.stack()))
+
+    def _holder(self, loop: LoopThread) -> _Call | None:
+        """The call that the task which runs now is a part of; None where it is none's."""
+        task = asyncio.current_task(loop.loop)
+        return None if task is None else self._owners.get(task)
+
+
+def _doze() -> float:
+    """One tick; returns the seconds beyond it that this thread did not get to run.
+
+    Where Python does not go on for `DUMP_S`, a thread outside of it writes all stacks to stderr.
+    """
+    started = time.monotonic()
+    stderr = sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(DUMP_S, file=stderr)
+    time.sleep(TICK_S)
+    if stderr is not None:
+        faulthandler.cancel_dump_traceback_later()
+    return time.monotonic() - started - TICK_S
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it makes a coroutine."""
+    inner = getattr(function, "func", function)  # of a partial
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+        getattr(inner, "__call__", None)  # noqa: B004 - the method, not whether it is there
+    )
+
+
+@lru_cache(maxsize=1)
+def shared() -> UserCode:
+    """The one of this process."""
+    return UserCode()
