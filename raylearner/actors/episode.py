@@ -3,7 +3,6 @@
 Plain async functions, no Ray: the same code runs in rollout actors, in evaluation and in tests.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,7 @@ from raylearner.types import (
     StopReason,
     Trajectory,
 )
-
-logger = logging.getLogger(__name__)
+from raylearner.user_code.frames import describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +47,8 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
     """
     started_at_s = time.time()
     transcript = Transcript(renderer=kit.renderer, claim=claim)
-    stop_reason, error = StopReason.ERROR, None
     with kit.tracer.span("episode", group=claim.group_id, sample=claim.sample_index):
-        try:
-            environment = kit.make_environment()
-            try:
-                stop_reason = await _play(kit, environment, transcript, sampling)
-            except TrajectoryError as cause:
-                error = f"{cause.kind}: {cause}"
-            finally:
-                outcome = environment.outcome()
-                await environment.close()
-        except Exception as cause:  # an environment may raise whatever its author let through
-            logger.debug("environment raised", exc_info=True)
-            outcome = Outcome()
-            stop_reason, error = StopReason.ERROR, f"{EnvironmentFault.kind}: {cause!r}"
+        stop_reason, error, outcome = await _from_reset_to_close(kit, transcript, sampling)
         if not transcript.token_ids:
             transcript.open_empty()
         outcome = replace(outcome, shown=_seen(outcome.shown, transcript))
@@ -79,6 +64,34 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Tra
             return trajectory
         (trajectory,) = await scored(kit, claim, [trajectory], outcome)
         return trajectory
+
+
+async def _from_reset_to_close(
+    kit: EpisodeKit, transcript: Transcript, sampling: Sampling
+) -> tuple[StopReason, str | None, Outcome]:
+    """How the episode ended, its first failure, and what its environment reports."""
+    try:
+        environment = kit.make_environment()
+    except Exception as cause:
+        return StopReason.ERROR, _said(cause), Outcome()
+    stop_reason, error, outcome = StopReason.ERROR, None, Outcome()
+    try:
+        stop_reason = await _play(kit, environment, transcript, sampling)
+    except Exception as cause:  # an environment may raise whatever its author let through
+        error = _said(cause)
+    finally:
+        try:
+            await environment.close()
+            outcome = environment.outcome()
+        except Exception as cause:
+            stop_reason, error = StopReason.ERROR, error or _said(cause)
+    return stop_reason, error, outcome
+
+
+def _said(cause: Exception) -> str:
+    if isinstance(cause, TrajectoryError):
+        return f"{cause.kind}: {cause}"
+    return f"{EnvironmentFault.kind}: the environment {describe(cause)}"
 
 
 def _seen(shown: tuple[str, ...], transcript: Transcript) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ async def _run(agent: Agent, conversation: Conversation, claim: Claim) -> str | 
                 return program.result()
             if not done:
                 raise EnvironmentFault(
-                    f"the program did not end within {agent.timeout_s:g} s (environment.timeout_s)"
+                    f"{agent.program} did not end within {agent.timeout_s:g} s (environment.timeout_s)"
                 )
             return None
         finally:

@@ -16,6 +16,7 @@ from raylearner.actors.play import play
 from raylearner.config.schema import SamplingSection
 from raylearner.observability.spans import Tracer
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
+from raylearner.user_code import host
 
 CLAIM_POLL_S = 2.0
 """Longest one claim call waits in the replay actor before it is asked again."""
@@ -64,10 +65,12 @@ class RolloutWorker:
         self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
-        """Plays until `halt`. Raises whatever is no episode's fault."""
+        """Plays until `halt`. Raises what is not the failure of one episode, `UserCodeStuck` where
+        users' code has used up this process."""
         try:
             async with asyncio.TaskGroup() as episodes:
                 while not self._is_halted:
+                    host.shared().check()
                     await self._fill(episodes)
                 for task in self._running.values():
                     task.cancel()

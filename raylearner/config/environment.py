@@ -89,6 +89,8 @@ class CustomEnvironment(Section):
     for each episode."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Passed to the class as keywords."""
+    timeout_s: PositiveFloat = 300.0
+    """An episode fails in which one call of `reset`, `step` or `close` takes longer."""
 
 
 EnvironmentSection = Annotated[

@@ -17,6 +17,7 @@ from raylearner.config.rollout import ReasoningTags
 from raylearner.config.tools import CalculatorTool, FunctionTool
 from raylearner.environments.agent import Agent
 from raylearner.environments.chat_server import ChatServer
+from raylearner.environments.custom import HostedEnvironment
 from raylearner.environments.dialect import (
     Dialect,
     JsonDialect,
@@ -82,13 +83,13 @@ class EnvironmentFactory:
             await self._agent.server.start()
 
     def make(self) -> Environment:
-        """A fresh environment for one episode. Raises whatever the user's own raises."""
+        """A fresh environment for one episode."""
         assert self._agent is None, "programs play without environments"
         if isinstance(self._config, SingleTurn):
             return SingleTurnEnvironment()
         if isinstance(self._config, CustomEnvironment):
             assert self._custom is not None, "loaded with the factory"
-            return self._custom(**self._config.arguments)
+            return HostedEnvironment(self._custom, self._config)
         assert isinstance(self._config, ToolUse), "the agent was ruled out"
         assert self._dialect is not None, "tool use has a dialect"
         return ToolUseEnvironment(self._config, self._tools, self._dialect)

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +19,8 @@ from raylearner.config.kind import load_reference
 from raylearner.errors import EnvironmentFault
 from raylearner.text import encodable
 from raylearner.types import Prompt
+from raylearner.user_code import host
+from raylearner.user_code.frames import describe
 
 OUTPUT_BYTES = 1 << 20
 """Of each stream of a command; what comes beyond is read and dropped."""
@@ -43,7 +44,10 @@ class Task:
 
 
 class Program(Protocol):
-    """Plays one episode. Cancelled when its time is over; raises `EnvironmentFault` for a failure."""
+    """Plays one episode. Cancelled when its time is over; raises `EnvironmentFault` for a failure.
+
+    As text it is what errors call it.
+    """
 
     async def run(self, task: Task) -> str | None:
         """The answer; None where the policy's last turn is the answer."""
@@ -58,28 +62,30 @@ def make_program(config: OpenAiProxy) -> Program:
 
 
 class FunctionProgram:
-    """A function of the user's. A sync one runs in a thread of its own, which nothing can end: one
-    that runs out of time finds its key void and is left behind."""
+    """A function of the user's, run where users' code runs: an async one on its loop, a sync one in a
+    thread. Its episode's limit cancels it; one that goes on finds its key void and is left behind."""
 
     def __init__(self, path: str, arguments: dict[str, Any]) -> None:
         self._function = load_reference(path)
         self._arguments = arguments
-        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004 - the method, not whether it is there
-        )
+        self._name = f"program {path}"
+
+    def __str__(self) -> str:
+        return self._name
 
     async def run(self, task: Task) -> str | None:
         given = (task.base_url, task.api_key, task.messages, dict(task.prompt.columns))
         keywords = dict(zip(PROGRAM_KEYWORDS, given, strict=True)) | self._arguments
         try:
-            if self._is_async:
-                answer = await self._function(**keywords)
-            else:
-                answer = await _in_thread(lambda: self._function(**keywords))
+            answer = await host.shared().call(
+                partial(self._function, **keywords), name=self._name, timeout_s=None
+            )
         except EnvironmentFault:
             raise
+        except host.CallFailed as error:
+            raise EnvironmentFault(f"{self._name} {error}") from error
         except Exception as error:
-            raise _fault(error) from error
+            raise EnvironmentFault(f"{self._name} {describe(error)}") from error
         if answer is not None and not isinstance(answer, str):
             raise EnvironmentFault(
                 f"the program returned {type(answer).__name__}; expected text or None"
@@ -93,6 +99,9 @@ class CommandProgram:
     def __init__(self, command: Sequence[str], *, answers_on_stdout: bool) -> None:
         self._command = tuple(command)
         self._answers_on_stdout = answers_on_stdout
+
+    def __str__(self) -> str:
+        return f"program {self._command[0]}"
 
     async def run(self, task: Task) -> str | None:
         try:
@@ -193,34 +202,3 @@ def _carriers(api_key: str) -> set[int]:
             if mark in path.read_bytes():
                 found.add(int(path.parent.name))
     return found
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """In a daemon thread of its own: a pool would be used up by those that never end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(answer: Any, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(answer)
-
-    def body() -> None:
-        answer, failure = None, None
-        try:
-            answer = call()
-        except BaseException as error:
-            failure = _fault(error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
-            loop.call_soon_threadsafe(settle, answer, failure)
-
-    threading.Thread(target=body, name="agent program", daemon=True).start()
-    return await future
-
-
-def _fault(error: BaseException) -> EnvironmentFault:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return EnvironmentFault(f"the program raised {said}")

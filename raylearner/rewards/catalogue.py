@@ -46,9 +46,13 @@ class ModelReward:
 
 
 def make_reward(
-    name: str, section: sections.RewardFunction, models: Mapping[str, ModelCall]
+    name: str,
+    section: sections.RewardFunction,
+    models: Mapping[str, ModelCall],
+    *,
+    timeout_s: float | None = None,
 ) -> Reward:
-    """`models` are the reward models by function name.
+    """`models` are the reward models by function name; `timeout_s` limits calls of users' functions.
 
     Raises `ConfigError` for a user's function that cannot be taken.
     """
@@ -76,7 +80,7 @@ def make_reward(
         case sections.PairwiseJudge():
             return PairwiseReward(section)
         case sections.UserFunction():
-            return UserReward(section)
+            return UserReward(section, name=name, timeout_s=timeout_s)
 
 
 def conversation(episode: EpisodeView) -> Conversation:

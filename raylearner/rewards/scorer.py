@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from raylearner.cleanup import clean_up
-from raylearner.config.rewards import RewardFunction, RewardSection
+from raylearner.config.rewards import RewardFunction, RewardSection, UserFunction
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.catalogue import ModelCall, make_reward
 from raylearner.rewards.functions import EpisodeView, Reward, RewardLog
 from raylearner.types import EpisodeScore, Prompt
+from raylearner.user_code.frames import describe
+from raylearner.user_code.host import CallFailed, CallTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +58,13 @@ class Scorer:
             if section.sees_groups is not sees_groups:
                 continue
             try:
-                reward = make_reward(name, section, models or {})
+                limit_s = _time_limit_s(section, config.timeout_s)
+                reward = make_reward(name, section, models or {}, timeout_s=limit_s)
             except ConfigError as error:
                 problems.append(f"rewards.functions.{index}: {error}")
             else:
-                limit_s = _time_limit_s(section, config.timeout_s)
+                if isinstance(section, UserFunction):
+                    limit_s = None  # it keeps the limit itself
                 self._functions.append(_Function(name, reward, limit_s))
         if problems:
             raise ConfigError("\n".join(problems))
@@ -175,9 +179,9 @@ def _said(error: Exception, limit: asyncio.Timeout, function: _Function) -> str:
     cause: BaseException = error
     while isinstance(cause, ExceptionGroup):  # of the requests of a judge
         cause = cast(ExceptionGroup[Exception], cause).exceptions[0]
-    if isinstance(cause, RewardError):
-        return f"failed: {cause}"
-    return f"raised {type(cause).__name__}: {cause}"
+    if isinstance(cause, CallTimeout | CallFailed):
+        return str(cause)
+    return describe(cause)
 
 
 def _number(name: str, value: object) -> float | None:

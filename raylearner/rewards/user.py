@@ -6,10 +6,8 @@ calls it: lists by name, one entry an episode, and a list comes back. Lists have
 `per` is `group`.
 """
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,10 +17,10 @@ from raylearner.config.rewards import RewardSection, UserFunction
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.functions import EpisodeView, RewardLog
 from raylearner.types import Prompt
+from raylearner.user_code import host
 
 LIST_NAMES = ("prompts", "completions", "completion_ids")
 """Any of these among a function's parameters makes it one of TRL's form."""
-MAX_THREADS = 32
 RESERVED_NAMES = frozenset(
     {*LIST_NAMES, "trainer_state", "step", "policy_version", "log_extra", "log_metric"}
 )
@@ -41,26 +39,27 @@ class TrainingState:
 
 
 class UserReward:
-    """Calls the function; a sync one runs in a thread, which keeps its place if it never returns."""
+    """Calls the function where users' code runs: an async one on its loop, a sync one in a thread."""
 
-    def __init__(self, section: UserFunction) -> None:
-        """Raises `ConfigError` when it cannot be imported or takes other arguments."""
+    def __init__(
+        self, section: UserFunction, *, name: str = "", timeout_s: float | None = None
+    ) -> None:
+        """`name` is the function's in the configuration.
+
+        Raises `ConfigError` when it cannot be imported or takes other arguments.
+        """
+        self._name = f"reward {name or section.kind!r} ({section.kind})"
+        self._timeout_s = timeout_s
         self._section = section
         self._function = load_reference(section.kind)
         self._parameters = _parameters(self._function, section)
         self._takes_lists = any(name in self._parameters for name in LIST_NAMES)
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=section.kind)
 
     async def score(
         self, episodes: Sequence[EpisodeView], log: RewardLog
     ) -> Sequence[float | None]:
         call = self._as_lists(episodes, log) if self._takes_lists else self._as_views(episodes, log)
-        if _is_async(self._function):
-            value: Any = await call()
-        else:
-            value = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-            if inspect.isawaitable(value):
-                value = await value
+        value: Any = await host.shared().call(call, name=self._name, timeout_s=self._timeout_s)
         if not self._takes_lists and self._section.per == "episode":
             return [value]
         values: Any = value.tolist() if hasattr(value, "tolist") else value
@@ -73,7 +72,7 @@ class UserReward:
         return cast(list[float | None], list(cast(list[Any], values)))
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        return None
 
     def _as_views(self, episodes: Sequence[EpisodeView], log: RewardLog) -> partial[Any]:
         logs: dict[str, Any] = {"log_extra": log.extra, "log_metric": log.metric}
@@ -205,9 +204,3 @@ def _parameters(
 
 def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )

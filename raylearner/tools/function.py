@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast, get_type_hints
 
@@ -18,6 +17,8 @@ from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import ToolMetrics
 from raylearner.tools.protocol import Arguments, BadArguments, Observation
 from raylearner.types import Prompt
+from raylearner.user_code import host
+from raylearner.user_code.frames import describe
 
 MAX_PROBLEMS = 3
 PROMPT_PARAMETER = "prompt"
@@ -25,11 +26,10 @@ PROMPT_PARAMETER = "prompt"
 
 
 class Function:
-    """Calls the function; a sync one runs in a thread of the tool's own.
+    """Calls the function where users' code runs: an async one on its loop, a sync one in a thread.
 
     Arguments that do not fit the signature are an observation; an exception of the function, or a
-    call past its time limit, is a `ToolError`. A thread cannot be stopped: one that never returns
-    keeps its place.
+    call past its time limit, is a `ToolError`.
     """
 
     def __init__(self, section: FunctionTool) -> None:
@@ -42,7 +42,6 @@ class Function:
         self._rule = FailureRule(self.name, section.on_failure, self._metrics)
         self._takes_prompt, self._model = _model(self._function, section)
         self._places = asyncio.Semaphore(section.max_concurrent)
-        self._threads = ThreadPoolExecutor(section.max_concurrent, thread_name_prefix=self.name)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class Function:
         return self._metrics.drain()
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        return None
 
     async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
         keywords = {**self._validated(arguments), **self._section.arguments}
@@ -74,20 +73,18 @@ class Function:
             keywords[PROMPT_PARAMETER] = prompt
         call = partial(self._function, **keywords)
         async with self._places:
-            limit = asyncio.timeout(self._section.timeout_s)
             try:
-                async with limit:
-                    if inspect.iscoroutinefunction(self._function):
-                        value = await call()
-                    else:
-                        loop = asyncio.get_running_loop()
-                        value = await loop.run_in_executor(self._threads, call)
+                value = await host.shared().call(
+                    call,
+                    name=f"tool {self.name} ({self._section.function})",
+                    timeout_s=self._section.timeout_s,
+                )
+            except (host.CallTimeout, host.CallFailed) as error:
+                raise ToolError(f"{self.name}: {self._section.function} {error}") from error
             except Exception as error:  # the user's function: whatever it raises is its failure
-                if isinstance(error, TimeoutError) and limit.expired():
-                    said = f"took longer than {self._section.timeout_s:g} s"
-                else:
-                    said = f"raised {type(error).__name__}: {error}"
-                raise ToolError(f"{self.name}: {self._section.function} {said}") from error
+                raise ToolError(
+                    f"{self.name}: {self._section.function} {describe(error)}"
+                ) from error
         return _observation(value)
 
     def _validated(self, arguments: Arguments) -> dict[str, Any]:

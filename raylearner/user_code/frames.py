@@ -16,7 +16,10 @@ MAX_CHARACTERS = 2000
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple(
-    {str(Path(path).resolve()) for path in map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
+    {
+        str(Path(path).resolve())
+        for path in map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    }
 )
 _MACHINERY = ("asyncio", "concurrent", "threading.py", "contextlib.py", "contextvars.py")
 

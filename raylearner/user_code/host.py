@@ -171,7 +171,9 @@ class UserCode:
                 return ""
             holder = self._holder(thread)
             if holder is not None and holder.name != call.name:
-                return f"; the loop of users' code is held by {holder.name}{indented(thread.stack())}"
+                return (
+                    f"; the loop of users' code is held by {holder.name}{indented(thread.stack())}"
+                )
         return "" if thread is None else indented(thread.stack())
 
     # -- starting and ending -------------------------------------------------------------------
@@ -301,7 +303,9 @@ class UserCode:
 
     def _replace(self, loop: LoopThread, name: str) -> None:
         """A new loop for calls to come; those on the one that is held fail."""
-        self._warn(name, "did not end when its time was over and holds the loop of users' code", loop)
+        self._warn(
+            name, "did not end when its time was over and holds the loop of users' code", loop
+        )
         with self._lock:
             self._loop = None if self._loop is loop else self._loop
             self._lost[loop] = name

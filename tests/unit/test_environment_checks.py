@@ -172,4 +172,7 @@ async def test_an_environment_of_the_users_plays(module: str, renderer: Renderer
     trajectory = await play_episode(make_kit(renderer, factory(2).make), claim, sampling)
     assert (len(trajectory.turns), trajectory.metrics["left"]) == (2, 0.0)
     failed = await play_episode(make_kit(renderer, factory(0).make), claim, sampling)
-    assert failed.error == "environment: ValueError('no turns')"
+    assert failed.error is not None
+    head, *frames = failed.error.splitlines()
+    assert head == f"environment: environment {module}:Echo, reset raised ValueError: no turns"
+    assert f"{module}.py" in frames[0]

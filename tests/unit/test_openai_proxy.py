@@ -551,7 +551,10 @@ async def test_a_sync_function_plays_in_a_thread(
         (segment,) = await scene.play(FunctionProgram("agent_of_the_test:play", {"suffix": "6"}))
         assert (segment.reward, segment.stop_reason) == (1.0, StopReason.ANSWER)
         (segment,) = await scene.play(FunctionProgram("agent_of_the_test:fails", {}))
-        assert segment.error == "environment: the program raised ValueError: mine"
+        assert segment.error is not None
+        head, *frames = segment.error.splitlines()
+        assert head == "environment: program agent_of_the_test:fails raised ValueError: mine"
+        assert "agent_of_the_test.py" in frames[0] and "line 7" in frames[0]
 
 
 async def test_many_episodes_share_the_server(tokenizer_folder: Path) -> None:
