@@ -5,7 +5,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
@@ -34,7 +34,7 @@ from raylearner.types import Claim, Message, Prompt, Sampling
 from raylearner.user_code import host
 from raylearner.user_code.host import CallFailed, CallTimeout, UserCode
 
-LIMIT_S = 0.2
+LIMIT_S = 0.15
 MAX_LATENCY_S = 0.5
 """Of the loop that receives weights; a blocked one stands still for seconds."""
 
@@ -107,14 +107,14 @@ Run = Callable[[Prompt], Awaitable[str | None]]
 
 
 @pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's, and threads of the test's own."""
     name = f"users_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(USERS_CODE)
     monkeypatch.syspath_prepend(tmp_path)
     own = UserCode(grace_s=0.1, linger_s=0.2)
     monkeypatch.setattr(host, "shared", lambda: own)
-    yield name
+    return name
 
 
 def make_prompt(**columns: Any) -> Prompt:
@@ -226,8 +226,10 @@ async def test_time_limits_hold_and_the_loop_goes_on(
         is_over.set()
         assert await latency < MAX_LATENCY_S
         assert took_s < 1.0
-        assert error is not None and name in error and f"{LIMIT_S:g} s" in error
-        await asyncio.sleep(0.4)  # the loop that is held is replaced meanwhile
+        assert error is not None
+        assert name in error
+        assert f"{LIMIT_S:g} s" in error
+        await asyncio.sleep(0.0 if how == "swallows" else 0.3)  # a loop that is held is replaced
         if kind != "program":
             assert await run(make_prompt()) is None
 
@@ -236,11 +238,12 @@ async def test_where_it_stood_is_in_the_error(code: str, tokenizer_folder: Path)
     own = UserCode(grace_s=0.1)
 
     async def block() -> None:
-        time.sleep(0.6)
+        time.sleep(0.6)  # noqa: ASYNC251
 
     with pytest.raises(CallTimeout) as caught:
         await own.call(block, name="mine", timeout_s=0.4)
-    assert __file__ in str(caught.value) and "in block" in str(caught.value)
+    assert __file__ in str(caught.value)
+    assert "in block" in str(caught.value)
 
 
 async def test_a_sync_function_that_spins_is_interrupted() -> None:
@@ -275,7 +278,8 @@ async def test_calls_that_wait_behind_one_that_holds_the_loop_are_named_its() ->
         await own.call(spin, name="reward 'spins'", timeout_s=0.2)
     with pytest.raises(CallFailed) as caught:
         await waiting
-    assert "reward 'spins'" in str(caught.value) and "in spin" in str(caught.value)
+    assert "reward 'spins'" in str(caught.value)
+    assert "in spin" in str(caught.value)
 
 
 async def test_too_many_calls_that_never_end_are_the_end_of_the_process() -> None:
@@ -293,7 +297,7 @@ async def test_too_many_calls_that_never_end_are_the_end_of_the_process() -> Non
         with pytest.raises(CallTimeout):
             await own.call(clings, name="tool clings", timeout_s=0.05)
     async with asyncio.timeout(3):
-        while own.failure is None:
+        while own.failure is None:  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.05)
     with pytest.raises(UserCodeStuck) as caught:
         own.check()
@@ -332,7 +336,8 @@ async def test_async_calls_share_a_loop_and_see_the_context_of_their_caller() ->
 
     variable.set(3)
     (one, a), (other, b) = [await own.call(look, name="f", timeout_s=2.0) for _ in range(2)]
-    assert one is other and one is not asyncio.get_running_loop()
+    assert one is other
+    assert one is not asyncio.get_running_loop()
     assert (a, b) == (3, 3)
     assert await own.call(look_in_a_thread, name="f", timeout_s=2.0) == 3
 
