@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from raylearner import proxies
+from raylearner import handed_variables, proxies
 from raylearner.config import report
 from raylearner.config.checks import notes
 from raylearner.config.loader import load
@@ -53,6 +53,16 @@ OrStartOver = Annotated[
     typer.Option(
         OR_START_OVER,
         help="With --resume: without a whole checkpoint there, keep the directory as RUN_DIR.1 and start over.",
+    ),
+]
+
+HandedOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        handed_variables.OPTION,
+        metavar="NAME",
+        help="Hand this variable of the environment on to the job; repeat it for more.",
+        show_default=False,
     ),
 ]
 
@@ -94,7 +104,8 @@ def evaluate(arguments: Arguments = None) -> None:
         places = [a.partition("=")[2] for a in given if a.startswith(CHECKPOINT)]
         if len(places) > 1:
             raise ConfigError(f"checkpoint: given {len(places)} times; evaluate one at a time")
-        config = _load([a for a in given if not a.startswith(CHECKPOINT)], None)
+        given = [a for a in given if not a.startswith(CHECKPOINT)]
+        config = _load(given, None, environment=os.environ)
         name = f"{config.run.name}-eval"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         from raylearner import validation
@@ -142,6 +153,7 @@ def submit(
             show_default=False,
         ),
     ] = None,
+    variables: HandedOn = None,
     follow: Annotated[bool, typer.Option("--follow", help="Show its log until it ends.")] = False,
 ) -> None:
     """Start a run or a sweep as a Ray job, with this directory as its working directory."""
@@ -160,6 +172,7 @@ def submit(
             resume=resume,
             or_start_over=or_start_over,
             sweep_file=sweep_file,
+            variables=tuple(variables or ()),
         )
 
         def load_runs() -> Sequence[RunConfig]:
@@ -183,6 +196,7 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every trial's command, start nothing.")
     ] = False,
+    variables: HandedOn = None,
 ) -> None:
     """Run every trial of a sweep as a Ray job; the same command goes on with one that ended early."""
     with _exit_codes():
@@ -195,7 +209,7 @@ def sweep(
             return
         from raylearner.sweep import runner
 
-        runner.run(file)
+        runner.run(file, variables=variables or ())
 
 
 @app.command()
@@ -253,7 +267,7 @@ def _load(
         if not saved.is_file():
             raise ConfigError(f"--resume {resume}: not a run directory, it has no config.yaml")
         files = [str(saved), *files]
-    config = load(files, overrides)
+    config = load(files, overrides, environment=environment)
     stop_time_s(config.run, environment or {})
     return config
 
@@ -278,6 +292,7 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """The one boundary of the command line: errors become a message and an exit code."""
+    handed_variables.take()
     proxies.keep_direct()
     try:
         yield

@@ -211,8 +211,13 @@ def metadata(config: RunConfig) -> dict[str, str]:
     }
 
 
-def runtime_env(folder: str, *, dependencies: Path | None = None) -> dict[str, Any]:
-    """The job's files and variables; with `dependencies`, a requirements file that Ray installs."""
+def runtime_env(
+    folder: str, *, dependencies: Path | None = None, variables: Path | None = None
+) -> dict[str, Any]:
+    """The job's files and variables; with `dependencies`, a requirements file that Ray installs.
+
+    `variables` is the package of those that are handed on. Ray shows everything else that is here.
+    """
     environment: dict[str, Any] = {
         "working_dir": folder,
         "excludes": list(EXCLUDES),
@@ -223,6 +228,8 @@ def runtime_env(folder: str, *, dependencies: Path | None = None) -> dict[str, A
     }
     if dependencies is not None:
         environment["pip"] = str(dependencies)
+    if variables is not None:
+        environment["py_modules"] = [str(variables)]
     return environment
 
 

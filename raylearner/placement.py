@@ -11,13 +11,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from raylearner import machine
-from raylearner.actors.process import reach_nodes_directly
+from raylearner import handed_variables, machine
+from raylearner.actors.process import prepare, reach_nodes_directly
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
 from raylearner.cleanup import clean_up_now
 from raylearner.colocation import Colocation
-from raylearner.config import resources
+from raylearner.config import resources, variables
 from raylearner.config.checks import notes
 from raylearner.config.lora import lora_rank
 from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
@@ -128,6 +128,33 @@ def size(config: RunConfig, *, num_gpus: float, least_cpus: float = 0.0) -> Size
 def check_supply(config: RunConfig) -> None:
     """Raises `ConfigError` with demand and supply when the cluster cannot hold the run."""
     refuse_too_large(size(config, num_gpus=ray.cluster_resources().get("GPU", 0.0)))
+
+
+def check_variables(config: RunConfig) -> None:
+    """Raises `ConfigError` where machines of a cluster that was joined lack a variable that is named.
+
+    A local cluster has those of this process.
+    """
+    named = dict(variables.named_variables(config))
+    if not named or not (os.environ.get("RAY_ADDRESS") or config.cluster.address):
+        return
+    look: Any = _unset
+    unset = set(ray.get(look.remote(list(named.values()))))
+    problems = [
+        f"{key}: the environment variable {name} is not set on the cluster's machines; submit the run"
+        f" with {handed_variables.OPTION} {name}, or set it where `ray start` runs"
+        for key, name in named.items()
+        if name in unset
+    ]
+    if problems:
+        raise ConfigError("\n".join([*problems, "nothing was started."]))
+
+
+@ray.remote(num_cpus=0)
+def _unset(names: list[str]) -> list[str]:
+    """Those that a worker's process does not have."""
+    prepare()
+    return [name for name in names if not os.environ.get(name)]
 
 
 def refuse_too_large(size: Size, *, what: str = "") -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from raylearner import jobs
+from raylearner import handed_variables, jobs
+from raylearner.config import variables
 from raylearner.config.report import git_revision
-from raylearner.config.schema import RunConfig
+from raylearner.config.schema import PretrainedModel, RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
 from raylearner.observability import logs, run_directory
 
@@ -32,6 +33,8 @@ class Request:
     resume: Path | None
     or_start_over: bool = False
     sweep_file: str | None
+    variables: tuple[str, ...] = ()
+    """Names of those that the job is given of this environment."""
 
 
 def submit(
@@ -55,13 +58,18 @@ def submit(
     config = configs[0] if configs and request.sweep_file is None else None
     name = config.run.name if config is not None else _name(request)
     arguments = _arguments(request, config, is_local=jobs.is_local(client))
-    job = jobs.submit(
-        client,
-        arguments,
-        environment=jobs.runtime_env(str(Path.cwd()), dependencies=dependencies),
-        about=jobs.metadata(config) if config is not None else _about(request, name),
-        submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
-    )
+    for line in _lacking(configs, request.variables):
+        logger.warning("%s", line)
+    with handed_variables.packed(request.variables, os.environ) as package:
+        job = jobs.submit(
+            client,
+            arguments,
+            environment=jobs.runtime_env(
+                str(Path.cwd()), dependencies=dependencies, variables=package
+            ),
+            about=jobs.metadata(config) if config is not None else _about(request, name),
+            submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
+        )
     where = client.get_address()
     stop = _ray_command(where, "stop", job)
     logger.info("job %s runs on %s; its log: %s", job, where, _ray_command(where, "logs -f", job))
@@ -89,6 +97,11 @@ def _checked(
     problems: list[str] = []
     configs: Sequence[RunConfig] = ()
     try:
+        with handed_variables.packed(request.variables, os.environ):
+            pass
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
         _refuse_outside_files(request)
     except ConfigError as error:
         problems.append(str(error))
@@ -102,6 +115,29 @@ def _checked(
     if problems:
         raise ConfigError("\n".join(problems))
     return configs
+
+
+def _lacking(configs: Sequence[RunConfig], handed_on: Sequence[str]) -> Iterator[str]:
+    """Variables that runs need, and that a job has only where the cluster's machines set them."""
+    needed: dict[str, str] = {}
+    for config in configs:
+        for key, name in variables.named_variables(config):
+            needed.setdefault(name, f"{key} names {name}")
+        if variables.wants_wandb_key(config):
+            needed.setdefault(
+                variables.WANDB_KEY, f"observability.wandb needs {variables.WANDB_KEY}"
+            )
+        is_hub = isinstance(config.model, PretrainedModel) and not os.path.isdir(config.model.path)
+        if is_hub and os.environ.get(variables.HUB_TOKEN):
+            needed.setdefault(
+                variables.HUB_TOKEN,
+                f"model.path is on the hub, and {variables.HUB_TOKEN} is set here",
+            )
+    for name in needed.keys() - set(handed_on):
+        yield (
+            f"{needed[name]}: the job has it only where `ray start` was given it; hand it on with"
+            f" {handed_variables.OPTION} {name}"
+        )
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:

@@ -80,6 +80,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
         held.callback(placement.disconnect)
         config = placement.resolve(config)
         placement.check_supply(config)
+        placement.check_variables(config)
         asyncio.run(_train(config, folder, training, held_out, latest=latest))
 
 

@@ -76,6 +76,7 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
         try:
             placement.connect(config.cluster)
             config = placement.resolve(config)
+            placement.check_variables(config)
             record = asyncio.run(
                 _evaluate(config, folder, prompts, model=model, step=step, version=version)
             )

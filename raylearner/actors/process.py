@@ -2,7 +2,13 @@
 
 import ray
 
-from raylearner import proxies
+from raylearner import handed_variables, proxies
+
+
+def prepare() -> None:
+    """Takes the variables that were handed on to the job, then calls its own addresses directly."""
+    handed_variables.take()
+    reach_nodes_directly()
 
 
 def reach_nodes_directly() -> None:

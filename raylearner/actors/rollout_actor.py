@@ -10,7 +10,7 @@ import ray
 from raylearner.actors.engine import Engine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.outbox import Outbox
-from raylearner.actors.process import reach_nodes_directly
+from raylearner.actors.process import prepare
 from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.cleanup import clean_up
@@ -75,7 +75,7 @@ class RolloutActor:
         replay: Any,
     ) -> None:
         """`replay` is the handle of the replay actor, or None where nothing is kept."""
-        reach_nodes_directly()
+        prepare()
         self._actor_id = actor_id
         self._sections = sections
         self._model_path = model_path

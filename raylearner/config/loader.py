@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a `RunConfig`, with all problems at once."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -19,14 +19,23 @@ from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_m
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import FILE_NAME, ONE_OR_MORE
 from raylearner.config.tree import DEFAULTS, Node, merge
+from raylearner.config.variables import check_variables
 from raylearner.config.words import admits_null, ambiguous_words, is_null_word
 
 REMOVED_KEYS: dict[str, str] = {}
 """Dotted keys that are gone, each with one line of advice."""
 
 
-def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
-    """Merge files left to right, overrides over them, and validate; raises `ConfigProblems`."""
+def load(
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Merge files left to right, overrides over them, and validate; raises `ConfigProblems`.
+
+    `environment` is that of the run, where it is known: variables that it lacks are problems.
+    """
     problems: list[Problem] = []
     files = _collect(
         (_read_file(Path(path), Where(i, 0, path)) for i, path in enumerate(paths)), problems
@@ -47,7 +56,8 @@ def load(paths: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     problems += removed + [problem for problem in found if problem.key not in REMOVED_KEYS]
     problems += ambiguous_words(tree, RunConfig)
     if config is not None and not problems:
-        for finding in check(config):
+        lacking = () if environment is None else check_variables(config, environment)
+        for finding in (*check(config), *lacking):
             path = tuple(int(part) if part.isdecimal() else part for part in finding.key.split("."))
             problems.append(Problem(tree.place(path), tree.key(path), finding.text))
     if config is None or problems:

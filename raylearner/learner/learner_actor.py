@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from raylearner import handed_variables
 from raylearner.config.schema import LearnerSection, ProfileSection
 from raylearner.config.section import number
 from raylearner.learner.layout import LearnerBatch, StepOutput
@@ -38,6 +39,7 @@ class LearnerActor:
     """One rank; delegates to `Learner`. Imports torch in its own process only."""
 
     def __init__(self, rank: int) -> None:
+        handed_variables.take()
         self._rank = rank
         self._learner: Any = None
         self._writer: Any = None

@@ -5,15 +5,16 @@ only answers when asked, and for the metrics that they write.
 """
 
 import logging
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import ray
 
-from raylearner import jobs, placement
+from raylearner import handed_variables, jobs, placement
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.observability import run_directory
 from raylearner.sweep import progress, results
@@ -35,9 +36,17 @@ CAUSES = {"STOPPED": "its job was stopped", LOST: "the cluster does not know its
 """Ends of a job that its log does not tell."""
 
 
-def run(path: str) -> None:
-    """Runs, or goes on with, the sweep of a file. Raises `RaylearnerError` where trials failed."""
+def run(path: str, *, variables: Sequence[str] = ()) -> None:
+    """Runs, or goes on with, the sweep of a file. Raises `RaylearnerError` where trials failed.
+
+    `variables` names those of this environment that the trials' jobs are given.
+    """
     plan = read(path)
+    with handed_variables.packed(variables, os.environ) as package:
+        _run(plan, package)
+
+
+def _run(plan: Plan, variables: Path | None) -> None:
     results.refuse_without_matplotlib()
     early, steps = plan.sweep.early_stopping, [t.config.run.num_steps for t in plan.trials]
     asha = early and Asha(early, plan.sweep.metric, max_steps=min(steps))
@@ -45,7 +54,7 @@ def run(path: str) -> None:
     dashboard = placement.connect(cluster)
     try:
         client = jobs.connect(f"http://{dashboard}")
-        trial_jobs = TrialJobs(client, environment(client))
+        trial_jobs = TrialJobs(client, environment(client, variables=variables))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         sizes = {
             t.number: placement.size(t.config, least_cpus=t.cpus, num_gpus=gpus)

@@ -27,13 +27,14 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED", LOST)
 """Statuses that a job keeps."""
 NO_ANSWER = (RuntimeError, OSError, AuthenticationError)
 """What the client raises; failures of the connection are `OSError`s."""
-HANDED_ON = ("pip", "uv", "conda")
+HANDED_ON = ("pip", "uv", "conda", "py_modules")
 """What of our own job's environment the trials need too."""
 
 
-def environment(client: Any) -> dict[str, Any]:
+def environment(client: Any, *, variables: Path | None = None) -> dict[str, Any]:
     """Of the trials' jobs: this directory, or the package and dependencies of the job that we are.
 
+    `variables` is the package of those that are handed on; without it, that of our own job is.
     Raises `ConfigError` where the trials would run on another machine.
     """
     told = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
@@ -45,7 +46,7 @@ def environment(client: Any) -> dict[str, Any]:
             " by `bash launch/submit.sh --sweep FILE`"
         )
     handed_on = {key: ours[key] for key in HANDED_ON if ours.get(key)}
-    return jobs.runtime_env(str(package or Path.cwd())) | handed_on
+    return handed_on | jobs.runtime_env(str(package or Path.cwd()), variables=variables)
 
 
 class TrialJobs:

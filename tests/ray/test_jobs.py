@@ -63,12 +63,20 @@ def ended(client: Any, job: str) -> bool:
 
 
 def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
-    project: Path, client: Any, cluster: Cluster
+    project: Path, client: Any, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = client.get_address()
-    arguments = ("run.yaml", "run.dir=runs/a", "run.num_steps=2000", "run.name=watched")
-    job = job_of(cli(project, "submit", *arguments, address=address))
-    assert set(client.get_job_info(job).metadata) >= {"run", "commit", "config"}
+    (project / "keys.py").write_text(
+        "import os\ndef has_key(episode): return float(os.environ.get('DEMO_KEY') == 'hunter-2')\n"
+    )
+    reward = "rewards.functions=[{kind: keys:has_key}]"
+    arguments = ("run.yaml", "run.dir=runs/a", "run.num_steps=2000", "run.name=watched", reward)
+    monkeypatch.setitem(ENVIRONMENT, "DEMO_KEY", "hunter-2")
+    job = job_of(cli(project, "submit", "--env", "DEMO_KEY", *arguments, address=address))
+    monkeypatch.delitem(ENVIRONMENT, "DEMO_KEY")
+    info = client.get_job_info(job)
+    assert set(info.metadata) >= {"run", "commit", "config"}
+    assert "hunter-2" not in str(info)
     metrics = project / "runs" / "a" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 3, what="three steps")
     wait_for(
@@ -81,7 +89,9 @@ def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
     client.stop_job(job)
     wait_for(lambda: ended(client, job), what="the stop")
     assert client.get_job_status(job) == "STOPPED"
+    assert {row["rollout/reward/mean"] for row in rows(metrics)} == {1.0}
     log = client.get_job_logs(job)
+    assert "hunter-2" not in log
     assert "stopped on request at step" in log
     assert "go on with --resume" in log
     assert "\r" not in log
