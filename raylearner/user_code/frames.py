@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from raylearner.errors import RaylearnerError
 
@@ -52,6 +53,16 @@ def of_error(error: BaseException) -> list[str]:
 def of_frame(frame: FrameType | None) -> list[str]:
     """The frames of the user's on the stack that ends in `frame`."""
     return [] if frame is None else _shown(traceback.extract_stack(frame))
+
+
+def of_coroutine(coroutine: Any) -> list[str]:
+    """The frames of the user's in which a suspended coroutine waits."""
+    entries: list[traceback.FrameSummary] = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        entries.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name))
+        coroutine = coroutine.cr_await
+    return _shown(entries)
 
 
 def indented(lines: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from raylearner.errors import UserCodeStuck
-from raylearner.user_code.frames import describe, indented
+from raylearner.user_code.frames import describe, indented, of_coroutine
 from raylearner.user_code.threads import LoopThread, UserThread, Worker
 
 logger = logging.getLogger(__name__)
@@ -165,16 +165,16 @@ class UserCode:
 
     def _whereabouts(self, call: _Call) -> str:
         """Where the call stands, or what holds the loop that it waits for."""
-        thread = call.thread
-        if isinstance(thread, LoopThread):
-            if thread.silent_s < min(BLOCKED_S, self._grace_s):
-                return ""
-            holder = self._holder(thread)
-            if holder is not None and holder.name != call.name:
-                return (
-                    f"; the loop of users' code is held by {holder.name}{indented(thread.stack())}"
-                )
-        return "" if thread is None else indented(thread.stack())
+        thread, task = call.thread, call.task
+        if not isinstance(thread, LoopThread):
+            return "" if thread is None else indented(thread.stack())
+        holder = self._holder(thread)
+        if holder is None:
+            return "" if task is None else indented(of_coroutine(task.get_coro()))
+        stack = indented(thread.stack())
+        if holder.name == call.name:
+            return stack
+        return f"; the loop of users' code is held by {holder.name}{stack}"
 
     # -- starting and ending -------------------------------------------------------------------
 

@@ -35,14 +35,14 @@ from raylearner.user_code import host
 from raylearner.user_code.host import CallFailed, CallTimeout, UserCode
 
 LIMIT_S = 0.15
-MAX_LATENCY_S = 0.5
+MAX_LATENCY_S = 1.0
 """Of the loop that receives weights; a blocked one stands still for seconds."""
 
 USERS_CODE = """
 import asyncio, time
 
 async def sleeps():
-    time.sleep(1.2)
+    time.sleep(2.5)
 
 async def spins():
     while True:
@@ -58,7 +58,7 @@ async def swallows():
 
 async def child_blocks():
     async def block():
-        time.sleep(1.2)
+        time.sleep(2.5)
     await asyncio.gather(block())
 
 BAD = {f.__name__: f for f in (sleeps, spins, swallows, child_blocks)}
@@ -225,25 +225,33 @@ async def test_time_limits_hold_and_the_loop_goes_on(
         took_s = time.monotonic() - started
         is_over.set()
         assert await latency < MAX_LATENCY_S
-        assert took_s < 1.0
+        assert took_s < 2.0
         assert error is not None
         assert name in error
         assert f"{LIMIT_S:g} s" in error
-        await asyncio.sleep(0.0 if how == "swallows" else 0.3)  # a loop that is held is replaced
-        if kind != "program":
-            assert await run(make_prompt()) is None
+        if kind != "program":  # nothing is lost but the call: the loop that was held is replaced
+            async with asyncio.timeout(5):
+                while await run(make_prompt()) is not None:
+                    pass
 
 
-async def test_where_it_stood_is_in_the_error(code: str, tokenizer_folder: Path) -> None:
+async def test_where_it_stood_is_in_the_error() -> None:
     own = UserCode(grace_s=0.1)
 
     async def block() -> None:
-        time.sleep(0.6)  # noqa: ASYNC251
+        time.sleep(0.4)  # noqa: ASYNC251
 
-    with pytest.raises(CallTimeout) as caught:
-        await own.call(block, name="mine", timeout_s=0.4)
-    assert __file__ in str(caught.value)
-    assert "in block" in str(caught.value)
+    async def wait() -> None:
+        await asyncio.sleep(9)
+
+    def block_a_thread() -> None:
+        time.sleep(0.4)
+
+    for function in (wait, block, block_a_thread):
+        with pytest.raises(CallTimeout) as caught:
+            await own.call(function, name="mine", timeout_s=0.2)
+        assert __file__ in str(caught.value)
+        assert f"in {function.__name__}" in str(caught.value)
 
 
 async def test_a_sync_function_that_spins_is_interrupted() -> None:
