@@ -152,8 +152,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("checkpoint/stall_s", "s", "Time that training stood still for a checkpoint: its state was copied, after the one before was whole."),
     ("checkpoint/write_s", "s", "Time in which one was written beside training."),
     # Tools, since the last step, over all rollout actors.
-    ("tools/<name>/calls", "calls", "Calls of one tool."),
-    ("tools/<name>/errors", "calls", "Calls that failed after their last retry."),
+    ("tools/<name>/calls", "calls", "Calls of one tool, those with wrong arguments included."),
+    ("tools/<name>/errors", "calls", "Calls that failed after their last retry; wrong arguments are the policy's, not errors of the tool."),
     ("tools/<name>/retries", "requests", "Requests that were sent again."),
     ("tools/<name>/bad_pages", "pages", "Page tools: images that could not be shown; the policy was told so in their place."),
     ("tools/<name>/latency_s/<aggregate>", "s", "Latency of a call: p50, p90, p99 of the slowest actor."),

@@ -307,11 +307,13 @@ async def wait_for_service(url: str, *, wait_s: float) -> None:
 
 
 async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:
-    """The answer of `call`, counted, unless the policy's arguments were wrong: nothing was called then."""
+    """The answer of `call`, counted. Wrong arguments of the policy are neither an error of the tool nor
+    part of its latency."""
     started = time.monotonic()
     try:
         answer = await call
     except BadArguments:
+        metrics.count("calls")
         raise
     except BaseException:
         metrics.count_call(latency_s=time.monotonic() - started, is_error=True)

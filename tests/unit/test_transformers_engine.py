@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from raylearner.actors.sampler import Draw, sample
 from raylearner.actors.transformers_engine import TransformersEngine
+from raylearner.actors.turn import sample_turn
 from raylearner.config import schema
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import BAN_BIAS, Completion, CompletionStop, Probe, Sampling, WeightUpdate
 from raylearner.weights.shared_files import write_weights
@@ -420,3 +422,27 @@ def test_each_row_has_its_own_sampling() -> None:
     assert logprobs[1:].tolist() == [0.0, 0.0]
     penalized = draws(Sampling(repetition_penalty=3.0, top_k=1), 1, token_ids=(0,))
     assert sample(LOGITS[None], penalized)[0].tolist() == [1]
+
+
+async def test_a_stop_in_a_thought_does_not_end_the_turn(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    section = schema.RendererSection(reasoning_tags=(("<think>", "</think>"),))
+    renderer = Renderer.from_pretrained(str(folder), section)
+    kept = {*renderer.encode("ab")}
+    banned = tuple(i for i in range(renderer.vocab_size) if i not in kept)
+    sampling = Sampling(max_tokens=30, stop=("bbb",), banned_token_ids=banned, seed=1)
+    prompt = renderer.encode("abc")
+    stopped = await sample_turn(engine, renderer, prompt, sampling)
+    whole = await sample_turn(engine, renderer, prompt, sampling, opening="<think>")
+    assert stopped.stop_reason is CompletionStop.STOP_STRING
+    assert (len(whole.token_ids), whole.stop_reason) == (30, CompletionStop.LENGTH)
+    assert renderer.decode(whole.token_ids.tolist()).count("bbb") > 1
+    assert whole.token_ids[: len(stopped.token_ids)].tolist() == stopped.token_ids.tolist()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *whole.token_ids.tolist()]])).logits[0]
+    logits[:, list(banned)] = -torch.inf
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    found = expected.gather(1, torch.tensor(whole.token_ids.astype(np.int64))[:, None])[:, 0]
+    assert np.allclose(whole.logprobs, found.numpy(), atol=1e-4)

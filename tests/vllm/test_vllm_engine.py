@@ -4,9 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from checkpoints import VOCABULARY
+from checkpoints import VOCABULARY, make_tokenizer
 
+from raylearner.actors.turn import sample_turn
+from raylearner.config.schema import RendererSection
 from raylearner.errors import EngineError
+from raylearner.tokenization.renderer import Renderer
 from raylearner.types import CompletionStop, Sampling
 
 pytestmark = [
@@ -85,6 +88,25 @@ async def test_the_token_that_completes_a_stop_string_stays_whole(lab) -> None:
     assert completion.token_ids.tolist().count(WHOLE) == 1
     assert completion.token_ids[-1] == WHOLE
     assert lab.gap(lab.tokens("abc"), completion, sampling) < 1e-4
+
+
+async def test_a_stop_string_in_a_thought_does_not_end_the_turn(lab) -> None:
+    section = RendererSection(reasoning_tags=(("<think>", "</think>"),))
+    renderer = Renderer(make_tokenizer(), section)
+    sampling = Sampling(
+        max_tokens=60,
+        stop=("</t>",),
+        banned_token_ids=lab.everything_but("a", "b", "</t>!"),
+        seed=3,
+    )
+    prompt = lab.tokens("abc")
+    stopped = await sample_turn(lab.engine, renderer, prompt, sampling)
+    whole = await sample_turn(lab.engine, renderer, prompt, sampling, opening="<think>")
+    assert stopped.stop_reason is CompletionStop.STOP_STRING
+    assert (len(whole.token_ids), whole.stop_reason) == (60, CompletionStop.LENGTH)
+    assert whole.token_ids[: len(stopped.token_ids)].tolist() == stopped.token_ids.tolist()
+    assert whole.token_ids.tolist().count(WHOLE) > 1
+    assert lab.gap(prompt, whole, sampling) < 1e-4
 
 
 async def test_a_stop_string_over_several_tokens_keeps_its_tokens(lab) -> None:
