@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import astuple
 from datetime import date, datetime, time
 from decimal import Decimal
 from math import isfinite
@@ -42,7 +43,18 @@ def content_hash(prompt: Prompt) -> str:
     Its place, id and source's name do not count: the same bytes read from elsewhere are the same row.
     """
     digest = hashlib.sha256()
-    messages = [(m.role, m.content, *m.images) for m in prompt.messages]
+    messages = [
+        (
+            m.role,
+            m.content,
+            m.images,
+            m.call_id,
+            m.name,
+            m.reasoning,
+            [astuple(call) for call in m.calls],
+        )
+        for m in prompt.messages
+    ]
     content = (messages, prompt.answers, prompt.doc_id, prompt.is_conversational, prompt.columns)
     digest.update(_canonical(content))
     return digest.hexdigest()[:HASH_CHARACTERS]

@@ -13,6 +13,19 @@ class ConfigError(RaylearnerError, ValueError):
     """Bad input from the user: YAML, overrides, data rows, model directories. Exit code 2."""
 
 
+class DialogueError(RaylearnerError, ValueError):
+    """Messages that do not make a dialogue: `where` in them, and what is wrong. `is_last` is set for
+    a last turn of the assistant where there may be none."""
+
+    def __init__(self, where: str, problem: str, is_last: bool = False) -> None:
+        super().__init__(where, problem, is_last)
+        self.where = where
+        self.is_last = is_last
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
 class TrajectoryError(RaylearnerError):
     """An episode failed. Recorded on its trajectory and counted; never fatal alone."""
 

@@ -88,7 +88,7 @@ def fitting(
         try:
             size = len(unbounded.render(renderer.stand_ins(prompt.messages), tools=tools))
         except RenderError as error:
-            refused.append(f"{prompt.prompt_id}: {error}")
+            refused.append(f"{prompt.place or prompt.prompt_id}: {error}")
             continue
         if size <= limit:
             kept.append(prompt)

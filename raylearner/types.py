@@ -74,6 +74,11 @@ class FunctionCall:
 
     __post_init__ = make_encodable
 
+    def wire(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -111,6 +116,10 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_conversational: bool = False
     """Whether the row holds messages and not plain text."""
+    prefill: bool = False
+    """Whether a last message of the assistant starts the policy's first turn."""
+    place: str = ""
+    """File and row."""
 
     __post_init__ = make_encodable
 

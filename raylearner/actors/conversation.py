@@ -19,19 +19,20 @@ from raylearner.environments.chat import (
     ChatReply,
     ChatRequest,
     FinishReason,
-    FunctionCall,
 )
 from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall, thoughts_of_dialects
 from raylearner.errors import EngineError, RenderError, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.reasoning import Reasoning
 from raylearner.tokenization.continuation import RewritesHistory
+from raylearner.tokenization.messages import template_message
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     Claim,
     Completion,
     CompletionStop,
+    FunctionCall,
     Message,
     Sampling,
     StopReason,
@@ -173,16 +174,16 @@ class Conversation:
         renderer = self.renderer
         place, num_known = self._find(request)
         new = request.messages[num_known:]
-        templates = [message.template() for message in new]
+        templates = list(map(template_message, new))
         if place is None:
             return self._anew(request)
         recorded = place.segment.transcript.token_ids
         kept = recorded[: place.end]
-        calls = request.messages[num_known - 1].template().get("tool_calls", ())
+        calls = template_message(request.messages[num_known - 1]).get("tool_calls", ())
         try:
             reply_ids = renderer.render_continuation(
                 templates,
-                history=[message.template() for message in request.messages[: num_known - 1]],
+                history=list(map(template_message, request.messages[: num_known - 1])),
                 calls=calls,
                 tools=request.tools,
                 last_token_id=kept[-1],
@@ -202,7 +203,7 @@ class Conversation:
     def _anew(self, request: ChatRequest) -> _Plan:
         if request.may_call_tools:
             self.renderer.refuse_lost_results(request.tools)
-        templates = [message.template() for message in request.messages]
+        templates = list(map(template_message, request.messages))
         token_ids = self.renderer.render_chat(templates, tools=request.tools)
         self._refuse_long_prompt(request, len(token_ids))
         plan = _Plan(

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from raylearner.actors.engine import Engine
 from raylearner.actors.turn import sample_turn
+from raylearner.dialogue import read_dialogue
 from raylearner.environments.agent import Agent
 from raylearner.environments.protocol import Environment, Outcome
-from raylearner.errors import EnvironmentFault, TrajectoryError
+from raylearner.errors import DialogueError, EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.functions import view_of
 from raylearner.rewards.scorer import Scorer
@@ -102,7 +103,11 @@ def _seen(shown: tuple[str, ...], transcript: Transcript) -> tuple[str, ...]:
 async def _play(
     kit: EpisodeKit, environment: Environment, transcript: Transcript, sampling: Sampling
 ) -> StopReason:
-    messages = await environment.reset(transcript.claim.prompt)
+    prompt = transcript.claim.prompt
+    try:
+        messages = read_dialogue(await environment.reset(prompt), prefill=prompt.prefill)
+    except DialogueError as error:
+        raise EnvironmentFault(f"what reset returned: {error}") from error
     transcript.open(await kit.renderer.fit_images(messages), tools=environment.tool_schemas)
     seed = sampling.seed
     while transcript.remaining_tokens > 0 and not transcript.is_full:

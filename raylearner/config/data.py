@@ -75,7 +75,7 @@ class _Table(_Source):
     """What rows of all kinds of tables share. Columns that are not named here are kept as they are."""
 
     prompt_column: str = "prompt"
-    """Text, or a list of messages with `role` and `content`."""
+    """Text, or a list of messages as OpenAI's API has them, or its JSON text."""
     answer_column: str = "answer"
     """Expected answer, or a list of accepted ones. May be absent while it has its default name."""
     doc_id_column: str = "doc_id"
@@ -89,6 +89,9 @@ class _Table(_Source):
     image_mark: Annotated[str, Field(min_length=1)] = "<image>"
     """Stands in a prompt's text where an image is shown. Without any, images come before the first
     user message."""
+    prefill: bool = False
+    """Whether a last message of the assistant starts the policy's turn. Otherwise rows that end with one
+    are refused, since it is often the expected answer."""
     max_prompts: PositiveInt | None = None
     """Only the first so many rows are read."""
 

@@ -8,21 +8,17 @@ knows only the run's: numbers that differ are told in the reply, anything else i
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
+from raylearner.dialogue import read_dialogue, read_tools
+from raylearner.errors import DialogueError
 from raylearner.text import encodable_values
+from raylearner.types import Message
 
 Json = dict[str, Any]
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 KEPT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 """Sampling numbers for which the run's own stand, whatever a request says."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -77,29 +73,8 @@ class ChatRefusal(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionCall:
-    """One call of a tool; `arguments` is JSON text."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-    def wire(self) -> Json:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.call_id, "type": "function", "function": function}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
+class ChatMessage(Message):
     """A message of text."""
-
-    role: str
-    content: str
-    reasoning: str = ""
-    """Thoughts of the assistant's turn, which the content leaves out."""
-    calls: tuple[FunctionCall, ...] = ()
-    call_id: str | None = None
-    name: str | None = None
 
     @property
     def key(self) -> str:
@@ -109,26 +84,6 @@ class ChatMessage:
         is_own = self.role == "assistant"
         content = self.content.strip() if is_own else self.content
         return json.dumps([self.role, content, calls, None if is_own else self.call_id, self.name])
-
-    def template(self) -> Json:
-        """As chat templates take it: arguments as objects."""
-        found: Json = {"role": self.role, "content": self.content}
-        if self.reasoning:
-            found["reasoning_content"] = self.reasoning
-        if self.calls:
-            found["tool_calls"] = [
-                {
-                    "id": call.call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": _loaded(call.arguments)},
-                }
-                for call in self.calls
-            ]
-        if self.call_id is not None:
-            found["tool_call_id"] = self.call_id
-        if self.name is not None:
-            found["name"] = self.name
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,85 +228,28 @@ def _refuse_unsupported(fields: Json) -> None:
 
 
 def _messages(value: object) -> tuple[ChatMessage, ...]:
-    if not isinstance(value, list) or not value:
-        raise _bad("messages must be a list with at least one message", "messages")
-    messages = tuple(
-        _message(entry, f"messages[{i}]") for i, entry in enumerate(cast(list[object], value))
-    )
-    if messages[-1].role == "assistant":
-        raise _bad(
-            "the last message is the assistant's; going on with one is not supported", "messages"
+    try:
+        messages = read_dialogue(value)
+    except DialogueError as error:
+        raise _bad(str(error), error.where) from error
+    return tuple(
+        ChatMessage(
+            role=message.role,
+            content=message.content,
+            calls=message.calls,
+            call_id=message.call_id,
+            name=message.name,
+            reasoning=message.reasoning,
         )
-    return messages
-
-
-def _message(value: object, where: str) -> ChatMessage:
-    if not isinstance(value, dict):
-        raise _bad(f"{where} must be an object", where)
-    fields = cast(Json, value)
-    role = ROLES.get(str(fields.get("role")))
-    if role is None:
-        raise _bad(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    for name in ("function_call", "audio"):
-        if fields.get(name) is not None:
-            raise _bad(f"{where}.{name} is not supported here", f"{where}.{name}")
-    call_id, name = fields.get("tool_call_id"), fields.get("name")
-    return ChatMessage(
-        role=role,
-        content=_content(fields.get("content"), f"{where}.content"),
-        reasoning=_content(fields.get("reasoning_content"), f"{where}.reasoning_content"),
-        calls=_calls(fields.get("tool_calls"), f"{where}.tool_calls"),
-        call_id=None if call_id is None else str(call_id),
-        name=None if name is None else str(name),
+        for message in messages
     )
-
-
-def _content(value: object, where: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _bad(f"{where} must be text or a list of parts", where)
-    texts: list[str] = []
-    for part in cast(list[object], value):
-        fields = cast(Json, part) if isinstance(part, dict) else {}
-        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
-            raise _bad(f"{where}: only parts of type text are supported", where)
-        texts.append(fields["text"])
-    return "".join(texts)
-
-
-def _calls(value: object, where: str) -> tuple[FunctionCall, ...]:
-    calls: list[FunctionCall] = []
-    for entry in cast(Sequence[object], value or ()):
-        fields = cast(Json, entry) if isinstance(entry, dict) else {}
-        function = fields.get("function")
-        if not isinstance(function, dict) or "name" not in function:
-            raise _bad(f"{where}: every call needs a function with a name", where)
-        found = cast(Json, function)
-        arguments = found.get("arguments", "{}")
-        calls.append(
-            FunctionCall(
-                call_id=str(fields.get("id", "")),
-                name=str(found["name"]),
-                arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
-            )
-        )
-    return tuple(calls)
 
 
 def _tools(value: object) -> tuple[Json, ...]:
-    tools: list[Json] = []
-    for i, entry in enumerate(cast(Sequence[object], value or ())):
-        fields = cast(Json, entry) if isinstance(entry, dict) else {}
-        function = fields.get("function")
-        if fields.get("type") != "function" or not isinstance(function, dict):
-            raise _bad(f"tools[{i}] must be of type function", f"tools[{i}]")
-        if not isinstance(cast(Json, function).get("name"), str):
-            raise _bad(f"tools[{i}].function.name is missing", f"tools[{i}].function.name")
-        tools.append(fields)
-    return tuple(tools)
+    try:
+        return () if value is None else read_tools(value)
+    except DialogueError as error:
+        raise _bad(str(error), error.where) from error
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -372,12 +270,5 @@ def _max_tokens(fields: Json) -> int | None:
     return None
 
 
-def _loaded(arguments: str) -> Any:
-    try:
-        return encodable_values(json.loads(arguments))
-    except (RecursionError, ValueError):
-        return arguments
-
-
 def _canonical(arguments: str) -> str:
-    return json.dumps(_loaded(arguments), sort_keys=True)
+    return json.dumps(json.loads(arguments), sort_keys=True)

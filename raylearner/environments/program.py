@@ -16,6 +16,7 @@ import psutil
 from raylearner import proxies
 from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
 from raylearner.config.kind import load_reference
+from raylearner.dialogue import wire
 from raylearner.errors import EnvironmentFault
 from raylearner.text import encodable
 from raylearner.types import Prompt
@@ -39,8 +40,8 @@ class Task:
     api_key: str
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        return [{"role": m.role, "content": m.content} for m in self.prompt.messages]
+    def messages(self) -> list[dict[str, Any]]:
+        return [wire(message) for message in self.prompt.messages]
 
 
 class Program(Protocol):

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raylearner.config.data import CalculatorData, DataSource, ExampleMessage, ReasoningGymData
-from raylearner.errors import ConfigError
+from raylearner.dialogue import check_order
+from raylearner.errors import ConfigError, DialogueError
 from raylearner.prompts.generated import calculator_prompts, reasoning_prompts
 from raylearner.prompts.table import table_prompts
 from raylearner.types import Message, Prompt
@@ -33,8 +34,13 @@ def load_prompts(
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    prompts = _mixed(loaded, [source.weight for source in sources])
     shown = tuple(Message(role=example.role, content=example.content) for example in examples)
+    if shown:
+        try:
+            check_order(shown, prefill=True)
+        except DialogueError as error:
+            raise ConfigError(f"data.examples: {error}") from error
+    prompts = _mixed(loaded, [source.weight for source in sources])
     return [_with_head(prompt, system_prompt, shown) for prompt in prompts]
 
 

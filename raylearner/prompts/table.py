@@ -8,14 +8,14 @@ from typing import Any, cast
 
 from raylearner.cells import scalar_text
 from raylearner.config.data import HubData, JsonlData, ParquetData
-from raylearner.errors import ConfigError
+from raylearner.dialogue import read_dialogue
+from raylearner.errors import ConfigError, DialogueError
 from raylearner.prompts.answers import read_answers
 from raylearner.prompts.images import check_images, read_images, with_images
-from raylearner.types import Message, Prompt, Role
+from raylearner.types import Message, Prompt
 
 Table = JsonlData | ParquetData | HubData
 
-_ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("answer_column", "doc_id_column", "prompt_id_column")
 
 
@@ -143,7 +143,7 @@ def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
             known.add(column)
         elif column not in row:
             raise ConfigError(f"{where}: no column {column!r} ({key}); the row has: {_listed(row)}")
-    messages = _messages(raw, where, None if source.image_column is None else source.image_mark)
+    messages = _messages(source, raw, where)
     if source.image_column is not None:
         known.add(source.image_column)
         messages = _shown(source, source.image_column, row, messages, where)
@@ -158,7 +158,9 @@ def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
         doc_id=doc_id,
         source=source.source_name,
         columns={str(name): value for name, value in row.items() if name not in known},
-        is_conversational=not isinstance(raw, str),
+        is_conversational=not isinstance(raw, str) or _is_dialogue(raw),
+        prefill=source.prefill,
+        place=where,
     )
 
 
@@ -189,43 +191,34 @@ def _id(row: dict[str, Any], column: str, where: str) -> str | None:
         raise ConfigError(f"{where}: column {column!r} {error}") from error
 
 
-def _messages(raw: object, where: str, image_mark: str | None) -> tuple[Message, ...]:
-    if isinstance(raw, str):
+def _messages(source: Table, raw: object, where: str) -> tuple[Message, ...]:
+    if isinstance(raw, str) and not _is_dialogue(raw):
         if not raw.strip():
             raise ConfigError(f"{where}: the prompt is empty")
         return (Message(role="user", content=raw),)
-    if not isinstance(raw, list) or not raw:
+    if not isinstance(raw, str | list) or not raw:
         raise ConfigError(
             f"{where}: a prompt is text or a list of messages, got {type(raw).__name__}"
         )
-    return tuple(_message(message, where, image_mark) for message in cast(list[Any], raw))
-
-
-def _message(message: Any, where: str, image_mark: str | None) -> Message:
-    fields = cast(dict[str, Any], message if isinstance(message, dict) else {})
-    content = fields.get("content")
-    if isinstance(content, list):
-        content = _joined(cast(list[Any], content), where, image_mark)
-    if not isinstance(content, str) or fields.get("role") not in _ROLES:
-        raise ConfigError(
-            f"{where}: a message needs a role ({', '.join(_ROLES)}) and text content,"
-            f" got {message!r}"
+    try:
+        return read_dialogue(
+            raw,
+            image_mark=None if source.image_column is None else source.image_mark,
+            drops_nulls=not isinstance(source, JsonlData),
+            prefill=source.prefill,
         )
-    return Message(role=fields["role"], content=content)
+    except DialogueError as error:
+        cure = "; set prefill: true of the source to have it continued" if error.is_last else ""
+        raise ConfigError(f"{where}: column {source.prompt_column!r}: {error}{cure}") from error
 
 
-def _joined(parts: list[Any], where: str, image_mark: str | None) -> str:
-    """Content in parts as one text, with the mark for each image."""
-    texts: list[str] = []
-    for part in parts:
-        fields = cast(dict[str, Any], part if isinstance(part, dict) else {})
-        if fields.get("type") == "text" and isinstance(fields.get("text"), str):
-            texts.append(fields["text"])
-        elif fields.get("type") == "image" and image_mark is not None:
-            texts.append(image_mark)
-        else:
-            raise ConfigError(
-                f"{where}: a message's content is text, or parts of type text and, with image_column,"
-                f" image; got {part!r}"
-            )
-    return "".join(texts)
+def _is_dialogue(text: str) -> bool:
+    """Whether a text is the JSON of messages."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    entries = cast(list[Any], value)
+    return bool(entries) and all(isinstance(e, dict) and "role" in e for e in entries)

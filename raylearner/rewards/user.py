@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from raylearner.config.kind import load_reference
 from raylearner.config.rewards import RewardSection, UserFunction
+from raylearner.dialogue import wire
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.functions import EpisodeView, RewardLog
 from raylearner.types import Prompt
@@ -162,10 +163,10 @@ def _columns(episode: EpisodeView) -> dict[str, Any]:
     return {**{name: value for name, value in own.items() if value is not None}, **prompt.columns}
 
 
-def _prompt(episode: EpisodeView) -> str | list[dict[str, str]]:
+def _prompt(episode: EpisodeView) -> str | list[dict[str, Any]]:
     if not episode.prompt.is_conversational:
         return episode.prompt_text
-    return [{"role": m.role, "content": m.content} for m in episode.prompt.messages]
+    return [wire(message) for message in episode.prompt.messages]
 
 
 def _completion(episode: EpisodeView) -> str | list[dict[str, str]]:

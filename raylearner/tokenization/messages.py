@@ -12,9 +12,15 @@ from raylearner.types import IMAGE_MARK, Message
 def template_message(message: Message) -> Json:
     """Content as text, or in parts where there are images; arguments of calls as objects."""
     found: dict[str, object] = {"role": message.role, "content": _content(message)}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
     if message.calls:
         found["tool_calls"] = [
-            call(made.call_id, made.name, encodable_values(json.loads(made.arguments)))
+            call(
+                made.call_id,
+                made.name,
+                encodable_values(encodable_values(json.loads(made.arguments))),
+            )
             for made in message.calls
         ]
     if message.call_id is not None:

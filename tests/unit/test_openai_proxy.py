@@ -342,7 +342,7 @@ async def test_sampling_numbers_of_a_request_are_not_followed_and_told(
         ({"response_format": {"type": "json_object"}}, "response_format must be"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex is not supported"),
         ({"max_tokens": 0}, "max_tokens must be a whole number >= 1"),
-        ({"messages": []}, "messages must be a list"),
+        ({"messages": []}, "messages: must be a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
         ({"messages": [user("x" * 200)]}, "renderer.max_prompt_tokens is 128"),
     ],

@@ -104,7 +104,7 @@ def test_jsonl_rows_keep_answer_doc_id_and_other_columns(tmp_path: Path) -> None
         ("{not json", "not JSON"),
         ([1], "must be an object"),
         ({"prompt": ""}, "is empty"),
-        ({"prompt": [{"role": "robot", "content": "x"}]}, "needs a role"),
+        ({"prompt": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"prompt": 3}, "text or a list of messages"),
     ],
 )

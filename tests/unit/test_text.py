@@ -34,6 +34,7 @@ from raylearner.prompts.table import table_prompts
 from raylearner.rewards.functions import RewardLog
 from raylearner.rewards.scorer import Scorer
 from raylearner.text import as_metrics, encodable, encodable_json, encodable_values, visible
+from raylearner.tokenization.messages import template_message
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tools.protocol import Observation
 from raylearner.types import (
@@ -143,7 +144,7 @@ def test_half_a_pair_in_a_call_of_a_program_reaches_the_template_encodable() -> 
             ]
         }
     )
-    first, second, third = [message.template() for message in request.messages]
+    first, second, third = map(template_message, request.messages)
     assert (first["content"], third["content"]) == (CLEANED, CLEANED)
     (made,) = second["tool_calls"]
     assert made["function"] == {"name": "f\ufffd", "arguments": {"q": "\ufffd"}}
