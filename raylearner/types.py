@@ -31,6 +31,9 @@ PNG_SIDES = (16, 20)
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
+CALLS, FAILURES = "calls/", "failures/"
+"""Before a tool's name among an episode's metrics: its calls, and those that the tool failed."""
+
 IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands in a message's content where an image is shown."""
 

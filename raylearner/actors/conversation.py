@@ -26,7 +26,7 @@ from raylearner.observability.spans import Tracer
 from raylearner.reasoning import Reasoning
 from raylearner.tokenization.continuation import RewritesHistory
 from raylearner.tokenization.messages import template_message
-from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.renderer import Renderer, unless_long
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     Claim,
@@ -123,13 +123,19 @@ class Conversation:
     ) -> ChatReply:
         """Samples the next message. Raises `ChatRefusal`."""
         self._refuse_when_over()
+        place, num_known = self._find(request)
         try:
-            plan = self._plan(request)
+            plan = await unless_long(
+                (message.content for message in request.messages),
+                lambda: self._plan(request, place, num_known),
+            )
         except RenderError as error:
             self.first_refusal = self.first_refusal or str(error)
             is_long = error.args and "max_prompt_tokens" in str(error)
             code = "context_length_exceeded" if is_long else "invalid_value"
             raise ChatRefusal(400, str(error), code=code, param="messages") from error
+        self._refuse_when_over()
+        self._settle(plan, request)
         if plan.budget <= 0:
             return self._cut_short(plan, StopReason.MAX_TOKENS)
         if self.num_calls >= self.max_calls:
@@ -170,15 +176,19 @@ class Conversation:
         if self._is_closed or self.over.is_set():
             raise ChatRefusal(410, "the episode is over", code="episode_over")
 
-    def _plan(self, request: ChatRequest) -> _Plan:
+    def _plan(self, request: ChatRequest, place: _Place | None, num_known: int) -> _Plan:
+        """The call as tokens, behind `place`, where the first `num_known` messages are recorded.
+
+        May run in a thread: it changes nothing, and what is recorded up to a place stays."""
         renderer = self.renderer
-        place, num_known = self._find(request)
-        new = request.messages[num_known:]
+        new = [
+            replace(message, content=renderer.cut_text(message.content))
+            for message in request.messages[num_known:]
+        ]
         templates = list(map(template_message, new))
         if place is None:
             return self._anew(request)
-        recorded = place.segment.transcript.token_ids
-        kept = recorded[: place.end]
+        kept = place.segment.transcript.token_ids[: place.end]
         calls = template_message(request.messages[num_known - 1]).get("tool_calls", ())
         try:
             reply_ids = renderer.render_continuation(
@@ -190,15 +200,13 @@ class Conversation:
             )
         except RewritesHistory:
             return self._anew(request)
-        is_tip = place.end == len(recorded) and not place.segment.is_busy
-        plan = _Plan(
+        return _Plan(
             token_ids=kept + reply_ids,
-            num_kept=len(kept) if is_tip else 0,
-            segment=place.segment if is_tip else None,
+            num_kept=len(kept),
+            segment=place.segment,
             opening=renderer.turns.opening_behind(reply_ids),
             reply="\n".join(message.content for message in new),
         )
-        return self._with_budget(plan, request)
 
     def _anew(self, request: ChatRequest) -> _Plan:
         if request.may_call_tools:
@@ -206,13 +214,12 @@ class Conversation:
         templates = list(map(template_message, request.messages))
         token_ids = self.renderer.render_chat(templates, tools=request.tools)
         self._refuse_long_prompt(request, len(token_ids))
-        plan = _Plan(
+        return _Plan(
             token_ids=token_ids,
             num_kept=0,
             segment=None,
             opening=self.renderer.chat_opening(templates, tools=request.tools),
         )
-        return self._with_budget(plan, request)
 
     def _find(self, request: ChatRequest) -> tuple[_Place | None, int]:
         """The longest beginning of the messages that ends with a recorded reply, and its length."""
@@ -232,7 +239,13 @@ class Conversation:
                 f"the messages have {size} tokens, renderer.max_prompt_tokens is {limit}"
             )
 
-    def _with_budget(self, plan: _Plan, request: ChatRequest) -> _Plan:
+    def _settle(self, plan: _Plan, request: ChatRequest) -> None:
+        """Continues the segment if nothing was added to it meanwhile, and bounds the turn."""
+        segment = plan.segment
+        if segment is not None and (
+            segment.is_busy or len(segment.transcript.token_ids) != plan.num_kept
+        ):
+            plan.segment, plan.num_kept = None, 0
         limits, size = self.renderer.config, len(plan.token_ids)
         room = limits.max_prompt_tokens + limits.max_response_tokens - size
         prompt_length = plan.segment.transcript.prompt_length if plan.segment else size
@@ -240,7 +253,6 @@ class Conversation:
         if limits.max_context_tokens is not None and size > limits.max_context_tokens:
             room = 0
         plan.budget = min(room, self.sampling.max_tokens, request.max_tokens or room)
-        return plan
 
     async def _sample(self, plan: _Plan, request: ChatRequest) -> Completion:
         seed = self.sampling.seed

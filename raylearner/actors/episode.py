@@ -6,6 +6,7 @@ Plain async functions, no Ray: the same code runs in rollout actors, in evaluati
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raylearner.actors.engine import Engine
 from raylearner.actors.turn import sample_turn
@@ -16,7 +17,7 @@ from raylearner.errors import DialogueError, EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.functions import view_of
 from raylearner.rewards.scorer import Scorer
-from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.renderer import Renderer, unless_long
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     Claim,
@@ -108,7 +109,10 @@ async def _play(
         messages = read_dialogue(await environment.reset(prompt), prefill=prompt.prefill)
     except DialogueError as error:
         raise EnvironmentFault(f"what reset returned: {error}") from error
-    transcript.open(await kit.renderer.fit_images(messages), tools=environment.tool_schemas)
+    messages = await kit.renderer.fit_images(messages)
+    opening = [message.content for message in messages]
+    tools = environment.tool_schemas
+    await unless_long(opening, partial(transcript.open, messages, tools=tools))
     seed = sampling.seed
     while transcript.remaining_tokens > 0 and not transcript.is_full:
         budget = min(sampling.max_tokens, transcript.remaining_tokens)
@@ -134,12 +138,16 @@ async def _play(
                     step.name = f"tool {reply.tool}"
             turn.arguments["is_valid"] = reply.is_valid
         messages = await kit.renderer.fit_images(reply.messages)
-        fits = transcript.add_reply(
-            messages,
-            tool=reply.tool,
-            is_valid=reply.is_valid,
-            foreign_form=reply.foreign_form,
-            num_shown=reply.num_shown,
+        fits = await unless_long(
+            [*opening, *(message.content for message in messages)],
+            partial(
+                transcript.add_reply,
+                messages,
+                tool=reply.tool,
+                is_valid=reply.is_valid,
+                foreign_form=reply.foreign_form,
+                num_shown=reply.num_shown,
+            ),
         )
         if reply.is_done:
             ran_out = completion.stop_reason is CompletionStop.LENGTH

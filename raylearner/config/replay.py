@@ -34,5 +34,7 @@ class ReplaySection(Section):
     """Times one sample is started, when its actor dies, before it counts as failed."""
     max_error_fraction: Fraction = 0.5
     """The run ends when more of the last `error_window` episodes failed."""
+    max_tool_failure_fraction: Fraction = 0.9
+    """The run ends when a tool failed more of its calls in the last `error_window` episodes that called it. Counts failures that are shown to the policy; 1 never ends a run."""
     error_window: PositiveInt = 64
     """Episodes over which failures are counted."""

@@ -6,6 +6,7 @@ its length cut before its action is not invalid; it is told of its length. After
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from raylearner.config.environment import ToolUse
 from raylearner.environments.dialect import Action, Answer, Dialect, Invalid, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
 from raylearner.tools.protocol import Observation, Tool
-from raylearner.types import Message, Prompt, StopReason, new_call_id
+from raylearner.types import CALLS, FAILURES, Message, Prompt, StopReason, new_call_id
 
 CUT = Invalid(
     "the turn was cut at its token limit before it held a tool call or an answer; write less"
@@ -33,6 +34,8 @@ class ToolUseEnvironment:
         self._num_invalid = 0
         self._num_tool_calls = 0
         self._num_failed_calls = 0
+        self._num_calls: Counter[str] = Counter()
+        self._num_failures: Counter[str] = Counter()
         self._has_answer = False
         self._shown: list[str] = []
 
@@ -114,6 +117,8 @@ class ToolUseEnvironment:
                 "tool_calls": float(self._num_tool_calls),
                 "failed_tool_calls": float(self._num_failed_calls),
                 "finished": float(self._has_answer),
+                **{f"{CALLS}{name}": float(count) for name, count in self._num_calls.items()},
+                **{f"{FAILURES}{name}": float(n) for name, n in self._num_failures.items()},
             },
             penalty=self._config.invalid_action_penalty * self._num_invalid,
             shown=tuple(self._shown),
@@ -132,6 +137,8 @@ class ToolUseEnvironment:
             return observation
         self._num_tool_calls += 1
         self._num_failed_calls += observation.is_error
+        self._num_calls[action.name] += 1
+        self._num_failures[action.name] += observation.is_failure
         self._shown.extend(observation.ids)
         return observation
 

@@ -42,6 +42,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/episode_s/mean", "s", "Mean time from an episode's start to its end."),
     ("rollout/episode_s/max", "s", "Longest episode."),
     ("rollout/logged/<key>/mean", "", "Mean over the step's episodes of a number that the environment or a reward logged on them; a reward's are `<function>/<name>`."),
+    ("rollout/logged/calls/<tool>/mean", "calls", "Mean calls of a tool, over the episodes that called it."),
+    ("rollout/logged/failures/<tool>/mean", "calls", "Mean calls that the tool itself or its service failed, over the same episodes; failures shown to the policy are among them."),
     ("rollout/logged_non_finite", "values", "Such values of this step's episodes that are not finite numbers; no mean has them."),
     ("rollout/restarts", "actors", "Rollout actors replaced since this process began."),
     # Groups between actors and learner.

@@ -70,6 +70,7 @@ class ReplayBuffer:
         self.tally = Tally(
             error_window=config.error_window,
             max_error_fraction=config.max_error_fraction,
+            max_tool_failure_fraction=config.max_tool_failure_fraction,
             max_filtered_groups=config.max_filtered_groups,
         )
         self.store = EpisodeStore()

@@ -1,13 +1,13 @@
 """What the replay counts: outcomes, errors with their causes, lengths, and when enough is enough."""
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from raylearner.errors import error_kind
-from raylearner.types import EpisodeScore, StopReason, Trajectory
+from raylearner.types import CALLS, FAILURES, EpisodeScore, StopReason, Trajectory
 
 LENGTH_WINDOW = 2048
 """Episodes whose lengths make up a distribution."""
@@ -23,7 +23,12 @@ class Tally:
     """
 
     def __init__(
-        self, *, error_window: int, max_error_fraction: float, max_filtered_groups: int
+        self,
+        *,
+        error_window: int,
+        max_error_fraction: float,
+        max_tool_failure_fraction: float,
+        max_filtered_groups: int,
     ) -> None:
         self.late = 0
         self.duplicate = 0
@@ -34,6 +39,8 @@ class Tally:
         self._recent: deque[tuple[str, str] | None] = deque(maxlen=error_window)
         self._error_window = error_window
         self._max_error_fraction = max_error_fraction
+        self._max_tool_failure_fraction = max_tool_failure_fraction
+        self._tools: dict[str, deque[tuple[float, float]]] = {}  # calls and failures by episode
         self._max_filtered_groups = max_filtered_groups
         self._filtered: Counter[str] = Counter()  # since the last complete group that could train
         self._stale_in_row = 0
@@ -48,6 +55,8 @@ class Tally:
         self._trained.append(sum(segment.num_tokens for segment in episode))
 
     def count_accepted(self, episode: Iterable[Trajectory]) -> None:
+        episode = list(episode)
+        self._count_tools(episode[0].metrics)
         failed = next((t for t in episode if t.stop_reason is StopReason.ERROR), None)
         if failed is None:
             self._recent.append(None)
@@ -114,6 +123,7 @@ class Tally:
             "rolled_back": self.rolled_back,
             "errors": dict(self.errors),
             "recent": list(self._recent),
+            "tools": {name: list(calls) for name, calls in self._tools.items()},
             "filtered": dict(self._filtered),
             "stale_in_row": self._stale_in_row,
             "finished": list(self._finished),
@@ -126,6 +136,10 @@ class Tally:
         self.errors = Counter(state["errors"])
         recent = [None if entry is None else (entry[0], entry[1]) for entry in state["recent"]]
         self._recent = deque(recent, maxlen=self._error_window)
+        self._tools = {
+            name: deque(((calls, failures) for calls, failures in entries), self._error_window)
+            for name, entries in state["tools"].items()
+        }
         self._filtered = Counter(state["filtered"])
         self._stale_in_row = state["stale_in_row"]
         self._finished = deque(state["finished"], maxlen=LENGTH_WINDOW)
@@ -144,6 +158,26 @@ class Tally:
                 f"{len(failed)} of the last {size} episodes failed, {count} of them by "
                 f"'{kind}', for example: {example}"
             )
+
+    def _count_tools(self, metrics: Mapping[str, float]) -> None:
+        """A tool that fails almost every call teaches nothing, though its episodes do not fail."""
+        for key, calls in metrics.items():
+            name = key.removeprefix(CALLS)
+            if name == key or not calls > 0:
+                continue
+            recent = self._tools.setdefault(name, deque(maxlen=self._error_window))
+            recent.append((calls, metrics.get(f"{FAILURES}{name}", 0.0)))
+            num_calls, num_failures = (sum(counts) for counts in zip(*recent, strict=True))
+            if (
+                len(recent) == self._error_window
+                and num_failures > self._max_tool_failure_fraction * num_calls
+            ):
+                self._fail(
+                    f"tool {name!r} failed {num_failures:.0f} of its {num_calls:.0f} calls in the "
+                    f"last {len(recent)} episodes that called it "
+                    f"(replay.max_tool_failure_fraction is {self._max_tool_failure_fraction:g}); "
+                    "the warnings of the rollout actors in the log quote its errors"
+                )
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason

@@ -7,11 +7,12 @@ only grows. Contents never produce control tokens.
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError, RenderError
@@ -39,6 +40,21 @@ from raylearner.types import IMAGE_MARK, Message
 CUT_MARK = " ...[cut]"
 SHOWN_CHARACTERS = 200
 """Of a rendered text that an error quotes."""
+LOOP_CHARACTERS = 16_384
+"""Longer contents are tokenized in a thread: an event loop that waits for them receives no weights."""
+CHARACTERS_PER_TOKEN = 8
+"""How much of a long text is read at first for each token that may be shown of it."""
+SPARE_TOKENS = 16
+"""Beyond the limit, so that where a text was parted has no part in what is shown."""
+
+Result = TypeVar("Result")
+
+
+async def unless_long(contents: Iterable[str], work: Callable[[], Result]) -> Result:
+    """`work()`, in a thread where the contents that it tokenizes are long."""
+    if sum(map(len, contents)) <= LOOP_CHARACTERS:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 class Renderer:
@@ -179,7 +195,9 @@ class Renderer:
         Raises `RenderError` when the template fails or the prompt exceeds `max_prompt_tokens`.
         """
         shown, prefill = self._dialogue(messages)
-        token_ids = self._control.encode(self.chat.render(shown, tools) + prefill)
+        marked = self.chat.render(shown, tools) + prefill
+        self._refuse_far_too_long(marked, self.config.max_prompt_tokens)
+        token_ids = self._control.encode(marked)
         if self.vision is not None:
             token_ids = self.vision.expand(token_ids, images_of(messages))
         if len(token_ids) > self.config.max_prompt_tokens:
@@ -198,10 +216,44 @@ class Renderer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """As `render`, of messages as chat templates take them, and of any length."""
-        return self._control.encode(
-            self.chat.render(adapted(messages, self.continuation.form), tools)
-        )
+        """As `render`, of messages as chat templates take them, and as long as prompt and response
+        together may be."""
+        marked = self.chat.render(adapted(messages, self.continuation.form), tools)
+        limits = self.config
+        self._refuse_far_too_long(marked, limits.max_prompt_tokens + limits.max_response_tokens)
+        return self._control.encode(marked)
+
+    def _refuse_far_too_long(self, marked: Marked, limit: int) -> None:
+        """Raises `RenderError` for what has more tokens than `limit` even where all are the longest
+        that there are, before any is made."""
+        size = len(self._control.plain(marked))
+        if size > limit * self._longest_token:
+            raise RenderError(
+                f"prompt has {size} characters, more than {limit} tokens can hold;"
+                f" renderer.max_prompt_tokens is {self.config.max_prompt_tokens}; raise it or"
+                " shorten the prompt"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def cut_text(self, text: str) -> str:
+        """At most `max_observation_tokens` of the text, what is left out marked."""
+        return self._cut(text, self.config.max_observation_tokens)[0]
+
+    def cut(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Observations as they are shown: `max_observation_tokens` of their text together."""
+        room = self.config.max_observation_tokens
+        shown: list[Message] = []
+        for message in messages:
+            pieces: list[str] = []
+            for text in texts_of([message]):
+                piece, size = self._cut(text, room)
+                pieces.append(piece)
+                room -= size
+            shown.append(replace(message, content=IMAGE_MARK.join(pieces)))
+        return tuple(shown)
 
     def render_continuation(
         self,
@@ -218,8 +270,7 @@ class Renderer:
         Raises `RewritesHistory`, and `RenderError` where the template does not show every message, in
         order.
         """
-        limit = self.config.max_observation_tokens
-        shown = [{**m, "content": self._cut(m["content"], limit)[0]} for m in messages]
+        shown = [{**m, "content": self.cut_text(m["content"])} for m in messages]
         calls = calls or calls_before(shown, tools)
         has_system = any(m["role"] == "system" for m in history)
         self.continuation.refuse_rewriting(
@@ -283,21 +334,12 @@ class Renderer:
         ]
 
     def _contents(self, messages: Sequence[Message]) -> list[str]:
-        """Of an observation, with a mark for each image; of its text at most `max_observation_tokens`."""
-        room = self.config.max_observation_tokens
-        contents: list[str] = []
-        for message in messages:
-            pieces: list[str] = []
-            for text in texts_of([message]):
-                piece, size = self._cut(text, room)
-                pieces.append(piece)
-                room -= size
-            contents.append(self._image_mark.join(pieces))
-        return contents
+        """Of an observation, as they are shown, with a mark for each image."""
+        return [self._image_mark.join(texts_of([message])) for message in self.cut(messages)]
 
     def _cut(self, text: str, limit: int) -> tuple[str, int]:
         """The text that is shown, and its tokens."""
-        token_ids = self.encode(text)
+        token_ids = self._first_tokens(text, limit + SPARE_TOKENS)
         if len(token_ids) <= limit:
             return text, len(token_ids)
         keep = max(0, limit - len(self._cut_mark))
@@ -306,6 +348,17 @@ class Renderer:
         while length and len(self.encode(text[:length] + mark)) > limit:
             length -= 1  # what is cut may need more tokens than it did as a part
         return text[:length] + mark, limit
+
+    def _first_tokens(self, text: str, number: int) -> list[int]:
+        """All tokens of the text, or at least `number` of its first ones where it has more; no more
+        of a long text is read than that takes."""
+        size = number * CHARACTERS_PER_TOKEN
+        while size < len(text):
+            token_ids = self.encode(text[:size])
+            if len(token_ids) >= number:
+                return token_ids
+            size *= 2
+        return self.encode(text)
 
     def _with_images(self, marked: Marked, images: Sequence[bytes]) -> Marked:
         if not images:

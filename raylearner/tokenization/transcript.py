@@ -168,6 +168,7 @@ class Transcript:
         """
         turn = self._open
         assert turn is not None, "a reply follows a completion"
+        messages = self.renderer.cut(messages)
         reply_ids: list[int] = []
         if messages:
             last = self.token_ids[-1] if turn.end > turn.start else None

@@ -44,4 +44,6 @@ class FailureRule:
             self._num_failures += 1
             if self._on_failure == "fail":
                 raise
-            return Observation(text=f"error: {self._name} failed, try again later", is_error=True)
+            return Observation(
+                text=f"error: {self._name} failed, try again later", is_error=True, is_failure=True
+            )

@@ -23,6 +23,8 @@ class Observation:
     is_error: bool = False
     is_refused: bool = False
     """Whether nothing was called, for the policy's arguments were wrong."""
+    is_failure: bool = False
+    """Whether the tool itself failed, or the service behind it."""
 
     __post_init__ = make_encodable
 

@@ -554,7 +554,8 @@ async def test_a_sync_function_plays_in_a_thread(
         assert segment.error is not None
         head, *frames = segment.error.splitlines()
         assert head == "environment: program agent_of_the_test:fails raised ValueError: mine"
-        assert "agent_of_the_test.py" in frames[0] and "line 7" in frames[0]
+        assert "agent_of_the_test.py" in frames[0]
+        assert "line 7" in frames[0]
 
 
 async def test_many_episodes_share_the_server(tokenizer_folder: Path) -> None:
