@@ -38,6 +38,9 @@ TOO_LARGE = ("exceeds the maximum size", "Maximum request body size")
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables that name the cluster of jobs, the first one set counts. Runs and sweeps join that of the
 second, as HOST:6379."""
+NOT_READY = "No available agent"
+"""What a cluster answers that started a moment ago."""
+READY_TIMEOUT_S = 30.0
 HEAD_TIMEOUT_S = 10.0
 HEAD_PAUSE_S = 0.5
 
@@ -253,7 +256,8 @@ def submit(
     `RaylearnerError` where the connection breaks.
     """
     try:
-        return client.submit_job(
+        return _submit_when_ready(
+            client,
             entrypoint=entrypoint(client, arguments),
             runtime_env=dict(environment),
             metadata=dict(about),
@@ -269,3 +273,15 @@ def submit(
         raise ConfigError(f"the cluster refused the job: {_first_line(error)}") from error
     except OSError as error:
         raise RaylearnerError(f"the job could not be handed over: {_first_line(error)}") from error
+
+
+def _submit_when_ready(client: Any, **job: Any) -> str:
+    """The job's id, asked for again while the cluster is still starting."""
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if NOT_READY not in str(error) or time.monotonic() > deadline_s:
+                raise
+        time.sleep(HEAD_PAUSE_S)

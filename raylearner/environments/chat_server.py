@@ -6,7 +6,6 @@ its session, unblocked by the engine or by the end of the episode.
 
 import asyncio
 import contextlib
-import json
 import secrets
 import socket
 from collections.abc import Generator
@@ -16,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from raylearner import proxies
+from raylearner import plain_json, proxies
 from raylearner.environments import chat
 from raylearner.environments.chat import ChatRefusal, ChatSession
 
@@ -152,7 +151,7 @@ async def _body(request: Request) -> Any:
                 413, f"the body has more than {MAX_BODY_BYTES} bytes", code="body_too_large"
             )
     try:
-        return json.loads(bytes(body))
+        return plain_json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise ChatRefusal(400, f"the body is no JSON: {error}", code="invalid_json") from error
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from raylearner import proxies
+from raylearner import plain_json, proxies
 from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
 from raylearner.config.kind import load_reference
 from raylearner.dialogue import wire
@@ -148,7 +147,7 @@ def _described_task(task: Task) -> bytes:
         "messages": task.messages,
         "columns": dict(task.prompt.columns),
     }
-    return json.dumps(content, default=str).encode()
+    return plain_json.dumps(content).encode()
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.errors import naming
+from raylearner.plain_json import plain
 
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
@@ -61,24 +61,13 @@ def read_lines(path: Path) -> list[str]:
 
 
 def dumps(record: object) -> str:
-    """Standard JSON on one line: NaN and infinities become null, numpy scalars plain numbers.
+    """Standard JSON on one line, of any value as `plain_json` writes it: NaN and infinities become null.
 
     Unicode's separators are escaped, for readers who cut lines at them, and so are surrogates
     without their pair, which UTF-8 does not have.
     """
-    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
-
-
-def finite(value: Any) -> Any:
-    """The same value with null for every NaN and infinity, however deep."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if hasattr(value, "item"):  # numpy scalars
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cut_torn_line(path: Path) -> None:

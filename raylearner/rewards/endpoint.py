@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from raylearner import plain_json
 from raylearner.config.rewards import Judge, PairwiseJudge
 from raylearner.errors import JudgeRefused, RewardError
 from raylearner.proxies import proxy_of
@@ -133,6 +134,7 @@ class Endpoint:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._section.max_concurrent),
                 timeout=aiohttp.ClientTimeout(total=None),
+                json_serialize=plain_json.dumps,
             )
         return self._session
 

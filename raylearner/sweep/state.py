@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from raylearner import jobs
+from raylearner import jobs, plain_json
 from raylearner.errors import ConfigError
 from raylearner.sweep.plan import Plan
 
@@ -72,7 +72,7 @@ class SweepState:
         """Whole or not at all."""
         record = {"plan": self._plan_hash, "trials": [asdict(trial) for trial in self.trials]}
         draft = self.folder / f"{FILE}.partial"
-        draft.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        draft.write_text(plain_json.dumps(record, indent=1), encoding="utf-8")
         os.replace(draft, self.folder / FILE)
 
     def _load(self, path: Path) -> None:

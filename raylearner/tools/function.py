@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from raylearner.config.kind import load_reference
 from raylearner.config.tools import FunctionTool
 from raylearner.errors import ConfigError, ToolError
+from raylearner.observability import jsonl
 from raylearner.text import encodable_values
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import ToolMetrics
@@ -179,4 +180,4 @@ def _observation(value: object) -> Observation:
         case str():
             return Observation(text=value)
         case _:
-            return Observation(text=json.dumps(value, default=str, ensure_ascii=False))
+            return Observation(text=jsonl.dumps(value))
