@@ -206,7 +206,7 @@ class JsonDialect:
                 return [Answer(said.strip())]
             if self._answers is None:
                 return [Invalid("the turn is empty", is_unfinished=True)]
-            return self._answers.parse(said)
+            return [self._with_form(action) for action in self._answers.parse(said)]
         is_open = self.closing not in said.rpartition(self.opening)[2]
         actions: list[Action] = []
         for number, block in enumerate(blocks[: self._max_calls], start=1):
@@ -224,6 +224,12 @@ class JsonDialect:
     def _blocks(self, text: str) -> list[str]:
         """What is between the tags; a last one that is not closed goes to the end of the text."""
         return [part.partition(self.closing)[0].strip() for part in text.split(self.opening)[1:]]
+
+    def _with_form(self, action: Action) -> Action:
+        """A correction names the form of calls as well as that of answers."""
+        if not isinstance(action, Invalid) or not self._tools:
+            return action
+        return replace(action, reason=f"call a tool with {self.form}, or {action.reason}")
 
     def _foreign_form(self, text: str) -> str | None:
         if self._outside_answer is not None:

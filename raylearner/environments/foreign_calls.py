@@ -77,7 +77,9 @@ def foreign_form(
 def _is_tagged(text: str, tags: Collection[str]) -> bool:
     known = "|".join(re.escape(tag) for tag in tags)
     found = re.search(rf"(?m:^)[ \t]*<({known})>", text)
-    return found is not None and text.rstrip().endswith(f"</{found[1]}>")
+    if found is None or f"</{found[1]}>" not in text[found.end() :]:
+        return False
+    return not text[: found.start()].strip() or text.rstrip().endswith(f"</{found[1]}>")
 
 
 def _candidates(text: str, known: str) -> Iterator[tuple[int, bool]]:
@@ -165,9 +167,7 @@ def _is_json_call(block: str, names: set[str], *, needs_arguments: bool) -> bool
 def _is_call(value: object, names: set[str], *, needs_arguments: bool) -> bool:
     if isinstance(value, list):
         items = cast(list[object], value)
-        return bool(items) and all(
-            _is_call(item, names, needs_arguments=needs_arguments) for item in items
-        )
+        return any(_is_call(item, names, needs_arguments=needs_arguments) for item in items)
     if not isinstance(value, dict):
         return False
     fields = cast(dict[str, Any], value)

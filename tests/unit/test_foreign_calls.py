@@ -46,6 +46,8 @@ CALLS = {
     "gemma": '```tool_code\nweather(town="Ayr")\n```',
     "react": f"Action: weather\nAction Input: {ARGUMENTS}",
     "tag of the name": "<weather>Ayr</weather>",
+    "tag and more": "<weather>Ayr</weather> or rather <weather>Oban",
+    "one name unknown": f'[{OBJECT}, {{"name": "wind", "arguments": {{}}}}]',
 }
 ANSWERS = [
     "It has 12 degrees.",
@@ -136,3 +138,10 @@ def test_the_log_names_a_policy_that_calls_nothing_once(caplog: pytest.LogCaptur
     assert "<calc>" in line
     assert warnings(caplog, ActionWatch(tools, max_steps=9), silent, calling, silent) == []
     assert len(warnings(caplog, ActionWatch(tools, max_steps=1), silent)) == 1
+
+
+def test_a_correction_names_the_form_of_calls_and_of_answers() -> None:
+    (action,) = JsonDialect(["weather"], answer_tag="answer").parse("so I wonder")
+    assert isinstance(action, Invalid)
+    assert JsonDialect.form in action.reason
+    assert "<answer>" in action.reason
