@@ -137,6 +137,21 @@ COUNTS = CHATML.replace("{{ message.role }}", "{{ loop.index }} {{ message.role 
 )
 RENAMES = CHATML.replace("{{ message.role }}", "{{ message.role }} said")
 """Its header is another than the one that it shows later."""
+CALLS_FIRST = CHATML.replace(
+    "{% for message in messages %}",
+    "{% set ns = namespace(called='') %}{% for message in messages %}"
+    "{% if message.tool_calls %}{% set ns.called = message.tool_calls[-1].function.name %}{% endif %}"
+    "{% if message.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}{% endif %}",
+).replace(
+    "{{ message.role }}",
+    "{{ 'functions.' + ns.called if message.role == 'tool' else message.role }}",
+)
+"""A result stands under the name of the tool that was called before it."""
+NO_RESULTS = CHATML.replace(
+    "{% for message in messages %}",
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
+)
 MOVES_TOOLS = (
     "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -225,6 +240,7 @@ FAMILIES = {
         end="<|end|>",
         strips=True,
     ),
+    "calls first": Family(template=CALLS_FIRST),
     "escapes": Family(template=ESCAPES),
     "counts": Family(template=COUNTS),
 }

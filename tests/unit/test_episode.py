@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.environments.protocol import Environment
+from raylearner.environments.single_turn import SingleTurnEnvironment
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
@@ -208,3 +210,29 @@ async def test_an_answer_that_ends_with_the_last_token_is_an_answer(
     kit = make_kit(tokenizer_folder, [answer], max_response_tokens=size)
     trajectory = checked(await play_episode(kit, CLAIM, Sampling(max_tokens=size)))
     assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.ANSWER)
+
+
+async def test_what_reset_returns_passes_the_check_of_rows(tokenizer_folder: Path) -> None:
+    class Resets(SingleTurnEnvironment):
+        def __init__(self, *messages: Any) -> None:
+            self.messages = messages
+
+        async def reset(self, prompt: Prompt) -> Any:
+            return self.messages
+
+    said = Message(role="assistant", content="The sum is ")
+    for messages, is_fine in (
+        ([*PROMPT.messages, said], False),
+        ([], False),
+        ([{"role": "user", "contents": "1+1="}], False),
+        ([{"role": "user", "content": "1+1="}], True),
+    ):
+        kit = make_kit(tokenizer_folder, ["46<|im_end|>"], environment=Resets(*messages))
+        trajectory = checked(await play_episode(kit, CLAIM, Sampling(max_tokens=64)))
+        is_error = trajectory.stop_reason is StopReason.ERROR
+        assert is_error is not is_fine
+        assert (trajectory.error or "").startswith("environment:") is is_error
+    kit = make_kit(tokenizer_folder, ["46<|im_end|>"], environment=Resets(*PROMPT.messages, said))
+    claim = replace(CLAIM, prompt=replace(PROMPT, prefill=True))
+    trajectory = checked(await play_episode(kit, claim, Sampling(max_tokens=64)))
+    assert trajectory.prompt_text.endswith("<|im_start|>assistant\nThe sum is ")

@@ -17,6 +17,7 @@ import openai
 import psutil
 import pytest
 from openai import AsyncOpenAI
+from templates import FAMILIES, MOVES_TOOLS, NO_RESULTS, Family
 
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.play import play
@@ -612,3 +613,70 @@ async def test_functions_of_groups_see_what_functions_of_episodes_see_also_after
     assert seen[1:] == [seen[0], seen[0]]
     assert "alone/looked" in segments[0].metrics
     assert "alone/looked" not in seen[0].metrics
+
+
+OFFERED = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+
+
+async def _weather(client: AsyncOpenAI, task: Task) -> str | None:
+    messages: list[Any] = list(task.messages)
+    choice = await ask(client, messages, tools=OFFERED)
+    for call in choice.message.tool_calls or ():
+        assert len(call.id) == 9
+        assert call.id.isalnum()
+    messages.append(choice.message.model_dump(exclude_none=True))
+    messages += [
+        {"role": "tool", "tool_call_id": call.id, "content": "12"}
+        for call in choice.message.tool_calls or ()
+    ]
+    return (await ask(client, messages, tools=OFFERED)).message.content
+
+
+@pytest.mark.parametrize("family", ["mistral", "calls first", "llama3", "deepseek", "gemma"])
+async def test_agents_with_tools_play_to_the_answer_under_strict_templates(
+    tmp_path: Path, family: str
+) -> None:
+    """Templates that want ids of nine letters, a call before its result, or arguments as text."""
+    folder, end = FAMILIES[family].save(tmp_path), FAMILIES[family].end
+    limits = {"max_prompt_tokens": 1024, "max_response_tokens": 1024}
+    thought = "</think>" if family == "deepseek" else ""  # which its header opens
+    async with stage(folder, [thought + CALLED + end, "Mild." + end], **limits) as scene:
+        (segment,) = await scene.play(_weather)
+        assert segment.error is None
+        assert scene.sampled(segment) == f"{thought}{CALLED}{end}Mild.{end}"
+        assert segment.metrics["tool_calls"] == 1
+
+
+async def test_a_template_that_rewrites_history_gives_every_call_a_segment(tmp_path: Path) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        said = (await ask(client, task.messages, tools=OFFERED)).message.content
+        more = [{"role": "assistant", "content": said}, user("more")]
+        await ask(client, [*task.messages, *more], tools=OFFERED)
+
+    folder = Family(template=MOVES_TOOLS).save(tmp_path)
+    limits = {"max_prompt_tokens": 1024, "max_response_tokens": 1024}
+    async with stage(folder, ["one<|im_end|>", "two<|im_end|>"], **limits) as scene:
+        first, second = await scene.play(program)
+        assert [scene.sampled(s) for s in (first, second)] == ["one<|im_end|>", "two<|im_end|>"]
+        assert scene.text(second).count("weather") == 1
+        assert scene.text(second).index("one<|im_end|>") < scene.text(second).index("weather")
+
+
+async def test_the_first_call_with_tools_is_refused_where_results_have_no_place(
+    tmp_path: Path,
+) -> None:
+    async def program(client: AsyncOpenAI, task: Task) -> None:
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, task.messages, tools=OFFERED)
+        await ask(client, task.messages)
+
+    folder = Family(template=NO_RESULTS).save(tmp_path)
+    async with stage(folder, ["46<|im_end|>"]) as scene:
+        await scene.play(program)
+        assert len(scene.script.prompts) == 1

@@ -172,3 +172,13 @@ async def test_an_empty_tag_is_an_invalid_action() -> None:
     environment = await make_environment()
     reply = await environment.step(says("<calc></calc>"))
     assert (reply.is_valid, reply.tool) == (False, None)
+
+
+async def test_each_result_of_a_turn_carries_the_call_that_it_answers() -> None:
+    environment = await make_environment(dialect={"kind": "json"})
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+    reply = await environment.step(says(call % "1+1" + call % "2+2" + "<tool_call>no</tool_call>"))
+    assert [m.name for m in reply.messages] == ["calculator", "calculator", None]
+    ids = [m.call_id or "" for m in reply.messages]
+    assert len(set(ids)) == 3
+    assert all(len(i) == 9 and i.isalnum() for i in ids)
