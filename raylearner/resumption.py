@@ -1,17 +1,29 @@
 """What `--resume` goes on from: the last whole checkpoint of a run directory, and never from nothing."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from raylearner.config.document import parse
+from raylearner.config.problems import Where
+from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
 from raylearner.learner import checkpoint
 from raylearner.learner.checkpoint import Checkpoint
 from raylearner.observability import run_directory
 from raylearner.observability.run_directory import OR_START_OVER
+from raylearner.observability.sinks import flattened
 
 logger = logging.getLogger(__name__)
+
+UNSET = "not set"
+FIXED = ("model.kind", "learner.lora", "learner.critic.trunk", "learner.vision_tower")
+"""Keys, and sections, that say which tensors a checkpoint holds and what they mean."""
+MOVABLE = ("learner.lora.path",)
+"""Paths below them: the same files may lie elsewhere."""
+FLOAT64 = "learner.compute_dtype"
+"""Tensors have one of two precisions, float64 with float64."""
 
 
 @contextmanager
@@ -65,3 +77,58 @@ def _refusal(folder: Path) -> str:
             f" is there under a numbered name",
         ]
     )
+
+
+def changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[object, object]]:
+    """Dotted keys whose value is another than in the directory's `config.yaml`: old and new value.
+
+    Empty where that file is missing. Raises `ConfigError` with every changed key that a checkpoint
+    does not let change.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return {}
+    tree, _ = parse(path.read_text(encoding="utf-8"), Where(0, 0, str(path)))
+    old = flattened(tree.plain()) if tree is not None else {}
+    new = flattened(config.model_dump(mode="json"))
+    keys = [key for key in dict.fromkeys([*old, *new]) if key != "run.dir"]
+    changed: dict[str, tuple[object, object]] = {
+        key: (old.get(key, UNSET), new.get(key, UNSET))
+        for key in keys
+        if old.get(key, UNSET) != new.get(key, UNSET)
+    }
+    refused = [key for key, values in changed.items() if _is_fixed(key, values, new)]
+    if refused:
+        raise ConfigError(
+            "\n".join(
+                [
+                    *(
+                        f"{key}: cannot change at a resume, {_change(changed[key])}"
+                        for key in refused
+                    ),
+                    f"  the checkpoints of {folder} hold other tensors; leave it as it was, or start a"
+                    " new run",
+                ]
+            )
+        )
+    return changed
+
+
+def described(changed: Mapping[str, tuple[object, object]]) -> Iterator[str]:
+    """A line for each changed key."""
+    for key, values in changed.items():
+        yield f"changed at this resume: {key}: {_change(values)}"
+
+
+def _change(values: tuple[object, object]) -> str:
+    return f"{values[0]} -> {values[1]}"
+
+
+def _is_fixed(key: str, values: tuple[object, object], new: Mapping[str, object]) -> bool:
+    if key == FLOAT64:
+        return "float64" in values
+    if key in MOVABLE:
+        return False
+    if new.get("model.kind") == "tiny" and key.startswith("model."):
+        return not key.startswith("model.warm_start")
+    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)

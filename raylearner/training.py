@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,9 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
             *(config.run.num_steps, resume),
         )
         return
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    logger.info("run %s; run directory: %s", config.run.name, folder)
     machine.refuse_long_sockets(config)
     training, held_out = _load_data(config)
     deadline.stop_time_s(config.run, os.environ)
@@ -66,13 +70,13 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
-    assert config.run.dir is not None, "the command line names a directory"
-    folder = Path(config.run.dir).absolute()
     machine.refuse_full_disks(folder)
+    changed: Sequence[str] = ()
     with ExitStack() as held:
         if resume is not None:
             latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
             if latest is not None:
+                changed = list(resumption.described(resumption.changed_keys(folder, config)))
                 refuse_other_data(latest.folder / "replay", training)
         else:
             latest = held.enter_context(run_directory.claimed(folder, is_new=True))
@@ -81,7 +85,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
         config = placement.resolve(config)
         placement.check_supply(config)
         placement.check_variables(config)
-        asyncio.run(_train(config, folder, training, held_out, latest=latest))
+        asyncio.run(_train(config, folder, training, held_out, latest=latest, changed=changed))
 
 
 def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -102,9 +106,13 @@ async def _train(
     held_out: list[Prompt],
     *,
     latest: Checkpoint | None,
+    changed: Sequence[str],
 ) -> None:
-    """On from the checkpoint `latest`, or from the beginning."""
+    """On from the checkpoint `latest`, or from the beginning; `changed` is logged first."""
     recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
+    logger.info("training to step %d in run directory %s", config.run.num_steps, folder)
+    for line in changed:
+        logger.info("%s", line)
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
@@ -130,4 +138,5 @@ async def _train(
             await controller.finish_checkpoint()
         raise cause from cause.__cause__
     finally:
+        logger.info("ended at step %d; run directory: %s", controller.step, folder)
         await clean_up(sys.exception(), controller.close, recorder.close)

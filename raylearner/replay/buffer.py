@@ -196,6 +196,7 @@ class ReplayBuffer:
             for episode in self.store.pop_group(group_id):
                 if episode[0].sample_index != greedy_index:
                     self.tally.count_trained(episode)
+        self.ledger.count_step()
         self.num_changes += 1
 
     def release(self) -> None:

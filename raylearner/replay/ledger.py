@@ -69,8 +69,8 @@ class Ledger:
 
     @property
     def num_steps(self) -> int:
-        """Learner steps committed, each of a whole take."""
-        return self.counts.trained // self.config.groups_per_step
+        """Learner steps committed, as they were counted then: a take may be of another size now."""
+        return self.counts.steps
 
     @property
     def size(self) -> int:
@@ -223,6 +223,9 @@ class Ledger:
             self.held[group.group_id] = group
             insort(self._held_order, group.group_id)
         self.leased.clear()
+
+    def count_step(self) -> None:
+        self.counts.steps += 1
 
     def train(self, group_id: int) -> GroupRecord:
         group = self.leased.pop(group_id)

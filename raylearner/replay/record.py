@@ -80,6 +80,8 @@ class LedgerCounts:
     claimed: int = 0
     reissued: int = 0
     trained: int = 0
+    steps: int = 0
+    """Learner steps committed, each of one take."""
     dropped: Counter[str] = field(default_factory=Counter[str])
     """Groups that never trained, by reason."""
 
@@ -93,6 +95,7 @@ class LedgerCounts:
             claimed=state["claimed"],
             reissued=state["reissued"],
             trained=state["trained"],
+            steps=state["steps"],
             dropped=Counter(state["dropped"]),
         )
 

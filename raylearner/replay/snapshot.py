@@ -20,7 +20,7 @@ from raylearner.replay.prompt_source import refuse_other_rows
 from raylearner.replay.store import image_name
 from raylearner.types import CompletionStop, Prompt, StopReason, Trajectory, Turn
 
-FORMAT = 4
+FORMAT = 5
 
 ARRAYS: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,

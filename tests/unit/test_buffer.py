@@ -618,6 +618,22 @@ def test_a_resumed_replay_goes_on_like_the_uninterrupted_one(tmp_path: Path) -> 
         assert takes[0] == takes[1]
 
 
+@pytest.mark.parametrize("groups_per_step", [1, 2, 4])
+def test_steps_are_those_that_were_made_whatever_a_take_holds_now(
+    groups_per_step: int, tmp_path: Path
+) -> None:
+    buffer = make_buffer()
+    for _ in range(3):
+        fill(buffer, 2, versions=(buffer.policy_version,))
+        buffer.commit(taken(buffer.take(2, buffer.policy_version)), buffer.policy_version + 1)
+    snapshot.cut(buffer).save(tmp_path)
+    resumed = make_buffer(groups_per_step=groups_per_step)
+    snapshot.load(resumed, tmp_path)
+    assert resumed.ledger.num_steps == 3
+    (claimed, *_) = claim(resumed, 1)
+    assert claimed.step == 3
+
+
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     buffer = busy_buffer()
     snapshot.cut(buffer).save(tmp_path / "a")

@@ -4,11 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from minimal import MINIMAL
 
+from raylearner.config.loader import load
+from raylearner.config.report import resolved_yaml
 from raylearner.errors import ConfigError
 from raylearner.learner import checkpoint
 from raylearner.observability import run_directory
-from raylearner.resumption import taken_up
+from raylearner.resumption import changed_keys, described, taken_up
 
 
 def make_run(folder: Path, *, steps: tuple[int, ...]) -> None:
@@ -85,3 +88,48 @@ def test_starting_over_keeps_every_byte_under_the_next_number(tmp_path: Path) ->
         assert kept.pop(run_directory.LOCK_FILE)
         assert kept == before
         assert not folder.exists()
+
+
+def resumed(folder: Path, *overrides: str) -> dict[str, tuple[object, object]]:
+    """What changes when a run of the minimal configuration in `folder` is resumed with these."""
+    if not folder.is_dir():
+        folder.mkdir()
+        (folder / "minimal.yaml").write_text(MINIMAL)
+        config = load([str(folder / "minimal.yaml")], [])
+        (folder / "config.yaml").write_text(resolved_yaml(config))
+    return changed_keys(folder, load([str(folder / "config.yaml")], overrides))
+
+
+def test_every_changed_key_is_listed_with_both_values(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert resumed(folder, f"run.dir={folder}") == {}
+    changed = resumed(
+        folder,
+        "replay.groups_per_step=4",
+        "learner.learning_rate=2e-6",
+        "learner.loss={kind: gspo}",
+        "data.system_prompt=Be brief.",
+    )
+    assert changed["replay.groups_per_step"] == (16, 4)
+    assert changed["learner.learning_rate"] == (1e-6, 2e-6)
+    assert changed["learner.loss.kind"] == ("decoupled_ppo", "gspo")
+    assert changed["data.system_prompt"] == ("null", "Be brief.")
+    assert len(list(described(changed))) == len(changed)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.hidden_size=256", "model.hidden_size"),
+        ("learner.lora={}", "learner.lora"),
+        ("learner.compute_dtype=float64", "learner.compute_dtype"),
+        ("learner.vision_tower=frozen", "learner.vision_tower"),
+    ],
+)
+def test_what_a_checkpoint_does_not_let_change_is_refused(
+    tmp_path: Path, override: str, key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resumed(tmp_path / "run", override, "run.num_steps=7")
+    assert f"{key}: " in str(caught.value)
+    assert "run.num_steps" not in str(caught.value)
