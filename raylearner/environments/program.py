@@ -23,7 +23,7 @@ from raylearner.user_code import host
 from raylearner.user_code.frames import describe
 
 OUTPUT_BYTES = 1 << 20
-"""Of each stream of a command; what comes beyond is read and dropped."""
+"""Of each stream of a command, and characters of what a function returns; the rest is dropped."""
 SHOWN_CHARACTERS = 2000
 """How much of its error stream a failure quotes, from the end."""
 PIPE_GRACE_S = 5.0
@@ -90,7 +90,7 @@ class FunctionProgram:
             raise EnvironmentFault(
                 f"the program returned {type(answer).__name__}; expected text or None"
             )
-        return None if answer is None else encodable(answer)
+        return None if answer is None else encodable(answer[:OUTPUT_BYTES])
 
 
 class CommandProgram:

@@ -80,13 +80,13 @@ class Function:
                     name=f"tool {self.name} ({self._section.function})",
                     timeout_s=self._section.timeout_s,
                 )
+                return _observation(value)
             except (host.CallTimeout, host.CallFailed) as error:
                 raise ToolError(f"{self.name}: {self._section.function} {error}") from error
             except Exception as error:  # the user's function: whatever it raises is its failure
                 raise ToolError(
                     f"{self.name}: {self._section.function} {describe(error)}"
                 ) from error
-        return _observation(value)
 
     def _validated(self, arguments: Arguments) -> dict[str, Any]:
         try:

@@ -175,6 +175,18 @@ async def test_an_exception_is_a_tool_error_or_an_observation(name: str, said: s
     assert observation.text == f"error: {name} failed, try again later"
 
 
+def circular() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+async def test_a_value_that_is_not_json_is_a_tool_error() -> None:
+    with pytest.raises(ToolError) as caught:
+        await make("circular", on_failure="fail").call({}, prompt=PROMPT)
+    assert "tools_of_a_user:circular" in str(caught.value)
+
+
 async def test_a_call_past_its_time_is_a_tool_error() -> None:
     tool = make("sleeps", on_failure="fail", timeout_s=0.05)
     with pytest.raises(ToolError, match=r"took longer than 0\.05 s"):

@@ -536,7 +536,7 @@ async def test_a_command_out_of_time_dies_with_all_its_children(
 async def test_a_sync_function_plays_in_a_thread(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raylearner.environments.program import FunctionProgram
+    from raylearner.environments.program import OUTPUT_BYTES, FunctionProgram
 
     (tmp_path / "agent_of_the_test.py").write_text(
         "from openai import OpenAI\n"
@@ -544,13 +544,18 @@ async def test_a_sync_function_plays_in_a_thread(
         "    client = OpenAI(base_url=base_url, api_key=api_key)\n"
         "    reply = client.chat.completions.create(model='m', messages=messages)\n"
         "    return reply.choices[0].message.content + suffix\n"
+        "def long(**given):\n"
+        "    play(**given, suffix='')\n"
+        "    return 'x' * 3_000_000\n"
         "def fails(*, base_url, api_key, messages, columns):\n"
         "    raise ValueError('mine')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    async with stage(tokenizer_folder, ["4"]) as scene:
+    async with stage(tokenizer_folder, ["4", "4"]) as scene:
         (segment,) = await scene.play(FunctionProgram("agent_of_the_test:play", {"suffix": "6"}))
         assert (segment.reward, segment.stop_reason) == (1.0, StopReason.ANSWER)
+        (segment,) = await scene.play(FunctionProgram("agent_of_the_test:long", {}))
+        assert segment.given_answer == "x" * OUTPUT_BYTES
         (segment,) = await scene.play(FunctionProgram("agent_of_the_test:fails", {}))
         assert segment.error is not None
         head, *frames = segment.error.splitlines()
