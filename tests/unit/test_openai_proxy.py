@@ -561,7 +561,7 @@ async def test_a_sync_function_plays_in_a_thread(
         head, *frames = segment.error.splitlines()
         assert head == "environment: program agent_of_the_test:fails raised ValueError: mine"
         assert "agent_of_the_test.py" in frames[0]
-        assert "line 7" in frames[0]
+        assert "line 10" in frames[0]
 
 
 async def test_many_episodes_share_the_server(tokenizer_folder: Path) -> None:
