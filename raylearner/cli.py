@@ -114,7 +114,17 @@ def evaluate(arguments: Arguments = None) -> None:
 
 
 @app.command()
-def check(arguments: Arguments = None) -> None:
+def check(
+    arguments: Arguments = None,
+    should_play: Annotated[
+        bool,
+        typer.Option(
+            "--play",
+            help="Also play one episode of the first row through environment, tools and rewards, with a"
+            " policy that calls each tool once and gives the row's answer.",
+        ),
+    ] = False,
+) -> None:
     """Validate a configuration, print the numbers that follow from it, start nothing."""
     with _exit_codes():
         config = _load(arguments or [], None, environment=os.environ)
@@ -124,6 +134,10 @@ def check(arguments: Arguments = None) -> None:
         from raylearner import openings
 
         openings.check(config, report=lambda note: typer.echo(f"note: {note}"))
+        if should_play:
+            from raylearner import rehearsal
+
+            rehearsal.run(config, report=typer.echo)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.errors import (
     LearnerDied,
     RunStopped,
+    TooManyFailures,
     summary,
 )
 from raylearner.evaluation import Evaluator, SideEvaluation
@@ -197,7 +198,23 @@ class Controller:
         await self._checkpoint_and_evaluate()
 
     async def _take(self) -> Take:
-        """The next groups. Raises `StalledError` when nobody made progress for `watchdog_s`."""
+        """The next groups. Raises `StalledError` when nobody made progress for `watchdog_s`, and
+        `TooManyFailures`."""
+        try:
+            return await self._take_in_time()
+        except TooManyFailures:
+            await self._note_failures()
+            raise
+
+    async def _note_failures(self) -> None:
+        """Puts on record what first failed of each kind since the last time."""
+        replay = self._actors.replay
+        failures = await self._in_time(
+            placement.answer(replay.failures.remote()), "the replay actor's failures"
+        )
+        self._recorder.failures(self.step + 1, failures)
+
+    async def _take_in_time(self) -> Take:
         config, actors = self._config, self._actors
         progress, changed_at = -1, time.monotonic()
         with self._tracer.span("take"):
@@ -209,6 +226,7 @@ class Controller:
                 )
                 taking = unless_set(self._stop_requested, asked)
                 take = await self._in_time(taking, "the replay actor's take")
+                await self._note_failures()
                 if take is not None:
                     return take
                 if self._should_stop:

@@ -54,8 +54,18 @@ class RandomTokens:
 class ScriptedEngine:
     """Implements `Engine` with a `Script`; tokens carry the version that held when they came."""
 
-    def __init__(self, config: schema.ScriptedEngine, *, end_token_ids: Sequence[int]) -> None:
-        self._script = _load_script(config)
+    def __init__(
+        self,
+        config: schema.ScriptedEngine | None,
+        *,
+        end_token_ids: Sequence[int],
+        script: Script | None = None,
+    ) -> None:
+        """`script` takes the place of the configured one."""
+        if script is None:
+            assert config is not None, "an engine without a configuration is given its script"
+            script = _load_script(config)
+        self._script = script
         self._end_token_ids = set(end_token_ids)
         self._version: PolicyVersion = 0
         self._is_open = asyncio.Event()

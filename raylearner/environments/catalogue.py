@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 
 from raylearner.cleanup import clean_up
 from raylearner.config.environment import (
@@ -76,6 +77,11 @@ class EnvironmentFactory:
     def agent(self) -> Agent | None:
         """What plays the episodes in place of environments; None where those do."""
         return self._agent
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """In the order of the configuration; empty where the environment takes none."""
+        return self._tools
 
     async def start(self) -> None:
         """Before the first episode."""

@@ -14,10 +14,11 @@ from typing import Any, Self
 from raylearner.cleanup import clean_up_now
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import ObservabilitySection, RunConfig
-from raylearner.errors import error_kind, naming
+from raylearner.errors import naming
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
 from raylearner.observability.jsonl import JsonlFile
+from raylearner.observability.run_directory import FAILURES_FILE
 from raylearner.observability.sinks import (
     Sink,
     StepRecord,
@@ -57,6 +58,7 @@ class Recorder:
         self._log_handler = logs.add_file(self.log_file)
         self._metrics = JsonlFile(run_dir / "metrics.jsonl")
         self._evaluations = JsonlFile(run_dir / "eval.jsonl")
+        self._failures = JsonlFile(run_dir / FAILURES_FILE)
         self._trajectories = run_dir / "trajectories"
         self._trace = TraceFile(run_dir / "trace.json") if config.trace else None
         self._tracer = Tracer("controller", is_enabled=config.trace)
@@ -151,7 +153,6 @@ class Recorder:
         `policy_version` is the one that trained on them. Another thread may call this while the
         recorder's own goes on, for one step after the other.
         """
-        self._tell_errors(step, trajectories)
         self._tell_non_finite(step, trajectories)
         if _is_due(self._config.trajectories_every_steps, step):
             transcripts.write(
@@ -196,6 +197,12 @@ class Recorder:
                 len(late),
             )
 
+    def failures(self, step: int, errors: Sequence[str]) -> None:
+        """The first failed episodes of their kind, played for `step`: logged, and kept for `view`."""
+        for error in errors:
+            logger.warning("an episode for step %d failed: %s", step, error)
+            self._failures.write({"step": step, "error": error})
+
     def close(self) -> None:
         """Safe to call twice. Closes all of it, and then raises the first failure."""
         with self._sinks_lock:
@@ -205,6 +212,7 @@ class Recorder:
             self._display.close,
             self._metrics.close,
             self._evaluations.close,
+            self._failures.close,
             self._close_trace,
             *(sink.close for sink in reversed(sinks)),
             lambda: logs.remove(self._log_handler),
@@ -217,19 +225,6 @@ class Recorder:
                 trace.write(self._tracer.drain())
             finally:
                 trace.close()
-
-    def _tell_errors(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """The first of each kind: a few failed episodes in every step end no run."""
-        for error in (t.error for t in trajectories if t.error is not None):
-            kind = error_kind(error)
-            if kind not in self._told:
-                self._told.add(kind)
-                logger.warning(
-                    "an episode of step %d failed: %s; rollout/errors/%s counts such episodes",
-                    step,
-                    error,
-                    kind,
-                )
 
     def _tell_non_finite(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """The first value of each name that an environment or a reward logged and no mean has."""

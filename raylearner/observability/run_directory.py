@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 JOB_FILES = "working_dir_files"
 """Part of the path that Ray unpacks a job's working directory to; it is deleted after the job."""
 LOCK_FILE = "run.lock"
+FAILURES_FILE = "failures.jsonl"
+"""The first failed episode of each kind, with its cause."""
 OR_START_OVER = "--or-start-over"
 """The option of a resume that may find nothing to go on from."""
 

@@ -21,12 +21,15 @@ from tokenizers import Tokenizer
 from raylearner.config.document import Loader
 from raylearner.errors import ConfigError
 from raylearner.observability.jsonl import dumps, read_lines
+from raylearner.observability.run_directory import FAILURES_FILE
 from raylearner.observability.transcripts import IMAGES, step_file
 
 logger = logging.getLogger(__name__)
 
 MARK = "<!--DATA-->"
 """Where the page's template wants its data."""
+MAX_FAILURES = 20
+"""Kinds of failed episodes that are shown, the last ones."""
 MAX_LISTED_CHARACTERS = 200
 """Of a prompt in the list of trajectories."""
 STEP_FILE = re.compile(r"step_[0-9]{6,}\.jsonl")
@@ -52,6 +55,7 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
         "images": _images(path.parent / IMAGES, records),
         "versions": sorted({v for r in records for v in r["policy_versions"] if v >= 0}),
         "trajectories": [_listed(record) for record in records],
+        "failures": _failures(run_dir)[-MAX_FAILURES:],
     }
     # The list is read when the page opens, each trajectory when it is shown.
     parts = [_embedded("data", data)]
@@ -140,6 +144,8 @@ def _choose(run_dir: Path, step: int | None) -> Path:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such directory; name that of a run")
     files = _files(run_dir)
+    if not files and not _has_steps(run_dir):
+        raise ConfigError(_without_steps(run_dir))
     if not files:
         raise ConfigError(
             f"{run_dir}: holds no trajectories; observability.trajectories_every_steps writes them"
@@ -148,6 +154,40 @@ def _choose(run_dir: Path, step: int | None) -> Path:
     if path not in files:
         raise ConfigError(f"{run_dir}: has no step {step}; the last one is {files[-1].stem}")
     return path
+
+
+def _has_steps(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and any(line.strip() for line in _lines(metrics))
+
+
+def _without_steps(run_dir: Path) -> str:
+    """Why there is nothing to show of a run that made no step."""
+    if not (run_dir / "config.yaml").is_file():
+        return (
+            f"{run_dir}: holds no trajectories and is not the directory of a run; name one that"
+            " holds a config.yaml"
+        )
+    failures = _failures(run_dir)
+    cause = f"; the last episode on record failed: {failures[-1]['error']}" if failures else ""
+    return (
+        f"{run_dir}: holds no trajectories, since no step was made; {run_dir / 'log.txt'} says how"
+        f" far the run came{cause}"
+    )
+
+
+def _failures(run_dir: Path) -> list[dict[str, Any]]:
+    """Failed episodes on record, the first of each kind; what is damaged is left out."""
+    path = run_dir / FAILURES_FILE
+    found: list[dict[str, Any]] = []
+    for line in _lines(path) if path.is_file() else ():
+        try:
+            record: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(cast(dict[str, Any], record).get("error"), str):
+            found.append(cast(dict[str, Any], record))
+    return found
 
 
 def _tokenizer(run_dir: Path) -> Tokenizer | None:

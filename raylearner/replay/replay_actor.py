@@ -135,6 +135,10 @@ class ReplayActor:
         """Rises with every claim, put, take and commit."""
         return self._buffer.num_changes
 
+    async def failures(self) -> list[str]:
+        """The first failed episode of each kind since the last call, with its cause."""
+        return self._buffer.tally.drain_failures()
+
     async def cut(self) -> None:
         """Keeps the state of this moment for the next `save`."""
         self._cut = snapshot.cut(self._buffer)

@@ -1,5 +1,6 @@
 """What the replay counts: outcomes, errors with their causes, lengths, and when enough is enough."""
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,13 @@ LENGTH_WINDOW = 2048
 
 EXAMPLE_CHARACTERS = 300
 """How much of an error message is quoted."""
+FAILURE_CHARACTERS = 4000
+"""How much is kept of the first failure of its kind, the frames of users' code included."""
+MAX_KINDS = 100
+"""Failures that are told apart by what they say."""
+
+
+NUMBERS = re.compile(r"\d+")
 
 
 class Tally:
@@ -36,6 +44,8 @@ class Tally:
         self.rolled_back = 0
         self.errors: Counter[str] = Counter()
         self.failure: str | None = None
+        self._seen: set[str] = set()
+        self._fresh: list[str] = []
         self._recent: deque[tuple[str, str] | None] = deque(maxlen=error_window)
         self._error_window = error_window
         self._max_error_fraction = max_error_fraction
@@ -104,6 +114,12 @@ class Tally:
     def count_leased(self) -> None:
         self._stale_in_row = 0
 
+    def drain_failures(self) -> list[str]:
+        """The first failure of each kind since the last time, whole: errors that differ in numbers
+        alone are of one kind."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
     def metrics(self) -> dict[str, float]:
         return {
             "buffer/dropped/late": self.late,
@@ -148,12 +164,17 @@ class Tally:
 
     def _count_error(self, kind: str, message: str) -> None:
         self.errors[kind] += 1
+        headline = NUMBERS.sub("#", message.partition("\n")[0])[:EXAMPLE_CHARACTERS]
+        if headline not in self._seen and len(self._seen) < MAX_KINDS:
+            self._seen.add(headline)
+            self._fresh.append(message[:FAILURE_CHARACTERS])
         self._recent.append((kind, message[:EXAMPLE_CHARACTERS]))
         failed = [entry for entry in self._recent if entry is not None]
         size = self._error_window
         if len(self._recent) == size and len(failed) > self._max_error_fraction * size:
             kind, count = Counter(name for name, _ in failed).most_common(1)[0]
             example = next(text for name, text in reversed(failed) if name == kind)
+            example = example.partition("\n")[0]
             self._fail(
                 f"{len(failed)} of the last {size} episodes failed, {count} of them by "
                 f"'{kind}', for example: {example}"

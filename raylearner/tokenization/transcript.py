@@ -250,7 +250,10 @@ class Transcript:
         started_at_s: float,
         finished_at_s: float,
     ) -> Trajectory:
-        """The finished trajectory, not yet scored."""
+        """The finished trajectory, not yet scored. A turn that got no reply, since its environment
+        failed, is a turn all the same."""
+        if self._open is not None:
+            self.end_turn([], reply="", tool=None, is_valid=True)
         loss_mask = np.array(self._loss_mask, dtype=np.bool_)
         vision = self.renderer.vision
         trains = stop_reason is not StopReason.ERROR and stop_reason is not StopReason.ABORTED

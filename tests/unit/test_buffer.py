@@ -753,3 +753,14 @@ def test_a_run_that_goes_back_plays_again_what_came_after_the_dump_and_counts_it
     assert buffer.claim("a", 1, 9).claims == [], "the engine still holds the lost policy"
     assert [c.key[:2] for c in claim(buffer, 2)] == [(0, 1), (1, 0)]
     assert buffer.put(make_episode(running)) == "late"
+
+
+def test_the_first_failure_of_each_kind_is_kept_whole() -> None:
+    buffer = make_buffer(groups_per_step=9, error_window=64)
+    errors = [f"tool: no answer in {number} s\n  mine.py, line 3, in look" for number in (1, 2)]
+    errors.append("environment: mine raised KeyError: 'secret'")
+    for error in errors:
+        (claim,) = buffer.claim("a", 0, 1).claims
+        buffer.put(make_episode(claim, reward=None, error=error))
+    assert buffer.tally.drain_failures() == [errors[0], errors[2]]
+    assert buffer.tally.drain_failures() == []

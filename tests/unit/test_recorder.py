@@ -189,23 +189,16 @@ def test_trajectories_are_written_every_k_steps(tmp_path: Path) -> None:
         assert len(list((tmp_path / str(every)).glob("trajectories/*.jsonl"))) == expected
 
 
-def test_the_first_failed_episode_of_each_kind_is_told(
+def test_failed_episodes_are_logged_with_their_frames_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def failed(error: str) -> Trajectory:
-        return make_trajectory(error=error, stop_reason=StopReason.ERROR)
-
-    steps = (["engine: lost"], ["engine: lost again", "no kind"], ["tool: 503", "engine: lost"])
+    error = "environment: mine raised KeyError: 'secret'\n  mine.py, line 3, in step"
     with open_recorder(tmp_path) as recorder:
-        for step, errors in enumerate(steps, 1):
-            trajectories = [make_trajectory(), *map(failed, errors)]
-            recorder.trajectories(step, trajectories, policy_version=4)
-    messages = [record.getMessage() for record in caplog.records]
-    assert [message for message in messages if "an episode of" in message] == [
-        "an episode of step 1 failed: engine: lost; rollout/errors/engine counts such episodes",
-        "an episode of step 2 failed: no kind; rollout/errors/other counts such episodes",
-        "an episode of step 3 failed: tool: 503; rollout/errors/tool counts such episodes",
-    ]
+        recorder.failures(3, [error])
+        recorder.failures(4, [])
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert error in warning
+    assert rows(tmp_path / "run" / "failures.jsonl") == [{"step": 3, "error": error}]
 
 
 def test_a_tool_that_begins_to_fail_is_told_once(

@@ -270,3 +270,29 @@ def test_a_browser_shows_hostile_completions_and_very_long_ones(
     assert r"\ud83d" in shown
     assert "197999 more tokens" in shown
     assert "<img" not in shown
+
+
+def test_a_run_without_a_step_says_why_there_is_nothing_to_show(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="not the directory of a run"):
+        viewer.page(folder)
+    (folder / "config.yaml").write_text("run: {}\n")
+    (folder / "metrics.jsonl").write_text("")
+    error = "environment: program p:play raised KeyError: 'secret'\n  p.py, line 3, in play"
+    (folder / "failures.jsonl").write_text(json.dumps({"step": 1, "error": error}) + "\n")
+    with pytest.raises(ConfigError, match="holds no trajectories, since no step was made") as raised:
+        viewer.page(folder)
+    assert error in str(raised.value)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="trajectories_every_steps"):
+        viewer.page(folder)
+
+
+def test_failures_on_record_are_on_the_page(run_dir: Path) -> None:
+    error = "reward: mine raised KeyError: 'gold'\n  mine.py, line 3, in mine"
+    lines = [json.dumps({"step": 2, "error": error}), "{torn", json.dumps({"step": 3})]
+    (run_dir / "failures.jsonl").write_text("\n".join(lines) + "\n")
+    page = viewer.page(run_dir)
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    assert json.loads(data)["failures"] == [{"step": 2, "error": error}]
