@@ -11,7 +11,7 @@ import pytest
 from minimal import MINIMAL
 from typer.testing import CliRunner
 
-from raylearner import cli, handed_variables, jobs
+from raylearner import cli, handed_variables, jobs, submission
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import WandbSection
@@ -67,9 +67,9 @@ def test_the_command_line_ends_with_one_line(
 ) -> None:
     monkeypatch.delenv("DEMO_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.app, [command, base, f"rewards.functions={JUDGE}"])
+    done = CliRunner().invoke(cli.app, [command, base, f"rewards.functions=[{JUDGE}]"])
     assert done.exit_code == cli.BAD_INPUT
-    assert "DEMO_KEY" in done.output
+    assert "rewards.functions.0.api_key_variable: the environment variable DEMO_KEY" in done.output
     assert len(done.output.strip().splitlines()) == 2
 
 
@@ -140,6 +140,55 @@ def test_values_travel_in_a_package_and_in_nothing_that_is_shown() -> None:
         )
         assert done.stdout.split() == [SECRET, "None"], done.stderr
     assert not package.exists()
+
+
+def test_submit_warns_of_what_a_job_would_not_have(
+    base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def submit_job(**job: Any) -> str:
+        (package,) = job["runtime_env"].get("py_modules") or [None]
+        file = package and (Path(package) / handed_variables.FILE).read_text()
+        sent.append(job | {"file": file})
+        return "job"
+
+    client = SimpleNamespace(submit_job=submit_job, get_address=lambda: "http://127.0.0.1:8265")
+    monkeypatch.setattr(jobs, "connect", lambda _: client)
+    monkeypatch.setattr(jobs, "is_local", lambda _: False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEMO_KEY", SECRET)
+    monkeypatch.setenv("HF_TOKEN", "other")
+    overrides = (
+        f"rewards.functions=[{JUDGE}]",
+        "observability.wandb={}",
+        "model={kind: pretrained, path: a/b}",
+    )
+
+    def submitted(*names: str) -> str:
+        caplog.clear()
+        request = submission.Request(
+            arguments=("base.yaml", *overrides), resume=None, sweep_file=None, variables=names
+        )
+        submission.submit(
+            request,
+            lambda: [load([base], overrides)],
+            address=None,
+            dependencies=None,
+            should_follow=False,
+        )
+        return "\n".join(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+
+    warned = submitted()
+    assert all(f"--env {name}" in warned for name in ("DEMO_KEY", "WANDB_API_KEY", "HF_TOKEN"))
+    warned = submitted("DEMO_KEY", "HF_TOKEN")
+    assert "--env WANDB_API_KEY" in warned
+    assert "--env DEMO_KEY" not in warned
+    file = sent[-1].pop("file")
+    assert SECRET in file
+    assert SECRET not in str(sent) + caplog.text
+    with pytest.raises(ConfigError, match="MISSING"):
+        submitted("MISSING")
 
 
 def test_names_are_checked_all_at_once() -> None:
