@@ -50,9 +50,7 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
             *(config.run.num_steps, resume),
         )
         return
-    assert config.run.dir is not None, "the command line names a directory"
-    folder = Path(config.run.dir).absolute()
-    logger.info("run %s; run directory: %s", config.run.name, folder)
+    logger.info("run %s; run directory: %s", config.run.name, config.run.dir)
     machine.refuse_long_sockets(config)
     training, held_out = _load_data(config)
     deadline.stop_time_s(config.run, os.environ)
@@ -70,6 +68,8 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
     machine.refuse_full_disks(folder)
     changed: Sequence[str] = ()
     with ExitStack() as held:
@@ -106,7 +106,7 @@ async def _train(
     held_out: list[Prompt],
     *,
     latest: Checkpoint | None,
-    changed: Sequence[str],
+    changed: Sequence[str] = (),
 ) -> None:
     """On from the checkpoint `latest`, or from the beginning; `changed` is logged first."""
     recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
