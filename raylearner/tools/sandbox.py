@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from raylearner.config.tools import SandboxSection
 from raylearner.errors import ConfigError, ToolError
+from raylearner.text import encodable
 from raylearner.tools.sandbox_box import Box, Call
 
 MAX_CODE_BYTES = 1 << 20
@@ -74,7 +75,7 @@ class Sandbox:
             _probe(self.limits.python, self.limits.packages)
 
     async def run(self, code: str, *, stdin: str = "") -> SandboxResult:
-        source, given = code.encode(), stdin.encode()
+        source, given = encodable(code).encode(), encodable(stdin).encode()
         if len(source) > MAX_CODE_BYTES or len(given) > MAX_STDIN_BYTES:
             return _at_limit("code", _Streams(), 0.0)
         async with self._places:
