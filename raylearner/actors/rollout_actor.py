@@ -194,6 +194,7 @@ class RolloutActor:
                     actor_id=self._actor_id,
                     lora_rank=self._sections.lora_rank,
                     max_images=self._sections.renderer.images.max_images,
+                    num_banned=len(renderer.banned_token_ids),
                 )
             case schema.TransformersEngine() as config:
                 from raylearner.actors.transformers_engine import TransformersEngine

@@ -63,13 +63,14 @@ class VllmEngine:
         policy_version: PolicyVersion = 0,
         lora_rank: int | None = None,
         max_images: int = ImagesSection().max_images,
+        num_banned: int = 0,
     ) -> None:
         """`actor_id` is how pushes made for their members name this engine.
 
-        `max_images` is for one request. `lora_rank` is the rank of the adapters that come by the transport `adapter`.
+        `max_images` is for one request, `num_banned` the most tokens that one bans. `lora_rank` is the rank of the adapters that come by the transport `adapter`.
         """
         self._lora_rank = lora_rank
-        self._max_images = max_images
+        self._max_images, self._num_banned = max_images, num_banned
         self._config = config
         self._model_path = model_path
         self._seed = seed
@@ -99,6 +100,7 @@ class VllmEngine:
             vllm_process.set_environment(
                 kv_cache_gib=self._config.kv_cache_gib,
                 shares_memory=self._weights.shares_memory,
+                num_banned=self._num_banned,
             )
             await asyncio.to_thread(self._create, self._log.configuration())
             assert self._llm is not None

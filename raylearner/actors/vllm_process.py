@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ import psutil
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
 
+log = logging.getLogger(__name__)
+
 END_TIMEOUT_S = 5.0
 """How long vLLM's processes may take to end before they are killed."""
 BESIDE_CACHE_BYTES = 2 * 1024**3
@@ -23,11 +26,16 @@ PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
 """What the command line of a core holds: its title, before that how it was started."""
 EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
 
+MAX_BANS = 1024
+"""Biases that vLLM's second model runner, its default on GPUs, takes of a request; more end its core."""
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
 
 
-def set_environment(*, kv_cache_gib: int, shares_memory: bool = False) -> None:
-    """What vLLM reads from the environment, set before its first import here and in children."""
+def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banned: int = 0) -> None:
+    """What vLLM reads from the environment, set before its first import here and in children.
+
+    `num_banned` tokens are banned by every request.
+    """
     import torch
 
     environment = os.environ
@@ -39,6 +47,14 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False) -> None:
     if shares_memory:
         # Handles of the learner's GPU memory are pickled; they come from the learner alone.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if num_banned > MAX_BANS:
+        log.warning(
+            "%d ids of the vocabulary have no token and are banned: vLLM runs with its first model"
+            " runner, which takes more than %d and is slower, the more requests come and go",
+            num_banned,
+            MAX_BANS,
+        )
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if torch.cuda.is_available():
         environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         return

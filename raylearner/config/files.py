@@ -14,7 +14,7 @@ LOGIT_CHANGES = (
     "dim_model_base",
 )
 """Config keys of models whose logits are more than hidden states times the head, where they are set and
-not 1. Families have others, and defaults of their own: a learner measures its model when it loads it."""
+not neutral: 1, or the hidden size for `dim_model_base`, which divides it. Families have others, and defaults of their own: a learner measures its model when it loads it."""
 
 CHUNK_BYTES = 1 << 24
 """Of files that are compared, read at a time."""
@@ -83,8 +83,9 @@ def scoring_faults(folder: Path) -> Iterator[str]:
     measures it when it loads the model."""
     config = read_json(folder / "config.json")
     family, text = config.get("model_type"), text_config(config)
+    neutral = dict.fromkeys(LOGIT_CHANGES, 1) | {"dim_model_base": text.get("hidden_size")}
     for key in LOGIT_CHANGES:
-        if text.get(key) not in (None, 1):
+        if text.get(key) not in (None, neutral[key]):
             yield (
                 f"{str(folder)!r} ({family}) changes its logits behind the head ({key}:"
                 f" {text[key]}), which the learner's log-probabilities do not follow; use a model of"

@@ -44,7 +44,7 @@ def refuse_unfaithful(
 ) -> None:
     """Raises `ConfigError` naming the model's family where its packed rows score otherwise.
 
-    Every rank must call it. Takes three passes over forty tokens.
+    Every rank must call it. Takes seven passes over at most forty tokens.
     """
     config: Any = model.causal_lm.config
     text: Any = config.get_text_config()

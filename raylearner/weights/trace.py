@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raylearner.weights.checksums import Checksum, Checksums, Region, plain
@@ -32,6 +33,21 @@ class Write(NamedTuple):
     place: Region
     dtype: torch.dtype
     """Of the named tensor; the parameter's may be wider."""
+
+
+class _Source(NamedTuple):
+    """A named tensor that came, and the addresses of its elements."""
+
+    start: int
+    end: int
+    name: str
+    dtype: torch.dtype
+    storage: StorageWeakRef
+
+    @property
+    def is_there(self) -> bool:
+        """Not once its memory is free again, where a loader may put what it computes."""
+        return not self.storage.expired()
 
 
 @dataclass(slots=True)
@@ -53,18 +69,18 @@ class Trace:
         self._model = model
         self._may_repack = may_repack
         self._targets: dict[str, _Target] = {}
-        self._sources: dict[int, list[tuple[int, int, str, torch.dtype]]] = {}
+        self._sources: dict[int, list[_Source]] = {}
         self._names: list[str] = []
         self._written: dict[str, Checksums] = {}
         self._arrived = Checksums()
         self._strays: set[str] = set()
-        self._is_first = True
+        self._is_known = False
+        """Whether a push was loaded to its end: one that broke off leaves only a part of the map."""
 
     def start(self) -> None:
         """Begin a push, once the model's parameters have the loaders that will write them."""
         self._sources, self._names = {}, []
         self._written, self._arrived = {}, Checksums()
-        self._is_first = not self._targets
         for module_name, module in self._model.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
@@ -77,11 +93,16 @@ class Trace:
             self._names.append(name)
             first = tensor.data_ptr()
             end = first + tensor.numel() * tensor.element_size()
-            storage = tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()
             # Memory that is used again belongs to the last that came.
-            others = [o for o in self._sources.get(storage, ()) if o[1] <= first or o[0] >= end]
-            self._sources[storage] = [*others, (first, end, name, tensor.dtype)]
-            if self._is_first or self._strays:
+            others = [
+                source
+                for source in self._sources.get(storage.data_ptr(), ())
+                if source.is_there and (source.end <= first or source.start >= end)
+            ]
+            came = _Source(first, end, name, tensor.dtype, StorageWeakRef(storage))
+            self._sources[storage.data_ptr()] = [*others, came]
+            if not self._is_known or self._strays:
                 self._arrived.add(name, tensor)
             yield name, tensor
 
@@ -96,6 +117,7 @@ class Trace:
                     held.add(_key(parameter_name, write), values, write.part)
         found = held.result()
         written = {k: s for sums in self._written.values() for k, s in sums.result().items()}
+        self._is_known = True
         parts: list[list[Any]] = []
         for parameter_name, target in self._targets.items():
             if target.is_repacked is None:
@@ -183,11 +205,14 @@ class Trace:
     def _write(self, place: Region, values: Tensor, source: Tensor) -> Write | None:
         """None where the source is not a part of a tensor that came, as when a loader computes it."""
         first = source.data_ptr()
-        for start, end, name, dtype in self._sources.get(source.untyped_storage().data_ptr(), ()):
-            if start <= first < end and source.shape == values.shape and source.dtype == dtype:
-                offset = (first - start) // source.element_size()
+        if source.shape != values.shape:
+            return None
+        for came in self._sources.get(source.untyped_storage().data_ptr(), ()):
+            is_inside = came.is_there and came.start <= first < came.end
+            if is_inside and source.dtype == came.dtype:
+                offset = (first - came.start) // source.element_size()
                 part = Region.of(offset, source.shape, source.stride())
-                return Write(name, part, place, dtype)
+                return Write(came.name, part, place, came.dtype)
         return None
 
 

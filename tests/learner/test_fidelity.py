@@ -2,6 +2,7 @@
 where no key tells, by measurement."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,15 @@ def test_each_family_scores_as_transformers_does_or_is_refused(
             model_path=str(folder),
             num_steps=1,
         )
+
+
+def test_values_that_change_no_logits_are_not_refused(tmp_path: Path) -> None:
+    def faults(**values: Any) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **values}))
+        return list(scoring_faults(tmp_path))
+
+    assert not faults(logit_scale=1.0, logits_scaling=1, final_logit_softcapping=None)
+    assert not faults(hidden_size=64, dim_model_base=64)
+    assert not faults(text_config={"rope_scaling": {"type": "yarn"}, "lm_head_multiplier": 1.0})
+    assert len(faults(hidden_size=64, dim_model_base=32)) == 1
+    assert len(faults(text_config={"logit_scale": 0.5, "rope_scaling": {"type": "dynamic"}})) == 2

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from raylearner.errors import WeightTransferError
 from raylearner.types import Probe, WeightUpdate
-from raylearner.weights.fit import refuse_misfit
+from raylearner.weights.fit import refuse_misfit, refuse_other_tensors
 from raylearner.weights.shared_files import write_weights
 
 MODEL = {"model.embed_tokens.weight": torch.zeros(100, 8), "model.norm.weight": torch.zeros(8)}
@@ -40,3 +40,12 @@ def test_another_vocabulary_is_told_with_both_shapes(tmp_path: Path, transport: 
         match=r"embed_tokens.weight is \(100, 8\) .* and \(104, 8\) in the learner's \(1 tensors",
     ):
         refuse_misfit(update(payload(LARGER), transport), engine)
+
+
+def test_tensors_beside_those_with_checksums_are_named(tmp_path: Path) -> None:
+    whole = write_weights(MODEL.items(), tmp_path, 1, torch.bfloat16)
+    refuse_other_tensors(update(whole, "shared_files"))
+    sums = whole["checksums"]
+    for changed in ({k: sums[k] for k in list(sums)[1:]}, sums | {"added": sums[next(iter(sums))]}):
+        with pytest.raises(WeightTransferError, match="model.embed_tokens.weight|added"):
+            refuse_other_tensors(update({**whole, "checksums": changed}, "shared_files"))

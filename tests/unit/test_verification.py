@@ -1,6 +1,6 @@
 """Tensors followed through loaders that fuse, shard, pad and turn them, deferred as vLLM defers them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raylearner.errors import WeightTransferError
-from raylearner.weights.checksums import checksum
+from raylearner.weights.checksums import checksum, read
 from raylearner.weights.trace import Trace
 from raylearner.weights.verification import refuse_differences
 
@@ -59,7 +59,7 @@ class Worker:
         self.trace = Trace(self.model, may_repack=lambda module: repacks)
         self.repacks = repacks
 
-    def load(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         for parameter in self.model.parameters():
 
             def loader(target: Tensor, write: Callable[[Tensor], None]) -> None:
@@ -72,7 +72,9 @@ class Worker:
             online_process_loader.__name__ = "online_process_loader"
             parameter.weight_loader = online_process_loader
         self.trace.start()
-        for name, tensor in self.trace.watched(tensors.items()):
+        for name, tensor in self.trace.watched(
+            tensors.items() if isinstance(tensors, Mapping) else tensors
+        ):
             parameter, write = self.model.place(name, tensor)
             parameter.weight_loader.__wrapped__(parameter, write)
         if self.repacks:
@@ -131,6 +133,57 @@ def test_a_tensor_that_no_parameter_took_is_named() -> None:
     assert "q.bias was loaded" in refused({"q.bias": torch.ones(3)}, [report])
     # An engine without a bias computes as one whose bias is 0.
     assert refuse_differences(sent({"q.bias": torch.zeros(3)}), [report], policy_version=0) == 1
+
+
+def test_a_push_that_broke_off_leaves_nothing_that_the_next_one_would_miss() -> None:
+    worker = Worker(0)
+    now = {"norm": torch.randn(DIM), "scale": torch.randn(3)}
+
+    def breaks_off() -> Iterator[tuple[str, Tensor]]:
+        yield "norm", torch.randn(DIM)
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        worker.load(breaks_off())
+    report = worker.load(now)
+    assert report["strays"] == ["scale"]
+    assert refuse_differences(sent(now), [report], policy_version=1) == 2
+
+
+def test_tensors_that_come_one_after_another_through_the_same_memory_are_told_apart() -> None:
+    worker, buffer, now = Worker(0), torch.empty(6, 8), tensors(0)
+    del now["embedding"], now["norm"]
+    report = worker.load((name, buffer.copy_(tensor)) for name, tensor in now.items())
+    halves = {name: checksum(now[name][:3]) for name in "qk"}
+    held = {part[0]: part[3:] for part in report["parts"]}
+    assert held.keys() == now.keys()
+    assert {name: read(held[name]) for name in halves} == halves
+
+
+def test_what_a_loader_computes_in_the_memory_of_an_earlier_tensor_is_not_taken_for_that() -> None:
+    worker = Worker(0)
+    memory = bytearray(3 * 4)
+    norm, scale = torch.randn(DIM), torch.randn(3)
+    earlier = torch.tensor([1.0, 2.0, 3.0])
+
+    def push() -> Iterator[tuple[str, Tensor]]:
+        yield "embedding", torch.frombuffer(memory, dtype=torch.float32).copy_(earlier).view(1, 3)
+        yield "scale", scale
+        yield "norm", norm
+
+    def place(name: str, tensor: Tensor) -> tuple[nn.Parameter, Callable[[Tensor], None]]:
+        if name == "embedding":
+            return worker.model.embedding, lambda p: copy(p[:1, :3], tensor)
+        if name == "scale":
+            computed = torch.frombuffer(memory, dtype=torch.float32).copy_(-tensor.exp())
+            return worker.model.scale, lambda p: copy(p, computed)
+        return Rank.place(worker.model, name, tensor)
+
+    worker.model.place = place
+    report = worker.load(push())
+    assert report["strays"] == ["scale"]
+    sums = sent({"embedding": earlier.view(1, 3), "scale": scale, "norm": norm})
+    assert refuse_differences(sums, [report], policy_version=0) == 3
 
 
 def test_what_a_loader_computes_is_verified_where_it_arrives() -> None:

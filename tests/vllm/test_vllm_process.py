@@ -55,6 +55,19 @@ async def test_a_missing_model_is_named() -> None:
         await engine.generate([1], Sampling())
 
 
+async def test_more_bans_than_the_default_runner_takes_choose_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_LOGIT_BIAS_TOKENS
+
+    assert vllm_process.MAX_BANS == MAX_NUM_LOGIT_BIAS_TOKENS
+    monkeypatch.setattr(os, "environ", {})
+    vllm_process.set_environment(kv_cache_gib=1, num_banned=vllm_process.MAX_BANS)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    vllm_process.set_environment(kv_cache_gib=1, num_banned=vllm_process.MAX_BANS + 1)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
 @pytest.fixture
 def owner(tied_checkpoint: Path, tmp_path: Path) -> Iterator[psutil.Popen]:
     """A process with an engine of its own."""
