@@ -207,6 +207,7 @@ async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[
                 assert update is not None
                 receipt = await engine.receive(update)
                 found["proof_gap"] = receipt.proof_gap
+                found["verified"] = {"tensors": receipt.num_verified, "seconds": receipt.verify_s}
             for kind, num_images in (("images", 2), ("text", 0)):
                 rng = np.random.default_rng(len(when))
                 started = time.monotonic()

@@ -34,6 +34,8 @@ KEYS = (
     "weights/send_s",
     "weights/proof_s",
     "weights/proof_gap",
+    "weights/verify_s",
+    "weights/verify_tensors",
 )
 
 
