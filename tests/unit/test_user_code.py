@@ -35,21 +35,21 @@ from raylearner.user_code import host
 from raylearner.user_code.host import CallFailed, CallTimeout, UserCode
 
 LIMIT_S = 0.15
-MAX_LATENCY_S = 1.0
-"""Of the loop that receives weights; a blocked one stands still for seconds."""
+MAX_LATENCY_S = 3.0
+"""Of the loop that receives weights; the functions below would hold it for 20 s or for good."""
 
 USERS_CODE = """
 import asyncio, time
 
 async def sleeps():
-    time.sleep(2.5)
+    time.sleep(20)
 
 async def spins():
     while True:
         pass
 
 async def swallows():
-    until = time.monotonic() + 2
+    until = time.monotonic() + 20
     while time.monotonic() < until:
         try:
             await asyncio.sleep(0.05)
@@ -58,7 +58,7 @@ async def swallows():
 
 async def child_blocks():
     async def block():
-        time.sleep(2.5)
+        time.sleep(20)
     await asyncio.gather(block())
 
 BAD = {f.__name__: f for f in (sleeps, spins, swallows, child_blocks)}
@@ -225,12 +225,12 @@ async def test_time_limits_hold_and_the_loop_goes_on(
         took_s = time.monotonic() - started
         is_over.set()
         assert await latency < MAX_LATENCY_S
-        assert took_s < 2.0
+        assert took_s < 10.0
         assert error is not None
         assert name in error
         assert f"{LIMIT_S:g} s" in error
         if kind != "program":  # nothing is lost but the call: the loop that was held is replaced
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(15):
                 while await run(make_prompt()) is not None:
                     pass
 
