@@ -47,5 +47,5 @@ def test_tensors_beside_those_with_checksums_are_named(tmp_path: Path) -> None:
     refuse_other_tensors(update(whole, "shared_files"))
     sums = whole["checksums"]
     for changed in ({k: sums[k] for k in list(sums)[1:]}, sums | {"added": sums[next(iter(sums))]}):
-        with pytest.raises(WeightTransferError, match="model.embed_tokens.weight|added"):
+        with pytest.raises(WeightTransferError, match=r"embed_tokens\.weight|added"):
             refuse_other_tensors(update({**whole, "checksums": changed}, "shared_files"))
