@@ -74,13 +74,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-def make_model(folder: Path, values: dict[str, Any]) -> Path:
+def make_model(folder: Path, values: dict[str, Any], *, width: float = 0.3) -> Path:
     torch.manual_seed(0)
     values = SIZES | copy.deepcopy(values)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).float()
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.3)
+            parameter.data.normal_(0, width)
     model.save_pretrained(folder)
     return folder
 
@@ -129,6 +129,26 @@ def test_each_family_scores_as_transformers_does_or_is_refused(
             model_path=str(folder),
             num_steps=1,
         )
+
+
+STATEFUL: dict[str, Any] = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_passes_on_to_the_next_row_is_noticed_in_half_precision_too(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    leaking = make_model(tmp_path / "leaking", STATEFUL, width=0.1)
+    with pytest.raises(ConfigError, match=r"\(lfm2\).* beside it"):
+        load_model(str(leaking), dtype=dtype)
+    load_model(str(make_model(tmp_path / "right", EXPERTS, width=0.1)), dtype=dtype)
 
 
 def test_values_that_change_no_logits_are_not_refused(tmp_path: Path) -> None:

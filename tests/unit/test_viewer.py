@@ -281,7 +281,9 @@ def test_a_run_without_a_step_says_why_there_is_nothing_to_show(tmp_path: Path) 
     (folder / "metrics.jsonl").write_text("")
     error = "environment: program p:play raised KeyError: 'secret'\n  p.py, line 3, in play"
     (folder / "failures.jsonl").write_text(json.dumps({"step": 1, "error": error}) + "\n")
-    with pytest.raises(ConfigError, match="holds no trajectories, since no step was made") as raised:
+    with pytest.raises(
+        ConfigError, match="holds no trajectories, since no step was made"
+    ) as raised:
         viewer.page(folder)
     assert error in str(raised.value)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
