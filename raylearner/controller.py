@@ -225,7 +225,8 @@ class Controller:
                     )
                 )
                 taking = unless_set(self._stop_requested, asked)
-                take = await self._in_time(taking, "the replay actor's take")
+                # A take that finds nothing comes back by itself.
+                take = await self._in_time(taking, "the replay actor's take", beyond_s=TAKE_POLL_S)
                 await self._note_failures()
                 if take is not None:
                     return take
@@ -241,8 +242,8 @@ class Controller:
                     folder, idle_s = self._folder / "stalled", now - changed_at
                     raise await stalled(actors.replay, folder, idle_s=idle_s, step=self.step)
 
-    async def _in_time(self, call: Awaitable[T], what: str) -> T:
-        limit_s = self._config.run.watchdog_s
+    async def _in_time(self, call: Awaitable[T], what: str, *, beyond_s: float = 0.0) -> T:
+        limit_s = self._config.run.watchdog_s + beyond_s
         return await in_time(call, what, limit_s=limit_s, step=self.step)
 
     def _step_metrics(
