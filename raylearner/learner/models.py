@@ -85,7 +85,7 @@ class Models:
         critic = reference = None
         if config.critic is not None and trunk == "own":
             path = config.critic.path or str(folder)
-            of_critic = load(path, has_value_head=True)
+            of_critic = load(path, has_value_head=True, banned_token_ids=policy.banned_token_ids)
             if config.critic.path is None and config.lora is not None:
                 lora.add_initial(of_critic.causal_lm, config.lora)
             _refuse_blind(of_critic, policy, key="learner.critic.path", path=path)
