@@ -203,16 +203,10 @@ class Controller:
         try:
             return await self._take_in_time()
         except TooManyFailures:
-            await self._note_failures()
+            asked = placement.answer(self._actors.replay.failures.remote())
+            failures = await self._in_time(asked, "the replay actor's failures")
+            self._recorder.failures(self.step + 1, failures)
             raise
-
-    async def _note_failures(self) -> None:
-        """Puts on record what first failed of each kind since the last time."""
-        replay = self._actors.replay
-        failures = await self._in_time(
-            placement.answer(replay.failures.remote()), "the replay actor's failures"
-        )
-        self._recorder.failures(self.step + 1, failures)
 
     async def _take_in_time(self) -> Take:
         config, actors = self._config, self._actors
@@ -227,7 +221,6 @@ class Controller:
                 taking = unless_set(self._stop_requested, asked)
                 # A take that finds nothing comes back by itself.
                 take = await self._in_time(taking, "the replay actor's take", beyond_s=TAKE_POLL_S)
-                await self._note_failures()
                 if take is not None:
                     return take
                 if self._should_stop:
@@ -283,6 +276,7 @@ class Controller:
             activities,
             failed_reward=self._config.rewards.reported_failed_reward,
         )
+        self._recorder.failures(step, take.failures)
         self._recorder.step(step, reported | metrics)
         self._action_watch.look(take.groups)
         trajectories = [t for group in take.groups for t in group.trajectories]

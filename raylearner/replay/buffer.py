@@ -181,6 +181,7 @@ class ReplayBuffer:
             groups=groups,
             metrics=self.metrics(),
             staleness_histogram=staleness_histogram(versions, policy_version),
+            failures=self.tally.drain_failures(),
         )
 
     def commit(self, group_ids: Sequence[int], policy_version: PolicyVersion) -> None:

@@ -94,6 +94,7 @@ async def test_whoever_does_not_answer_is_named_after_the_watchdogs_time(
     parts: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controllers, "pack", lambda *_, **__: [])
+    monkeypatch.setattr(controllers, "TAKE_POLL_S", 0.1)
     made = make_controller(tmp_path, **parts)
     async with asyncio.timeout(5):
         with pytest.raises(StalledError) as caught:
