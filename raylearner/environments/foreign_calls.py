@@ -35,6 +35,11 @@ _MARKS = re.compile(rf"(?:\s|{_FAMILY_MARK.pattern}|```\w*)*", re.IGNORECASE)
 _END_MARKS = re.compile(rf"(?:\s|{_FAMILY_MARK.pattern}|```|;)*\Z", re.IGNORECASE)
 _FENCED = re.compile(r"^```(?!tool)\w*[ \t]*\n.*?^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _FENCED_ALONE = re.compile(r"\s*```\w*[ \t]*\n((?:(?!```).)*)```\s*", re.DOTALL)
+_FENCED_LAST = re.compile(
+    r"^```(?:json|xml)?[ \t]*\n((?:(?!```).)*)```\s*\Z", re.DOTALL | re.MULTILINE
+)
+_EMPHASIZED = re.compile(r"\s*(`|\*\*)((?:(?!\1).)+)\1\s*", re.DOTALL)
+_INLINE = re.compile(r"(?<=[\s:.,])[\[{]")
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -52,9 +57,9 @@ def foreign_form(
         rf"[|\uff5c]>\s*(?:functions\.)?(?:{known})(?::\d+)?\s*(?:<[|\uff5c]|```|\{{)", text
     ):
         return "tool call tokens"
-    alone = _FENCED_ALONE.fullmatch(text)
-    # Fenced code is shown, not called, unless the turn is nothing else.
-    text = alone[1] if alone and "```tool" not in text else _FENCED.sub("", text)
+    if re.search(rf"\bto=(?:functions\.)?(?:{known})\b", text):
+        return "a recipient of a message"
+    text = _unfenced(text)
     line = rf"(?im:^)(?:[ \t]*(?:{_FAMILY_MARK.pattern}))*[ \t]*"
     if re.search(
         rf"{line}<(?:function|tool|tool_call|invoke|call)(?:=|\s+name\s*=\s*)[\"']?(?:{known})[\"']?\s*/?>",
@@ -74,6 +79,17 @@ def foreign_form(
     return None
 
 
+def _unfenced(text: str) -> str:
+    """Without fenced code, which is shown, not called, unless the turn is nothing else, or ends with
+    data in a fence."""
+    if emphasized := _EMPHASIZED.fullmatch(text):
+        return emphasized[2]
+    alone = _FENCED_ALONE.fullmatch(text)
+    if alone and "```tool" not in text:
+        return alone[1]
+    return _FENCED.sub("", _FENCED_LAST.sub(lambda found: found[1], text))
+
+
 def _is_tagged(text: str, tags: Collection[str]) -> bool:
     known = "|".join(re.escape(tag) for tag in tags)
     found = re.search(rf"(?m:^)[ \t]*<({known})>", text)
@@ -84,18 +100,19 @@ def _is_tagged(text: str, tags: Collection[str]) -> bool:
 
 def _candidates(text: str, known: str) -> Iterator[tuple[int, bool]]:
     """Where a line begins with JSON, a list or a tool's name behind marks, and whether one is of a
-    family's calls."""
-    opening = re.compile(rf"[\[{{(]|(?:functions?[.:]?)?(?:{known})\b")
+    family's calls; then where JSON or a list begins within the text, which it may end with."""
+    opening = re.compile(rf"[\[{{(]|(?:functions?[.:]?\s*)?(?:{known})\b|print\(")
     found: list[tuple[int, bool]] = []
     for line in re.finditer(r"^", text, re.MULTILINE):
         marks = _MARKS.match(text, line.start())
         assert marks is not None, "no mark matches too"
         if opening.match(text, marks.end()):
             found.append((marks.end(), bool(_FAMILY_MARK.search(marks[0]))))
-    unique = sorted(set(found))
-    if len(unique) > 2 * MAX_CANDIDATES:
-        unique = unique[:MAX_CANDIDATES] + unique[-MAX_CANDIDATES:]
-    return iter(unique)
+    inline = [(place.start(), False) for place in _INLINE.finditer(text)]
+    for unique in (sorted(set(found)), inline):
+        if len(unique) > 2 * MAX_CANDIDATES:
+            unique = unique[:MAX_CANDIDATES] + unique[-MAX_CANDIDATES:]
+        yield from unique
 
 
 def _form_at(
@@ -175,10 +192,19 @@ def _is_call(value: object, names: set[str], *, needs_arguments: bool) -> bool:
         if isinstance(fields.get(key), dict | list):
             return _is_call(fields[key], names, needs_arguments=needs_arguments)
     named = any(isinstance(fields.get(key), str) and fields[key] in names for key in _NAME_KEYS)
-    given = [fields[key] for key in _ARGUMENT_KEYS if key in fields]
+    given = [
+        fields[key] for key in _ARGUMENT_KEYS if key in fields and _are_arguments(key, fields[key])
+    ]
     if not named or "description" in fields or any(_is_schema(value) for value in given):
         return False  # the tool's definition, say
     return bool(given) or not needs_arguments
+
+
+def _are_arguments(key: str, value: object) -> bool:
+    """An object, also as JSON text; a bare text only under keys that are of calls alone."""
+    if isinstance(value, str):
+        return key.endswith("_input") or isinstance(_value(value), dict)
+    return value is None or isinstance(value, dict | list)
 
 
 def _is_schema(value: object) -> bool:
@@ -218,6 +244,8 @@ def _is_python(code: str, names: set[str]) -> bool:
 def _is_python_call(node: ast.expr, names: set[str]) -> bool:
     if not isinstance(node, ast.Call):
         return False
+    if ast.unparse(node.func) == "print" and len(node.args) == 1:
+        return _is_python_call(node.args[0], names)
     parts = ast.unparse(node.func).split(".")
     if not names & {*parts, ".".join(parts)}:
         return False
