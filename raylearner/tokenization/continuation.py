@@ -63,21 +63,20 @@ class Continuation:
         Raises `RenderError` where the template refuses the dialogue or does not show each of the
         messages, in order.
         """
-        dialogue = [*(history or [_USER]), self.turn(self._turn, calls), *messages]
+        earlier = list(map(self._taken, history)) or [_USER]
+        dialogue = [*earlier, self.turn(self._turn, calls), *messages]
         _, found, rest = self._rendered(dialogue, tools).rpartition(self._turn)
         if not found:
             raise RenderError("the chat template drops a turn of the assistant")
-        if calls:
-            rest = self._from_end(rest, dialogue, tools)
-        self._refuse_dropping(dialogue, len(dialogue) - len(messages), tools)
-        return rest
+        first = self._refuse_dropping(dialogue, len(dialogue) - len(messages), tools)
+        return self._from_end(rest, first, dialogue, tools) if calls else rest
 
     def turn(self, content: str, calls: Sequence[Json]) -> Json:
         """A message of the assistant, whose last call has its content as an argument."""
         turn = {"role": "assistant", "content": content}
         if not calls:
             return turn
-        kept = list(calls if self.form.takes_several else calls[-1:])
+        kept = self._kept(calls)
         last = {**kept[-1]["function"], "arguments": {"mark": content}}
         return {**turn, "tool_calls": [*kept[:-1], {**kept[-1], "function": last}]}
 
@@ -115,13 +114,25 @@ class Continuation:
                 f" and shows it later with {self._control.plain(written)!r}"
             )
 
+    def _kept(self, calls: Sequence[Json]) -> list[Json]:
+        return list(calls if self.form.takes_several else calls[-1:])
+
+    def _taken(self, message: Json) -> Json:
+        """A message of the history, with no more calls than the template takes: of earlier turns
+        only what was sampled is shown."""
+        calls = message.get("tool_calls")
+        return {**message, "tool_calls": self._kept(calls)} if calls else message
+
     def _rendered(self, dialogue: Sequence[Json], tools: Sequence[Json]) -> Marked:
         return self._template.render(adapted(dialogue, self.form), tools)
 
-    def _from_end(self, rest: Marked, dialogue: Sequence[Json], tools: Sequence[Json]) -> Marked:
-        """Without what closes the call, which the policy samples itself."""
+    def _from_end(
+        self, rest: Marked, first: str, dialogue: Sequence[Json], tools: Sequence[Json]
+    ) -> Marked:
+        """Without what closes the call, which the policy samples itself. `first` is what the template
+        writes before the first message: an end token behind that does not end the turn."""
         place = self._control.first(rest, self._end_token_ids)
-        if place is not None:
+        if place is not None and len(self._control.plain(rest[:place])) < len(first):
             return rest[place:]
         said = [
             {key: value for key, value in message.items() if key != "tool_calls"}
@@ -136,14 +147,15 @@ class Continuation:
             )
         return plain
 
-    def _refuse_dropping(self, dialogue: Sequence[Json], start: int, tools: Sequence[Json]) -> None:
+    def _refuse_dropping(self, dialogue: Sequence[Json], start: int, tools: Sequence[Json]) -> str:
+        """The text between the turn and the first message that is shown."""
         marks = {i: f"{self._turn}x{i}x" for i in range(start, len(dialogue))}
         marked = [
             {**message, "content": marks[i]} if i in marks else message
             for i, message in enumerate(dialogue)
         ]
         text = self._template.text(adapted(marked, self.form), tools)
-        place = 0
+        place, first = 0, ""
         for i, mark in marks.items():
             if dialogue[i].get("tool_calls"):
                 continue  # many templates show either content or calls
@@ -153,6 +165,8 @@ class Continuation:
                     f"the chat template drops a {dialogue[i]['role']!r} message after an assistant"
                     " turn"
                 )
+            first = first or text[:place].rpartition(self._turn)[2]
+        return first
 
     def _find_form(self) -> CallForm:
         """The first form of calls that the template takes; the common one where it takes none."""

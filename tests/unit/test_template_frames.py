@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -223,6 +224,46 @@ def test_calls_and_ids_of_prompts_are_in_the_form_that_the_template_takes() -> N
     call_id, answered_id = (part.split('"')[0] for part in text.split('"id": "')[1:])
     assert call_id == answered_id
     assert len(call_id) == 9
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_go_on_behind_earlier_turns_with_several_calls(name: str) -> None:
+    """The template refuses several calls of one turn: those that were sampled stay as they are."""
+    renderer = renderer_of(name)
+    ids = [new_call_id(), new_call_id()]
+    made = [
+        {"id": i, "type": "function", "function": {"name": "weather", "arguments": {"town": "Ayr"}}}
+        for i in ids
+    ]
+    results = [{"role": "tool", "tool_call_id": i, "content": "12"} for i in ids]
+    called = {"role": "assistant", "content": "", "tool_calls": made}
+    reply = renderer.render_continuation(
+        results[::-1],
+        history=[{"role": "user", "content": "x"}, called, *results],
+        calls=made,
+        tools=TOOLS,
+        last_token_id=None,
+    )
+    assert renderer.decode_all(reply).count("12") == 2
+
+
+def test_an_end_token_behind_the_results_does_not_end_the_turn() -> None:
+    """GLM's turns with calls end with `<|observation|>`; a tokenizer may name `<|user|>` alone."""
+    family = FAMILIES["glm"]
+    renderer = make_renderer(replace(family, end="<|user|>"), "tool")
+    made = {"id": "123456789", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    reply = renderer.render_continuation(
+        [
+            {"role": "tool", "tool_call_id": "123456789", "content": "12 degrees"},
+            {"role": "user", "content": "And?"},
+        ],
+        calls=[made],
+        tools=TOOLS,
+        last_token_id=None,
+    )
+    assert renderer.decode_all(reply) == (
+        "<|observation|><tool_response>\n12 degrees\n</tool_response><|user|>\nAnd?<|assistant|>"
+    )
 
 
 @pytest.mark.parametrize(
