@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Lengths that no row of the measurement reaches by itself.
 ROPE = {"rope_theta": 10_000.0, "factor": 4.0}
 FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
     "plain": ({"model_type": "qwen3", "head_dim": 32}, None),
@@ -51,7 +52,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
         {
             "model_type": "qwen3",
             "head_dim": 32,
-            "max_position_embeddings": 16,
+            "max_position_embeddings": 64,
             "rope_parameters": {"rope_type": "dynamic", **ROPE},
         },
         "of type dynamic",
@@ -60,10 +61,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
         {
             "model_type": "phi3",
             "max_position_embeddings": 64,
-            "original_max_position_embeddings": 16,
+            "original_max_position_embeddings": 32,
             "rope_parameters": {
                 "rope_type": "longrope",
-                "original_max_position_embeddings": 16,
+                "original_max_position_embeddings": 32,
                 "short_factor": [1.0] * 16,
                 "long_factor": [1.0 + 0.5 * i for i in range(16)],
                 **ROPE,
