@@ -17,8 +17,12 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _QUOTES = "\"'`"
 _ENDINGS = ".,;:?"
 _PAIRS = {")": "(", "]": "[", "}": "{"}
-_MEANING = re.compile(r"[0-9+*/\\=<>^%#&@$~|]|^-|-$|\w[(\[{_]\w")
-"""Marks a word in which every character counts: a number, a formula, `c++`, `a-`."""
+_MEANING = re.compile(r"[0-9+*/\\=<>^%#&@$~|{}]|^[-!]|-$|\w[(\[_]\w")
+"""Marks a word in which every character counts: a number, a formula, `c++`, `a-`, `{a}`, `!p`."""
+_MARKED = re.compile(r"[^\W\d](?:'+|!)")
+"""A letter with a prime or a factorial."""
+_EMPHASIZED = re.compile(r"\s*(\*\*|\$)((?:(?!\1).)+)\1\s*", re.DOTALL)
+"""Text that is bold, or mathematics, as a whole."""
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _WHOLE = re.compile(r"(?<![0-9.,])([0-9]+)\.0+(?!\.?[0-9])")
 
@@ -32,9 +36,12 @@ def normalized(text: str) -> str:
     """SQuAD's normalization where it only removes prose: case, punctuation, articles, white space.
 
     Words with digits or operators keep their punctuation (`-5`, `4.2`, `1/2`, `c++`), but for
-    thousands separators and the marks that end a sentence. An article is dropped only before another
+    thousands separators and the marks that end a sentence. A text that is bold or mathematics as a
+    whole (`**4**`, `$4$`) is compared without these marks. An article is dropped only before another
     word. Where nothing would be left, the text itself in lower case is compared.
     """
+    if emphasized := _EMPHASIZED.fullmatch(text):
+        text = emphasized[2]
     lowered = composed(_THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)).lower()
     words = [bare for word in lowered.split() if (bare := _bare(word))]
     kept = [word for word in words[:-1] if word not in _ARTICLES]
@@ -74,6 +81,8 @@ def _bare(word: str) -> str:
     """One word without the punctuation that carries no meaning in it."""
     if not _carries_meaning(word):
         return word.translate(_PUNCTUATION)
+    if _MARKED.fullmatch(word.rstrip(_ENDINGS)):
+        return word.rstrip(_ENDINGS)
     stripped = word.strip(_QUOTES).rstrip(_ENDINGS).strip(_QUOTES)
     for closing, opening in _PAIRS.items():
         if stripped.endswith(closing) and opening not in stripped:
@@ -85,7 +94,7 @@ def _bare(word: str) -> str:
 
 def _carries_meaning(word: str) -> bool:
     core = word.strip(_QUOTES + _ENDINGS)
-    if _MEANING.search(core):
+    if _MEANING.search(core) or _MARKED.fullmatch(word.rstrip(_ENDINGS)):
         return True
     parts = core.split("-")
     return len(parts) > 1 and all(len(part) == 1 for part in parts)

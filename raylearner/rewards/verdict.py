@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 MARK_BYTES = 4
 """Random bytes of a request's mark."""
+_DECORATION = " \t\r\n*_`'\"[]"
+"""What judges write around a verdict for looks."""
 _THOUGHTS = re.compile(
     r"\s*(?:<(think|thinking|thought|thoughts|reasoning)>|\[THINK\])", re.IGNORECASE
 )
@@ -45,13 +47,13 @@ class VerdictForm:
         )
 
     def parse(self, reply: str) -> str:
-        """What stands between the tags. Raises `ValueError` for a reply that does not end with them."""
+        """What stands between the tags, undecorated. Raises `ValueError` for a reply that does not end with them."""
         found = re.search(
             rf"<{self._tag}>([^<>]*)</{self._tag}>\W*\Z", final_answer(reply), re.IGNORECASE
         )
         if found is None:
             raise ValueError(f"expected a final answer that ends with {self._asked}")
-        return found[1].strip()
+        return found[1].strip(_DECORATION)
 
 
 def final_answer(reply: str) -> str:

@@ -229,6 +229,8 @@ async def test_one_comparison_that_fails_fails_the_group(judge: JudgeServer) -> 
         ("<think>\nPerhaps <score>9</score>.\n</think>\n\n**<score>2</score>**", 0.2),
         ("Perhaps <score>9</score>, no.</think><score>2</score>.", 0.2),
         ("First <score>9</score>. In all: <score>2</score>", 0.2),
+        ("In all: <score> **2** </score>", 0.2),
+        ("In all: <score>[[`2`]]</score>", 0.2),
     ],
 )
 async def test_the_verdict_is_that_of_the_final_answer(

@@ -99,6 +99,9 @@ async def test_an_episode_without_a_turn_is_wrong(kind: str) -> None:
         ("1,000.", ("1000",), 1.0, 1.0),
         ("E\u0301cole", ("\xe9cole",), 1.0, 1.0),
         ("42", ("42.0",), 1.0, 1.0),
+        ("**42**", ("42",), 1.0, 1.0),
+        ("**New York**", ("New York",), 1.0, 1.0),
+        ("$42$", ("42",), 1.0, 1.0),
     ],
 )
 async def test_answers_are_compared_after_squad_normalisation(
@@ -115,6 +118,7 @@ async def test_answers_are_compared_after_squad_normalisation(
         *[("-", "+"), ("?", "!"), ("-5", "5"), ("420", "42.0"), ("314", "3.14"), ("12", "1/2")],
         *[("C", "C++"), ("C#", "C++"), ("A-", "A+"), ("x>1", "x<1"), ("(1,2)", "[1,2]")],
         *[("15", "1,5"), ("1030", "10:30"), ("5", "50%"), ("xy", "x-y"), ("vitamin", "Vitamin A")],
+        *[("n", "n!"), ("f", "f'"), ("f'", "f''"), ("p", "!p"), ("a", "{a}"), ("5", "$5")],
         *[("fx", "f(x)"), ("the", "A"), ("x2", "x\xb2"), ("None", "nine")],
     ],
 )
