@@ -1,6 +1,7 @@
 """Prompts from tables: JSONL, Parquet, datasets of the Hugging Face hub."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,10 @@ from raylearner.types import Message, Prompt
 
 Table = JsonlData | ParquetData | HubData
 
+_MESSAGES = re.compile(
+    r"\s*(?:\[\s*\{|\{)\s*(['\"])(?:role\1\s*:[\s\S]*\bcontent\b|from\1\s*:\s*['\"](?:human|system)['\"])"
+)
+"""How messages begin as JSON, as Python writes it, and in ShareGPT's form."""
 _OPTIONAL = ("answer_column", "doc_id_column", "prompt_id_column")
 
 
@@ -213,12 +218,17 @@ def _messages(source: Table, raw: object, where: str) -> tuple[Message, ...]:
 
 
 def _is_dialogue(text: str) -> bool:
-    """Whether a text is the JSON of messages."""
-    if not text.lstrip().startswith("["):
+    """Whether a text is meant as the JSON of messages: it has one with a role, or begins as such do.
+
+    What is JSON in part, or lacks its list, is refused where messages are read, not asked as it is.
+    """
+    if not text.lstrip().startswith(("[", "{")):
         return False
+    if _MESSAGES.match(text):
+        return True
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    entries = cast(list[Any], value)
-    return bool(entries) and all(isinstance(e, dict) and "role" in e for e in entries)
+    entries = cast(list[Any], value) if isinstance(value, list) else [value]
+    return any(isinstance(e, dict) and "role" in e and "content" in e for e in entries)

@@ -70,8 +70,28 @@ def test_json_text_is_read_at_every_level(tmp_path: Path) -> None:
     for other in others:
         assert [wire(m) for m in other.messages] == [wire(m) for m in plain.messages]
         assert other.is_conversational
-    (text,) = load_prompts([rows(tmp_path, "[1, 2]")])
-    assert text.messages == (Message(role="user", content="[1, 2]"),)
+    for plain_text in ("[1, 2]", "[x for x in y]", '{"sky": "grey"}', '[{"role": "cook"}]'):
+        (text,) = load_prompts([rows(tmp_path, plain_text)])
+        assert text.messages == (Message(role="user", content=plain_text),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ASKED)[:-1],
+        json.dumps([USER, {"rol": "assistant", "content": "x"}, USER]),
+        json.dumps(USER),
+        json.dumps([{"content": "x", "role": "usr"}]),
+        str([USER]),
+        json.dumps([{"from": "human", "value": "x"}]),
+    ],
+)
+def test_a_text_that_is_nearly_the_json_of_messages_is_not_asked_as_it_is(
+    tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_prompts([rows(tmp_path, "fine", text)])
+    assert "rows.jsonl:2" in str(raised.value)
 
 
 BAD: list[tuple[list[Any], str]] = [
