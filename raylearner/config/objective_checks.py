@@ -93,6 +93,12 @@ def _baselines(config: RunConfig) -> Iterator[Finding]:
             f"'gdpo' normalizes several reward functions apart, and rewards.functions has "
             f"{num_functions}; with one it is 'grpo'",
         )
+    if advantage.kind == "gdpo" and config.rewards.clip is not None:
+        yield Finding(
+            "rewards.clip",
+            "bounds the weighted sum, and learner.advantage.kind 'gdpo' looks at each reward function "
+            "alone; remove it, and bound their rewards by learner.reward.clip_low and clip_high",
+        )
     if advantage.kind == "remax" and not replay.should_play_greedy:
         yield Finding(
             "learner.advantage.kind",

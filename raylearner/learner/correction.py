@@ -5,6 +5,7 @@ Legend: `T` packed tokens of a micro-batch.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from raylearner.config.correction import (
@@ -18,7 +19,7 @@ from raylearner.config.correction import (
     Tis,
     Veto,
 )
-from raylearner.config.loss import DecoupledPpo
+from raylearner.config.loss import DecoupledPpo, LossSection, Reinforce, Topr
 from raylearner.learner.corrections import (
     Correction,
     combine_corrections,
@@ -61,21 +62,41 @@ def correct(
 
 
 def behavior_weights(
-    section: DecoupledPpo,
-    log_ratio: Tensor,  # [T] proximal - behavior
+    section: LossSection,
+    log_ratio: Tensor,  # [T] learner at the start of the step - behavior
     mask: Tensor,  # [T] bool
     rows: Rows,
-) -> Correction:
-    """The weights that decoupled PPO puts on tokens by itself (AReaL 2505.24298)."""
-    return importance_weights(
-        log_ratio,
-        mask,
-        rows,
-        level=section.behavior_level,
-        mode="mask" if section.behavior_mode == "filter" else "truncate",
-        low=section.behavior_low,
-        high=section.behavior_cap,
-    )
+    rewards: Tensor,  # [R]
+) -> Tensor | None:
+    """What a loss of `BEHAVIOR_WEIGHTED` multiplies tokens by at its first update; None of others: `[T]`."""
+    match section:
+        case DecoupledPpo():
+            return importance_weights(
+                log_ratio,
+                mask,
+                rows,
+                level=section.behavior_level,
+                mode="mask" if section.behavior_mode == "filter" else "truncate",
+                low=section.behavior_low,
+                high=section.behavior_cap,
+            ).weights
+        case Reinforce():
+            return importance_weights(
+                log_ratio,
+                mask,
+                rows,
+                level=section.level,
+                mode=section.mode,
+                low=section.ratio_low,
+                high=section.ratio_cap,
+            ).weights
+        case Topr():
+            tapered = importance_weights(
+                log_ratio, mask, rows, level=section.level, high=section.ratio_cap
+            ).weights
+            return torch.where(rows.spread(rewards > 0), torch.ones_like(tapered), tapered)
+        case _:
+            return None
 
 
 def is_normalized(section: CorrectionSection) -> bool:

@@ -335,8 +335,10 @@ def m2po_bound(
 ) -> float:
     """Largest c with mean(min(l^2, c)) <= `threshold` over the tokens that a clip could act on.
 
-    The second-moment trust region of M2PO (2510.01161): those are the tokens whose update moves
-    them further from the behavior policy. Infinite where their mean is within the threshold.
+    The second-moment trust region of M2PO (2510.01161) as its released code solves it: those are the
+    tokens whose update moves them further from the behavior policy. (Algorithm 1 of the paper bounds
+    the mean over those that remain, so it drops fewer.) Infinite where the mean is within the
+    threshold.
     """
     outward = _moves_outward(log_ratio, advantages, mask)
     squares = log_ratio.detach()[outward].double().square().sort().values

@@ -91,8 +91,12 @@ def value_share(
     is_target: Tensor,  # [T] bool
     rows: Rows,
     num_targets: float,
+    row_copies: Tensor | None = None,  # [R]
 ) -> tuple[Tensor, Metrics]:
-    """A micro-batch's share of the mean value loss over the `num_targets` of all ranks."""
+    """A micro-batch's share of the mean value loss over the `num_targets` of all ranks.
+
+    With `row_copies` a row counts as often as it was drawn, which `num_targets` must do as well.
+    """
     values, metrics = value_loss(
         prefix_values(state_values),
         old_values,
@@ -102,6 +106,8 @@ def value_share(
         kind=config.loss,
         huber_delta=config.huber_delta,
     )
+    if row_copies is not None:
+        values = values * rows.spread(row_copies.to(values.dtype))
     share = aggregate(
         values, is_target, rows, mode="token_mean", num_tokens=num_targets, num_rows=1
     )

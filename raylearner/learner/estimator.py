@@ -34,7 +34,7 @@ from raylearner.config.advantage import (
 from raylearner.learner import advantages, returns
 from raylearner.learner.layout import LearnerBatch
 from raylearner.learner.masked import whiten
-from raylearner.learner.rows import Rows, select, terminal_rewards
+from raylearner.learner.rows import Rows, dense_ids, select, terminal_rewards
 from raylearner.learner.whole_batch import WholeBatch
 
 STD_EPSILON = 1e-8
@@ -228,7 +228,7 @@ def _estimate(
     section: AdvantageSection, table: EpisodeTable, whole: WholeBatch, rewards: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows, tokens = whole.rows, whole.of_tokens
-    bootstrap = whole.of_rows.get("bootstrap")
+    bootstrap = _bootstrap(whole)
     turns = tokens["turns"].long()
     match section:
         case ReinforcePlusPlusAdvantage():
@@ -300,6 +300,19 @@ def _estimate(
             return _gigpo(section, table, whole, rewards, mask)
         case _:
             raise AssertionError(f"{section.kind} has an advantage per episode")
+
+
+def _bootstrap(whole: WholeBatch) -> Tensor | None:  # [R]
+    """The value where an episode was cut off, alike for all its segments.
+
+    Each of them ends with the episode's outcome, so what is still to come is what follows the last.
+    """
+    ends = whole.of_rows.get("bootstrap")
+    if ends is None:
+        return None
+    episode, num_episodes = dense_ids(whole.episodes)
+    last = Rows(index=episode, num_rows=num_episodes).last(whole.rows.count(whole.mask) > 0)
+    return ends[last[episode]]
 
 
 def _gigpo(

@@ -154,7 +154,7 @@ class Learner:
         updates: list[Update] = []
         for number, part in enumerate(take.parts * self._config.num_epochs):
             if self._is_warming_up:
-                update = self._train_critic(part)
+                update = self._train_critic(take, part)
             else:
                 update = self._train(take, part, number=number)
             updates.append(update)
@@ -335,21 +335,25 @@ class Learner:
         if number > 0 and self._went_too_far(measured):
             self._optimizer.zero_grad(set_to_none=True)
             return Update(is_too_far=True)
-        value_shares = self._critic_gradients(part, measured)
+        value_shares = self._critic_gradients(take, part, measured)
         with self._tracer.span("update"):
             return self._update(part, shares, value_shares, measured)
 
-    def _train_critic(self, part: Part) -> Update:
+    def _train_critic(self, take: Take, part: Part) -> Update:
         measured: list[Metrics] = []
-        return self._update(part, None, self._critic_gradients(part, measured), measured)
+        return self._update(part, None, self._critic_gradients(take, part, measured), measured)
 
-    def _critic_gradients(self, part: Part, measured: list[Metrics]) -> list[Tensor] | None:
+    def _critic_gradients(
+        self, take: Take, part: Part, measured: list[Metrics]
+    ) -> list[Tensor] | None:
         if self._critic is None:
             return None
         shares: list[Tensor] = []
         for prepared in part.micros:
             state_values = self._critic.state_values(prepared.micro.tokens)
-            share, metrics = critic_share(self._config, prepared, state_values, part=part)
+            share, metrics = critic_share(
+                self._config, prepared, state_values, take=take, part=part
+            )
             share.backward()
             shares.append(share.detach())
             measured.append(metrics)

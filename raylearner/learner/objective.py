@@ -81,19 +81,20 @@ def loss_share(
         )
         share, metrics = share + kl_coefficient * tokens(values), metrics | found
     if config.critic is not None and scores.state_values is not None:
-        values, found = critic_share(config, prepared, scores.state_values, part=part)
+        values, found = critic_share(config, prepared, scores.state_values, take=take, part=part)
         share, metrics = share + config.critic.coefficient * values, metrics | found
     return share, metrics
 
 
 def critic_share(
-    config: LearnerSection, prepared: Prepared, state_values: Tensor, *, part: Part
+    config: LearnerSection, prepared: Prepared, state_values: Tensor, *, take: Take, part: Part
 ) -> tuple[Tensor, Metrics]:
     """The same for the value loss of either kind of critic, before its coefficient."""
     assert config.critic is not None
     assert prepared.values is not None
     assert prepared.targets is not None
     assert prepared.is_target is not None
+    copies = take.table.copies
     return value_share(
         config.critic,
         state_values,
@@ -102,6 +103,7 @@ def critic_share(
         is_target=prepared.is_target,
         rows=prepared.micro.rows,
         num_targets=part.num_targets,
+        row_copies=None if copies is None else copies[prepared.micro.episodes],
     )
 
 
@@ -228,6 +230,7 @@ def _inputs(
         advantages=prepared.advantages,
         mask=mask,
         rows=micro.rows,
+        ratio_mask=prepared.base_mask,
         weights=None if correction is None else correction.weights.to(current.dtype),
         entropy=scores.entropy,
         rewards=take.table.rewards[micro.episodes],

@@ -25,6 +25,9 @@ class LossInputs:
     advantages: Tensor  # [T]
     mask: Tensor  # [T] bool, trained tokens
     rows: Rows
+    ratio_mask: Tensor | None = None
+    """Tokens `[T]` bool that a row's ratio to the behavior policy is made of, where rejected ones have
+    left the mask; None for those of the mask."""
     weights: Tensor | None = None  # [T] from corrections, 0 where rejected
     entropy: Tensor | None = None  # [T]
     rewards: Tensor | None = None  # [R]
@@ -40,6 +43,11 @@ class LossInputs:
             weights=None if self.weights is None else select(self.weights, self.mask).detach(),
             entropy=None if self.entropy is None else select(self.entropy, self.mask),
         )
+
+    def behavior_ratio(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-ratio of `logprobs [T]` to the behavior policy, detached, and its tokens: `[T]`, `[T]`."""
+        mask = self.mask if self.ratio_mask is None else self.ratio_mask
+        return select((logprobs - self.behavior_logprobs).detach(), mask), mask
 
     def row_advantages(self) -> Tensor:
         """Each row's mean advantage: `[R]`."""

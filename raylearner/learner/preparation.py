@@ -16,8 +16,8 @@ from raylearner.config.advantage import (
     CriticAdvantage,
     OtbAdvantage,
 )
-from raylearner.config.correction import WEIGHING, M2po
-from raylearner.config.loss import SELECTS_TOKENS, DecoupledPpo
+from raylearner.config.correction import M2po, Opsm
+from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import advantages, diagnostics, metric
 from raylearner.learner.correction import (
@@ -141,7 +141,7 @@ def prepare(
     ]
     measured: list[Metrics] = []
     means = _weight_means(config, flat, layout)
-    weights = [_weights(config, p, means) for p in flat]
+    weights = [_weights(config, p, table, means) for p in flat]
     flat = _with_advantages(
         config, flat, scores, states, weights, table, layout, kl_coefficient, measured, dtype
     )
@@ -272,15 +272,18 @@ def _weight_means(
 
 
 def _weights(
-    config: LearnerSection, p: Prepared, means: tuple[float | None, ...]
+    config: LearnerSection, p: Prepared, table: EpisodeTable, means: tuple[float | None, ...]
 ) -> Tensor | None:  # [T]
-    """What the loss will weigh each token's gradient by, where the estimator asks for it."""
+    """What the loss will weigh each token's gradient by, where the estimator asks for it.
+
+    From the loss itself and from all corrections that can be known before any advantage.
+    """
     if not isinstance(config.advantage, OtbAdvantage):
         return None
     sections = [
         (section, mean)
         for section, mean in zip(config.corrections, means, strict=True)
-        if section.kind in WEIGHING
+        if not isinstance(section, Opsm | M2po)
     ]
     ratio, mask, rows = _start_ratio(p), p.base_mask, p.micro.rows
     found = correct(
@@ -292,10 +295,10 @@ def _weights(
         [mean for _, mean in sections],
     )
     weights = None if found is None else found.weights
-    if isinstance(config.loss, DecoupledPpo):
-        own = behavior_weights(config.loss, ratio, mask, rows).weights
-        weights = own if weights is None else own * weights
-    return weights
+    own = behavior_weights(config.loss, ratio, mask, rows, table.rewards[p.micro.episodes])
+    if own is None or weights is None:
+        return weights if own is None else own
+    return own * weights
 
 
 def _with_second_moments(
@@ -377,7 +380,7 @@ def _counted(
                 parts,
                 (tokens * copies).sum(1).tolist(),
                 ((tokens > 0) * copies).sum(1).tolist(),
-                targets.sum(1).tolist(),
+                (targets * copies).sum(1).tolist(),
                 strict=True,
             )
         ],

@@ -81,10 +81,8 @@ def decoupled_ppo(
     masks there, or the same ratio counts twice.
     """
     chosen = inputs.selected()
-    log_weight = chosen.proximal_logprobs - chosen.behavior_logprobs
     correction = importance_weights(
-        log_weight,
-        inputs.mask,
+        *inputs.behavior_ratio(inputs.proximal_logprobs),
         inputs.rows,
         level=behavior_level,
         mode="mask" if behavior_mode == "filter" else "truncate",
@@ -347,10 +345,10 @@ def reinforce(
     The ratio is to the behavior policy, per token (AIPO of LlamaRL, 2505.24034) or the product over
     the row. Weights from corrections multiply as well: give only keep masks there.
     """
+    behavior_ratio = inputs.behavior_ratio(inputs.logprobs)
     inputs = inputs.selected()
     correction = importance_weights(
-        inputs.logprobs - inputs.behavior_logprobs,
-        inputs.mask,
+        *behavior_ratio,
         inputs.rows,
         level=level,
         mode=mode,
@@ -374,10 +372,10 @@ def topr(
     Good rows have a reward > 0 or, when no rewards are given, an advantage > 0: their gradient is
     not reweighed, that of bad ones is tapered. The paper's ratio is the whole row's.
     """
+    behavior_ratio = inputs.behavior_ratio(inputs.logprobs)
     inputs = inputs.selected()
     correction = importance_weights(
-        inputs.logprobs - inputs.behavior_logprobs,
-        inputs.mask,
+        *behavior_ratio,
         inputs.rows,
         level=level,
         high=ratio_cap,

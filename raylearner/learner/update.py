@@ -61,6 +61,8 @@ def step_metrics(
     """Combined over micro-batches and ranks; what nothing was counted for is left out."""
     combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
     combined |= diagnostics.groups(take.table.rewards, take.table.groups)
+    rewards = torch.tensor(batch.rewards, device=device)  # as they came, before any shaping
+    combined |= metric.summary("reward", rewards, ~rewards.isnan())
     held, size = 0, 1 if layout.context is None else layout.context.size
     num_padded = 0
     for rows in (rows for mini in batch.mini_batches for rows in mini.micro_batches):

@@ -10,11 +10,14 @@ import pytest
 import torch
 from learners import step, weights_of
 
-from raylearner.config.advantage import GROUP_BASELINES
+from raylearner.config.advantage import GROUP_BASELINES, GaeAdvantage
 from raylearner.config.schema import LearnerSection
 from raylearner.learner import returns
 from raylearner.learner.batch import pack
+from raylearner.learner.estimator import EpisodeTable, token_advantages
 from raylearner.learner.learner import Learner
+from raylearner.learner.rows import Rows
+from raylearner.learner.whole_batch import WholeBatch
 from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 
@@ -228,8 +231,11 @@ def test_the_schedule_of_the_policy_begins_after_the_critic_warmed_up(tiny_folde
         ({"loss": {"kind": "ppo"}, "corrections": [{"kind": "tis", "high": 2.0}]}, (0, 2.0)),
         ({"loss": {"kind": "ppo"}, "corrections": [{"kind": "mis", "high": 2.0}]}, (0, 0.0)),
         ({"loss": {"kind": "decoupled_ppo", "behavior_cap": 3.0}}, (0, 3.0)),
+        ({"loss": {"kind": "reinforce", "ratio_cap": 1.5}}, (0, 1.5)),
+        ({"loss": {"kind": "topr", "ratio_cap": 1.5}}, (0, 1.0)),  # a good row is not reweighed
+        ({"loss": {"kind": "ppo"}, "corrections": [{"kind": "rejection", "high": 2.0}]}, (0, 0.0)),
     ],
-    ids=["tis", "mis", "decoupled"],
+    ids=["tis", "mis", "decoupled", "reinforce", "topr", "rejection"],
 )
 def test_the_optimal_token_baseline_knows_the_weights_of_the_loss(
     tiny_folder: Path,
@@ -257,7 +263,25 @@ def test_the_optimal_token_baseline_knows_the_weights_of_the_loss(
     assert first.tolist() == [weight] * 6
 
 
-def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(tiny_folder: Path) -> None:
+TOKEN_REJECTION = {"kind": "rejection", "level": "token", "high": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("loss", "corrections"),
+    [
+        (
+            {"kind": "gpg"},
+            [TOKEN_REJECTION, {"kind": "tis", "level": "sequence", "high": 20.0}],
+        ),
+        ({"kind": "reinforce", "level": "sequence", "ratio_cap": 20.0}, [TOKEN_REJECTION]),
+        ({"kind": "topr", "level": "sequence", "ratio_cap": 20.0}, [TOKEN_REJECTION]),
+        ({"kind": "decoupled_ppo", "behavior_level": "geometric"}, [TOKEN_REJECTION]),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(
+    tiny_folder: Path, loss: dict[str, Any], corrections: list[dict[str, Any]]
+) -> None:
     rows = [make_row(i, float(i % 2), num_sampled=20) for i in range(4)]
     probe = step(make_learner(tiny_folder), [make_group(rows)], max_tokens_per_micro_batch=512)
     ratios = [0.1 * np.random.default_rng(i).standard_normal(22) for i in range(4)]
@@ -271,15 +295,11 @@ def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(tiny_folder: 
         )
         for row, ratio in zip(rows, ratios, strict=True)
     ]
-    corrections = [
-        {"kind": "rejection", "level": "token", "high": 2.0},
-        {"kind": "tis", "level": "sequence", "high": 20.0},
-    ]
     found = {}
     for counts in (True, False):
         learner = make_learner(
             tiny_folder,
-            loss={"kind": "gpg"},
+            loss=loss,
             corrections=corrections,
             should_count_rejected=counts,
         )
@@ -333,3 +353,59 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
         expected = reward - float(prepared.values[place[0]])
         assert prepared.advantages[place].tolist() == pytest.approx([expected] * 6)
         assert prepared.is_target[place].tolist() == [True] + [False] * 5
+
+
+def test_resampled_episodes_count_as_often_in_the_value_loss(tiny_folder: Path) -> None:
+    rewards = [4.0, 1.0, 0.5, 2.0]
+    rows = [make_row(i, r, num_sampled=2 + i) for i, r in enumerate(rewards)]
+    learner = make_learner(
+        tiny_folder, advantage={"kind": "gae"}, critic={"clip": None}, resampling={"power": 2.0}
+    )
+    (batch,) = pack(
+        [make_group(rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64
+    )
+    copies = learner._prepare(batch).table.copies
+    assert copies is not None
+    drawn = copies.tolist()
+    assert sum(drawn) == 4
+    assert drawn != [1, 1, 1, 1]
+    # A new head says 0 everywhere, so each token's loss is half the square of the reward.
+    tokens = [count * (2 + i) for i, count in enumerate(drawn)]
+    expected = sum(n * r**2 / 2 for n, r in zip(tokens, rewards, strict=True)) / sum(tokens)
+    assert learner.step(batch).metrics["learner/value_loss"] == pytest.approx(expected)
+
+
+def test_all_segments_of_a_cut_episode_go_on_where_the_last_one_ended() -> None:
+    # Two segments of one token each; values before them 0.5 and 0.25, after them 7 and 2; reward 1.
+    whole = WholeBatch(
+        rows=Rows.from_lengths([1, 1]),
+        episodes=torch.tensor([0, 0]),
+        mask=torch.ones(2, dtype=torch.bool),
+        of_rows={"bootstrap": torch.tensor([7.0, 2.0]).double()},
+        of_tokens={"values": torch.tensor([0.5, 0.25]).double(), "turns": torch.zeros(2).double()},
+        _mine=torch.arange(2),
+        _places=(),
+        _micros=(),
+    )
+    one = torch.ones(1, dtype=torch.float64)
+    table = EpisodeTable(
+        rewards=one,
+        groups=torch.zeros(1, dtype=torch.int64),
+        num_tokens=torch.tensor([2]),
+        num_rows=torch.tensor([2]),
+        greedy_rewards=one * torch.nan,
+        parts=one.new_zeros((1, 0)),
+        part_weights=one.new_zeros(0),
+    )
+    section = GaeAdvantage(kind="gae", should_bootstrap=True, normalize=False)
+    found = token_advantages(section, table, whole, torch.zeros(2, dtype=torch.float64))
+    # What follows the episode is worth 2 to both: 1 + 2 - 0.5, and 1 + 2 - 0.25.
+    assert found.advantages.tolist() == pytest.approx([2.5, 2.75])
+
+
+def test_metrics_show_rewards_unshaped(tiny_folder: Path) -> None:
+    learner = make_learner(tiny_folder, reward={"clip_high": 1.0, "normalize": True})
+    group = make_group([make_row(0, 5.0), make_row(1, 0.0), make_row(2, None)])
+    metrics = step(learner, [group], max_tokens_per_micro_batch=64).metrics
+    assert metrics["learner/reward/mean"] == pytest.approx(2.5)
+    assert metrics["learner/reward/max"] == pytest.approx(5.0)

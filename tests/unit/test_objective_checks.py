@@ -214,6 +214,15 @@ def test_an_objective_that_makes_no_sense_is_refused(
     assert words in findings[0].text
 
 
+def test_gdpo_has_no_sum_of_rewards_to_clip() -> None:
+    functions = [{"kind": "exact_match"}, {"kind": "f1"}]
+    learner = {"advantage": {"kind": "gdpo"}}
+    assert not list(check(make_config(learner, rewards={"functions": functions})))
+    rewards = {"functions": functions, "clip": [0.0, 1.0]}
+    (finding,) = check(make_config(learner, rewards=rewards))
+    assert finding.key == "rewards.clip"
+
+
 @pytest.mark.parametrize("kind", sorted(GROUP_BASELINES - {"gdpo"}))
 def test_a_group_baseline_needs_a_group(kind: str) -> None:
     replay = {"group_size": 1, "partial_groups": "drop"}
