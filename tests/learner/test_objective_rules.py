@@ -357,7 +357,7 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
 
 def test_resampled_episodes_count_as_often_in_the_value_loss(tiny_folder: Path) -> None:
     rewards = [4.0, 1.0, 0.5, 2.0]
-    rows = [make_row(i, r, num_sampled=2 + i) for i, r in enumerate(rewards)]
+    rows = [make_row(i, r, num_sampled=2 + i * i) for i, r in enumerate(rewards)]
     learner = make_learner(
         tiny_folder, advantage={"kind": "gae"}, critic={"clip": None}, resampling={"power": 2.0}
     )
@@ -368,9 +368,9 @@ def test_resampled_episodes_count_as_often_in_the_value_loss(tiny_folder: Path) 
     assert copies is not None
     drawn = copies.tolist()
     assert sum(drawn) == 4
-    assert drawn != [1, 1, 1, 1]
+    assert sum(n * (2 + i * i) for i, n in enumerate(drawn)) != 22  # as many tokens as undrawn
     # A new head says 0 everywhere, so each token's loss is half the square of the reward.
-    tokens = [count * (2 + i) for i, count in enumerate(drawn)]
+    tokens = [count * (2 + i * i) for i, count in enumerate(drawn)]
     expected = sum(n * r**2 / 2 for n, r in zip(tokens, rewards, strict=True)) / sum(tokens)
     assert learner.step(batch).metrics["learner/value_loss"] == pytest.approx(expected)
 
