@@ -263,6 +263,15 @@ def test_the_optimal_token_baseline_knows_the_weights_of_the_loss(
     assert first.tolist() == [weight] * 6
 
 
+def test_segments_of_an_episode_that_is_alone_are_no_baseline_for_each_other(
+    tiny_folder: Path,
+) -> None:
+    rows = [make_row(0, 1.0, segment=0), make_row(0, 1.0, segment=1, num_sampled=3)]
+    for kind in ("otb", "tir_otb"):
+        found = advantages_of(tiny_folder, [make_group(rows)], advantage={"kind": kind})
+        assert list(found.values()) == pytest.approx([0.0, 0.0])
+
+
 TOKEN_REJECTION = {"kind": "rejection", "level": "token", "high": 2.0}
 
 
