@@ -103,9 +103,13 @@ def _candidates(text: str, known: str) -> Iterator[tuple[int, bool]]:
     family's calls; then where JSON or a list begins within the text, which it may end with."""
     opening = re.compile(rf"[\[{{(]|(?:functions?[.:]?\s*)?(?:{known})\b|print\(")
     found: list[tuple[int, bool]] = []
+    end = 0
     for line in re.finditer(r"^", text, re.MULTILINE):
+        if line.start() < end:
+            continue  # between marks that began in an earlier line
         marks = _MARKS.match(text, line.start())
         assert marks is not None, "no mark matches too"
+        end = marks.end()
         if opening.match(text, marks.end()):
             found.append((marks.end(), bool(_FAMILY_MARK.search(marks[0]))))
     inline = [(place.start(), False) for place in _INLINE.finditer(text)]

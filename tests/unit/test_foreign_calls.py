@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from dataclasses import replace
 
 import pytest
@@ -105,6 +106,13 @@ def test_the_form_of_each_dialect_is_foreign_to_the_other() -> None:
 def test_what_only_looks_like_a_call_is_an_answer(text: str) -> None:
     assert JSON.parse(text) == [Answer(text.strip())]
     assert TAGS.parse(f"<answer>{text}</answer>") == [Answer(text.strip())]
+
+
+def test_a_turn_of_marks_alone_is_read_in_time() -> None:
+    """Reading it took 27 s when every line was tried to the end of the text."""
+    begun = time.monotonic()
+    assert JSON.parse("```\n" * 20_000 + "weather") == [Answer("```\n" * 20_000 + "weather")]
+    assert time.monotonic() - begun < 5.0
 
 
 def test_an_answer_that_quotes_a_call_between_its_tags_is_an_answer() -> None:
