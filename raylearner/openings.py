@@ -28,7 +28,7 @@ UNBOUNDED = 2**31
 
 
 def make_renderer(config: RunConfig, *, model: str | None = None) -> Renderer | None:
-    """The renderer of a run before its model is made; None for a tiny model that sees images.
+    """The renderer of a run before its model is made; None for a tiny vision-language model.
 
     `model` stands in for `model.path`. Raises `ConfigError` where a tokenizer cannot be loaded.
     """

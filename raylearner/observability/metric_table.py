@@ -23,7 +23,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/response_tokens/mean", "tokens", "Mean tokens after the prompt, observations included."),
     ("rollout/response_tokens/max", "tokens", "Most tokens after the prompt."),
     ("rollout/sampled_tokens/mean", "tokens", "Mean tokens that the policy sampled in an episode."),
-    ("rollout/images/mean", "images", "Of a model that sees: mean images shown in an episode, the prompt's included."),
+    ("rollout/images/mean", "images", "Of a vision-language model: mean images shown in an episode, the prompt's included."),
     ("rollout/images/max", "images", "Most images shown in an episode."),
     ("rollout/image_tokens/mean", "tokens", "Mean placeholders of images in an episode, which the learner reads for each."),
     ("rollout/tokens_per_s", "tokens/s", "Tokens sampled by all actors since the last step, per second."),

@@ -364,7 +364,7 @@ class Renderer:
         if not images:
             return marked
         first, *others = marked.split(self._image_mark)
-        assert self.vision is not None, "only a model that sees has images fitted"
+        assert self.vision is not None, "only a vision-language model has images fitted"
         blocks = ["".join(map(self._control.name, self.vision.block(image))) for image in images]
         return first + "".join(b + text for b, text in zip(blocks, others, strict=True))
 
