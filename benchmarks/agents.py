@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raylearner.learner.mesh import free_port
+from raylearner.learner.model.mesh import free_port
 from raylearner.services.corpora.records import write_records
 from raylearner.tools.http import wait_for_service
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from raylearner import jobs
+from raylearner.jobs import jobs
 from raylearner.observability.grafana import dashboard
 
 ROOT = Path(__file__).parents[1]

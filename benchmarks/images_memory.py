@@ -26,7 +26,7 @@ import yaml
 from PIL import Image
 
 from raylearner.config.schema import ReplaySection
-from raylearner.learner.batch import pack
+from raylearner.learner.batch.pack import pack
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.types import Claim, Prompt, Trajectory
 
@@ -63,7 +63,7 @@ CONFIG: dict[str, Any] = {
         "cpus_per_actor": 0.5,
         "engine": {
             "kind": "scripted",
-            "script": "raylearner.actors.scripted_engine:RandomTokens",
+            "script": "raylearner.actors.engines.scripted:RandomTokens",
             "arguments": {"vocab_size": 200},
         },
     },

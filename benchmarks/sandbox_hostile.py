@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raylearner.config.tools import MIB, SandboxSection
-from raylearner.tools.bubblewrap import FIRST_USER
-from raylearner.tools.sandbox import Sandbox, SandboxResult
+from raylearner.sandbox.bubblewrap import FIRST_USER
+from raylearner.sandbox.sandbox import Sandbox, SandboxResult
 
 FOLDER = Path(__file__).parents[1] / "tests" / "hostile"
 SECRET = "a-secret-of-the-run-5f1c"

@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
+from raylearner.actors.engines.transformers import TransformersEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.actors.transformers_engine import TransformersEngine
 from raylearner.config import schema
 from raylearner.config.loader import load
-from raylearner.demonstrations import prepare_tiny_model
+from raylearner.data import load_prompts
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.learner.batch import pack
-from raylearner.learner.layout import StepOutput
+from raylearner.learner.batch.layout import StepOutput
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
 from raylearner.learner.weight_source import vocabulary
 from raylearner.observability.spans import Tracer
-from raylearner.prompts import load_prompts
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.rewards.scorer import Scorer
+from raylearner.tiny.demonstrations import prepare_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import (
     Claim,
@@ -45,7 +45,7 @@ from raylearner.types import (
     WeightUpdate,
 )
 from raylearner.weights.proof import probe_tokens
-from raylearner.weights.shared_files import discard_weights, write_weights
+from raylearner.weights.transports.shared_files import discard_weights, write_weights
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 

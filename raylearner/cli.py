@@ -16,15 +16,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from raylearner import handed_variables, proxies
+from raylearner import job_variables, network
 from raylearner.config import report
 from raylearner.config.checks import notes
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
-from raylearner.deadline import stop_time_s
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
 from raylearner.observability import logs, run_directory
 from raylearner.observability.run_directory import OR_START_OVER
+from raylearner.run.deadline import stop_time_s
 from raylearner.text import visible
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
@@ -59,7 +59,7 @@ OrStartOver = Annotated[
 HandedOn = Annotated[
     list[str] | None,
     typer.Option(
-        handed_variables.OPTION,
+        job_variables.OPTION,
         metavar="NAME",
         help="Hand this variable of the environment on to the job; repeat it for more.",
         show_default=False,
@@ -86,7 +86,7 @@ def train(
         _refuse_alone(or_start_over, resume)
         resume = run_directory.durable(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume, environment=os.environ), resume)
-        from raylearner import training
+        from raylearner.run import training
 
         training.run(config, resume=resume, or_start_over=or_start_over)
 
@@ -108,7 +108,7 @@ def evaluate(arguments: Arguments = None) -> None:
         config = _load(given, None, environment=os.environ)
         name = f"{config.run.name}-eval"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-        from raylearner import validation
+        from raylearner.run import validation
 
         validation.run(_with_run_dir(config, None), checkpoint=Path(places[0]) if places else None)
 
@@ -131,11 +131,11 @@ def check(
         typer.echo(report.report(config))
         for note in notes(config):
             typer.echo(f"note: {note}")
-        from raylearner import openings
+        from raylearner.run import openings
 
         openings.check(config, report=lambda note: typer.echo(f"note: {note}"))
         if should_play:
-            from raylearner import rehearsal
+            from raylearner.run import rehearsal
 
             rehearsal.run(config, report=typer.echo)
 
@@ -178,8 +178,8 @@ def submit(
                 " and overrides, or write them into its `base` and `overrides`"
             )
         _refuse_alone(or_start_over, resume)
-        from raylearner import submission
-        from raylearner.sweep import plan
+        from raylearner.jobs import submission
+        from raylearner.jobs.sweep import plan
 
         request = submission.Request(
             arguments=tuple(arguments or ()),
@@ -194,7 +194,7 @@ def submit(
                 return [trial.config for trial in plan.read(sweep_file).trials]
             config = _load(arguments or [], resume)
             if resume is not None and not or_start_over:
-                from raylearner import resumption
+                from raylearner.run import resumption
 
                 resumption.refuse_without_checkpoint(resume)
             return [config]
@@ -215,13 +215,13 @@ def sweep(
     """Run every trial of a sweep as a Ray job; the same command goes on with one that ended early."""
     with _exit_codes():
         logs.set_up()
-        from raylearner.sweep import plan
+        from raylearner.jobs.sweep import plan
 
         if dry_run:
             for command in plan.commands(plan.read(file)).values():
                 typer.echo(command)
             return
-        from raylearner.sweep import runner
+        from raylearner.jobs.sweep import runner
 
         runner.run(file, variables=variables or ())
 
@@ -251,7 +251,7 @@ def view(
 def doctor() -> None:
     """Look at this machine and its cluster, and say what to do about each problem."""
     with _exit_codes():
-        from raylearner import doctor as examination
+        from raylearner.jobs import doctor as examination
 
         num_problems = 0
         for finding in examination.findings():
@@ -306,8 +306,8 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """The one boundary of the command line: errors become a message and an exit code."""
-    handed_variables.take()
-    proxies.keep_direct()
+    job_variables.take()
+    network.keep_direct()
     try:
         yield
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.common import ROOT, Result, end, environment, parser, visible_gpus
-from raylearner.learner.layout import StepOutput
+from raylearner.learner.batch.layout import StepOutput
 from raylearner.types import Trajectory, TrajectoryGroup
 
 BYTES = 250
@@ -69,9 +69,9 @@ def run_rank(arguments: Any) -> None:
     import torch
 
     from raylearner.config.schema import LearnerSection
-    from raylearner.learner import mesh
-    from raylearner.learner.batch import pack
+    from raylearner.learner.batch.pack import pack
     from raylearner.learner.learner import Learner
+    from raylearner.learner.model import mesh
 
     device = "cpu" if arguments.cpu else "cuda"
     group = mesh.connect(
@@ -141,7 +141,7 @@ def run_rank(arguments: Any) -> None:
 def context_model(arguments: Any) -> Path:
     """About 100 million weights in 8 layers, whose 16 heads 2, 4, 8 or 16 ranks share; few on the CPU."""
     from raylearner.config.schema import TinyModel
-    from raylearner.learner.tiny_model import make_tiny_model
+    from raylearner.tiny.model import make_tiny_model
 
     folder = arguments.out / "model-context"
     if not (folder / "config.json").exists():
@@ -159,7 +159,7 @@ def result_path(arguments: Any, world: int) -> Path:
 def launch(
     arguments: Any, *, world: int, dtype: str, gpus: list[str]
 ) -> list["subprocess.Popen[Any]"]:
-    from raylearner.learner.mesh import free_port
+    from raylearner.learner.model.mesh import free_port
 
     port = free_port()
     return [

@@ -14,7 +14,7 @@ def run_rank(arguments: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from raylearner.learner import mesh
+    from raylearner.learner.model import mesh
 
     device = "cpu" if arguments.cpu else "cuda"
     mesh.connect(
@@ -55,7 +55,7 @@ def main() -> None:
     if arguments.rank is not None:
         run_rank(arguments)
         return
-    from raylearner.learner.mesh import free_port
+    from raylearner.learner.model.mesh import free_port
 
     result = Result(arguments.out, "broadcast")
     gpus = visible_gpus()

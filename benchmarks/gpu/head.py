@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.common import Result, parser
-from raylearner.learner.logprobs import chunked_logprobs
+from raylearner.learner.model.logprobs import chunked_logprobs
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states, head and targets to a loss."""

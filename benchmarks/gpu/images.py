@@ -93,10 +93,10 @@ class Seeing:
     def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
         import torch
 
-        from raylearner.learner import mesh
-        from raylearner.learner.images import ImageReader
-        from raylearner.learner.loading import load_sharded
-        from raylearner.learner.model import DTYPES, ModelOptions
+        from raylearner.learner.model import mesh
+        from raylearner.learner.model.images import ImageReader
+        from raylearner.learner.model.loading import load_sharded
+        from raylearner.learner.model.policy import DTYPES, ModelOptions
 
         self.model_folder, self.policy_version = folder, 0
         self.image_reader = ImageReader.from_pretrained(str(folder))
@@ -123,7 +123,7 @@ class Seeing:
         self.policy_version += 1
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Any]]:
-        from raylearner.learner.model import DTYPES
+        from raylearner.learner.model.policy import DTYPES
 
         return self._model.named_weights(DTYPES[dtype])
 
@@ -137,7 +137,7 @@ class Seeing:
 
     def score(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """Of all sampled tokens, four trajectories packed at a time."""
-        from raylearner.learner.micro_batch import PackedTokens
+        from raylearner.learner.batch.micro_batch import PackedTokens
 
         found: list[np.ndarray] = []
         for start in range(0, len(trajectories), 4):
@@ -165,7 +165,7 @@ def gap(trajectories: Sequence[Trajectory], scores: np.ndarray) -> dict[str, flo
 
 
 async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[str, Any]:
-    from raylearner.actors.vllm_engine import VllmEngine
+    from raylearner.actors.engines.vllm import VllmEngine
     from raylearner.config.schema import RendererSection, WeightsSection
     from raylearner.config.schema import VllmEngine as Section
     from raylearner.learner.weight_source import WeightWriter
@@ -240,7 +240,7 @@ async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[
 
 def main() -> None:
     from raylearner.config.schema import TinyModel
-    from raylearner.learner.tiny_model import make_tiny_model
+    from raylearner.tiny.model import make_tiny_model
 
     arguments = parser(__doc__).parse_args()
     result = Result(arguments.out, "images")

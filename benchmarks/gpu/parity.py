@@ -28,7 +28,7 @@ Sequences = list[tuple[np.ndarray, int, np.ndarray]]
 async def sample(model: str, dtype: str, head: str, *, out: Any, cpu: bool) -> Sequences:
     from transformers import AutoTokenizer
 
-    from raylearner.actors.vllm_engine import VllmEngine
+    from raylearner.actors.engines.vllm import VllmEngine
     from raylearner.config.schema import VllmEngine as Section
     from raylearner.types import Sampling
 
@@ -78,10 +78,10 @@ def score_learner(
 ) -> list[np.ndarray]:
     import torch
 
-    from raylearner.learner import mesh
-    from raylearner.learner.loading import load_sharded
-    from raylearner.learner.micro_batch import PackedTokens
-    from raylearner.learner.model import DTYPES, ModelOptions
+    from raylearner.learner.batch.micro_batch import PackedTokens
+    from raylearner.learner.model import mesh
+    from raylearner.learner.model.loading import load_sharded
+    from raylearner.learner.model.policy import DTYPES, ModelOptions
 
     network = load_sharded(
         model,

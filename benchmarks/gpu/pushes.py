@@ -31,8 +31,8 @@ class BareLearner:
     def __init__(self, model_path: str, *, device: str, group: Any) -> None:
         import torch
 
-        from raylearner.learner.loading import load_sharded
-        from raylearner.learner.model import ModelOptions
+        from raylearner.learner.model.loading import load_sharded
+        from raylearner.learner.model.policy import ModelOptions
 
         self.model_folder = Path(model_path)
         self.policy_version = 0
@@ -62,12 +62,12 @@ class BareLearner:
     image_reader = None
 
     def named_weights(self, dtype: str) -> Iterator[tuple[str, Any]]:
-        from raylearner.learner.model import DTYPES
+        from raylearner.learner.model.policy import DTYPES
 
         return self._model.named_weights(DTYPES[dtype])
 
     def weight_checksums(self, dtype: str) -> dict[str, Any]:
-        from raylearner.learner.model import DTYPES
+        from raylearner.learner.model.policy import DTYPES
 
         return self._model.weight_checksums(DTYPES[dtype])
 
@@ -93,7 +93,7 @@ class PushActor:
         return ray.util.get_node_ip_address(), self.free_port()
 
     def free_port(self) -> int:
-        from raylearner.learner.mesh import free_port
+        from raylearner.learner.model.mesh import free_port
 
         return free_port()
 
@@ -108,7 +108,7 @@ class PushActor:
         model_path: str,
         **unused: Any,
     ) -> int:
-        from raylearner.learner import mesh
+        from raylearner.learner.model import mesh
         from raylearner.learner.weight_source import WeightWriter
 
         device = "cuda" if config.gpus_per_rank else "cpu"
@@ -158,7 +158,7 @@ class EngineActor:
     """One engine and its load."""
 
     def __init__(self, name: str, model_path: str, section: VllmEngine, transport: str) -> None:
-        from raylearner.actors.vllm_engine import VllmEngine as Engine
+        from raylearner.actors.engines.vllm import VllmEngine as Engine
 
         self._engine = Engine(
             section, model_path=model_path, seed=0, weight_transport=transport, actor_id=name

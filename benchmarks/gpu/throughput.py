@@ -9,10 +9,11 @@ import time
 import torch
 
 from benchmarks.gpu.common import Result, model_folder, parser
-from raylearner.learner import mesh, optimizer
-from raylearner.learner.loading import load_sharded
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import ModelOptions
+from raylearner.learner import optimizer
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model import mesh
+from raylearner.learner.model.loading import load_sharded
+from raylearner.learner.model.policy import ModelOptions
 from raylearner.learner.throughput import ModelCost, peak_flops
 
 

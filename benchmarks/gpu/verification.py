@@ -47,10 +47,10 @@ def learner_seconds(weights: dict[str, Any]) -> list[float]:
 async def run(arguments: Any, result: Result) -> None:
     import torch
 
-    from raylearner.actors.vllm_engine import VllmEngine
+    from raylearner.actors.engines.vllm import VllmEngine
     from raylearner.config.schema import VllmEngine as Section
     from raylearner.types import Probe, WeightUpdate
-    from raylearner.weights.shared_files import discard_weights, write_weights
+    from raylearner.weights.transports.shared_files import discard_weights, write_weights
 
     cpu = arguments.cpu
     folder = model_folder(arguments.out, arguments.size, tokenizer=arguments.model)

@@ -59,7 +59,7 @@ def make_model(folder: Path, tokenizer_folder: str, *, cpu: bool) -> Path:
     )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from raylearner.learner.tiny_vision_model import CHAT_TEMPLATE
+    from raylearner.tiny.vision_model import CHAT_TEMPLATE
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})

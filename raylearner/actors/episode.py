@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raylearner.actors.engine import Engine
+from raylearner.actors.engines.engine import Engine
+from raylearner.actors.proxy.agent import Agent
 from raylearner.actors.turn import sample_turn
-from raylearner.dialogue import read_dialogue
-from raylearner.environments.agent import Agent
+from raylearner.data.dialogue import read_dialogue
 from raylearner.environments.protocol import Environment, Outcome
 from raylearner.errors import DialogueError, EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from raylearner.shipment import Shipment
+from raylearner.codec import Shipment
 from raylearner.types import Trajectory
 
 Episode = list[Trajectory]

@@ -1,7 +1,7 @@
 """Plays a claim in whatever way its kit does: turn by turn, or by a program."""
 
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.actors.program_episode import play_program_episode
+from raylearner.actors.proxy.program_episode import play_program_episode
 from raylearner.types import Claim, Sampling, Trajectory
 
 

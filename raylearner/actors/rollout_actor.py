@@ -7,10 +7,11 @@ from typing import Any
 
 import ray
 
-from raylearner.actors.engine import Engine
+from raylearner.actors.engines.engine import Engine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.outbox import Outbox
 from raylearner.actors.process import prepare
+from raylearner.actors.proxy.agent import start_agent
 from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.cleanup import clean_up
@@ -102,7 +103,7 @@ class RolloutActor:
             check_image=renderer.check_image,
             reasoning_tags=sections.renderer.reasoning_tags,
         )
-        await self._environments.start()
+        self._agent = await start_agent(sections.environment)
         self._scorer = Scorer(
             sections.rewards, models=model_calls(sections.run_name, sections.rewards)
         )
@@ -112,7 +113,7 @@ class RolloutActor:
             scorer=self._scorer,
             make_environment=self._environments.make,
             tracer=self._tracer,
-            agent=self._environments.agent,
+            agent=self._agent,
         )
         self._worker = RolloutWorker(
             actor_id=self._actor_id,
@@ -176,6 +177,8 @@ class RolloutActor:
         steps: list[Callable[[], Awaitable[None]]] = []
         if self._worker is not None:
             self._worker.halt()
+            if self._agent is not None:
+                steps.append(self._agent.server.close)
             steps += [self._environments.close, self._scorer.close]
         if self._engine is not None:
             steps.append(self._engine.close)
@@ -184,7 +187,7 @@ class RolloutActor:
     def _make_engine(self, renderer: Renderer) -> Engine:
         match self._sections.engine:
             case schema.VllmEngine() as config:
-                from raylearner.actors.vllm_engine import VllmEngine
+                from raylearner.actors.engines.vllm import VllmEngine
 
                 return VllmEngine(
                     config,
@@ -197,7 +200,7 @@ class RolloutActor:
                     num_banned=len(renderer.banned_token_ids),
                 )
             case schema.TransformersEngine() as config:
-                from raylearner.actors.transformers_engine import TransformersEngine
+                from raylearner.actors.engines.transformers import TransformersEngine
 
                 return TransformersEngine(
                     config,
@@ -206,7 +209,7 @@ class RolloutActor:
                     weight_transport=self._sections.weight_transport,
                 )
             case schema.ScriptedEngine() as config:
-                from raylearner.actors.scripted_engine import ScriptedEngine
+                from raylearner.actors.engines.scripted import ScriptedEngine
 
                 return ScriptedEngine(config, end_token_ids=renderer.end_token_ids)
 

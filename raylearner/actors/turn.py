@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raylearner.actors.engine import Engine
+from raylearner.actors.engines.engine import Engine
 from raylearner.text import outside
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Completion, CompletionStop, Sampling

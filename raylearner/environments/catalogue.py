@@ -1,4 +1,4 @@
-"""Environments by the `kind` that the YAML uses, and the agents that need none."""
+"""Environments by the `kind` that the YAML uses."""
 
 import asyncio
 import sys
@@ -9,15 +9,12 @@ from raylearner.config.environment import (
     CustomEnvironment,
     EnvironmentSection,
     JsonCallsDialect,
-    OpenAiProxy,
     SingleTurn,
     ToolUse,
 )
 from raylearner.config.kind import load_reference
 from raylearner.config.rollout import ReasoningTags
 from raylearner.config.tools import CalculatorTool, FunctionTool
-from raylearner.environments.agent import Agent
-from raylearner.environments.chat_server import ChatServer
 from raylearner.environments.custom import HostedEnvironment
 from raylearner.environments.dialect import (
     Dialect,
@@ -25,7 +22,6 @@ from raylearner.environments.dialect import (
     TagDialect,
     thoughts_of_dialects,
 )
-from raylearner.environments.program import make_program
 from raylearner.environments.protocol import Environment
 from raylearner.environments.single_turn import SingleTurnEnvironment
 from raylearner.environments.tool_use import ToolUseEnvironment
@@ -37,9 +33,7 @@ from raylearner.tools.protocol import Tool
 
 
 class EnvironmentFactory:
-    """Makes each episode its environment; owns what all episodes of an actor share: tools, and the
-    server and program of an agent.
-    """
+    """Makes each episode its environment; owns the tools that all episodes of an actor share."""
 
     def __init__(
         self,
@@ -54,7 +48,6 @@ class EnvironmentFactory:
         one name or tag.
         """
         self._config = config
-        self._agent = _make_agent(config) if isinstance(config, OpenAiProxy) else None
         self._custom = (
             load_reference(config.path) if isinstance(config, CustomEnvironment) else None
         )
@@ -74,29 +67,18 @@ class EnvironmentFactory:
         )
 
     @property
-    def agent(self) -> Agent | None:
-        """What plays the episodes in place of environments; None where those do."""
-        return self._agent
-
-    @property
     def tools(self) -> Sequence[Tool]:
         """In the order of the configuration; empty where the environment takes none."""
         return self._tools
 
-    async def start(self) -> None:
-        """Before the first episode."""
-        if self._agent is not None:
-            await self._agent.server.start()
-
     def make(self) -> Environment:
-        """A fresh environment for one episode."""
-        assert self._agent is None, "programs play without environments"
+        """Return a fresh environment for one episode; `openai_proxy` has none, its program plays."""
         if isinstance(self._config, SingleTurn):
             return SingleTurnEnvironment()
         if isinstance(self._config, CustomEnvironment):
             assert self._custom is not None, "loaded with the factory"
             return HostedEnvironment(self._custom, self._config)
-        assert isinstance(self._config, ToolUse), "the agent was ruled out"
+        assert isinstance(self._config, ToolUse), "programs play without environments"
         assert self._dialect is not None, "tool use has a dialect"
         return ToolUseEnvironment(self._config, self._tools, self._dialect)
 
@@ -108,17 +90,7 @@ class EnvironmentFactory:
         return metrics
 
     async def close(self) -> None:
-        server = [] if self._agent is None else [self._agent.server.close]
-        await clean_up(sys.exception(), *server, *(tool.close for tool in self._tools))
-
-
-def _make_agent(config: OpenAiProxy) -> Agent:
-    return Agent(
-        server=ChatServer(),
-        program=make_program(config),
-        timeout_s=config.timeout_s,
-        max_calls=config.max_calls,
-    )
+        await clean_up(sys.exception(), *(tool.close for tool in self._tools))
 
 
 async def wait_for_services(config: EnvironmentSection) -> None:

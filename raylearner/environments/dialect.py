@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
-from raylearner import plain_json
+from raylearner import strict_json
 from raylearner.environments.foreign_calls import foreign_form
 from raylearner.errors import ConfigError
-from raylearner.reasoning import Reasoning
 from raylearner.text import encodable_values, outside
+from raylearner.tokenization.reasoning import Reasoning
 
 MAX_CALLS_PER_TURN = 16
 SHOWN_CHARACTERS = 80
@@ -238,7 +238,7 @@ class JsonDialect:
 
     def _action(self, block: str, which: str) -> ToolCall | Invalid:
         try:
-            value = encodable_values(plain_json.loads(block))
+            value = encodable_values(strict_json.loads(block))
         except json.JSONDecodeError as error:
             foreign = foreign_form(f"{self.opening}{block}", self._tools, reads_json=True)
             if foreign is not None:
@@ -270,7 +270,7 @@ class JsonDialect:
     def _with_arguments(self, name: str, arguments: Any, which: str) -> ToolCall | Invalid:
         if isinstance(arguments, str):  # some models put JSON in a string, as the wire form does
             try:
-                arguments = encodable_values(plain_json.loads(arguments))
+                arguments = encodable_values(strict_json.loads(arguments))
             except (RecursionError, ValueError):
                 return Invalid(
                     f"{which}: the arguments of {name} are a text that is no JSON object"

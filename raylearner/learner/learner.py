@@ -25,26 +25,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError, LearnerError
-from raylearner.learner import checkpoint, lora, mesh, metric, optimizer, preparation
-from raylearner.learner.estimator import EpisodeTable
-from raylearner.learner.images import ImageReader
-from raylearner.learner.kl import AdaptiveController
-from raylearner.learner.layout import LearnerBatch, StepOutput
-from raylearner.learner.learner_state import Progress, restore_state, save_state
-from raylearner.learner.mesh import BatchLayout
-from raylearner.learner.metric import Metrics
-from raylearner.learner.micro_batch import MicroBatch
-from raylearner.learner.model import DTYPES
-from raylearner.learner.models import Models
-from raylearner.learner.objective import (
+from raylearner.learner import optimizer
+from raylearner.learner.batch import metric
+from raylearner.learner.batch.layout import LearnerBatch, StepOutput
+from raylearner.learner.batch.metric import Metrics
+from raylearner.learner.batch.micro_batch import MicroBatch
+from raylearner.learner.checkpoint import checkpoint
+from raylearner.learner.checkpoint.learner_state import Progress, restore_state, save_state
+from raylearner.learner.checkpoint.writes import Writer, Writes
+from raylearner.learner.model import lora, mesh
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.mesh import BatchLayout
+from raylearner.learner.model.models import Models
+from raylearner.learner.model.policy import DTYPES
+from raylearner.learner.model.reference import kl_controller
+from raylearner.learner.objective import preparation
+from raylearner.learner.objective.estimator import EpisodeTable
+from raylearner.learner.objective.kl import AdaptiveController
+from raylearner.learner.objective.objective import (
     choose_tokens,
     critic_share,
     loss_share,
     off_policy_metrics,
 )
-from raylearner.learner.preparation import Part, Take
+from raylearner.learner.objective.preparation import Part, Take
 from raylearner.learner.probing import probe_logprobs
-from raylearner.learner.reference import kl_controller
 from raylearner.learner.update import (
     Update,
     by_trajectory,
@@ -53,7 +58,6 @@ from raylearner.learner.update import (
     row_advantages,
     step_metrics,
 )
-from raylearner.learner.writes import Writer, Writes
 from raylearner.observability.spans import Tracer
 from raylearner.types import PolicyVersion, TrajectoryKey
 from raylearner.weights.checksums import Checksum

@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from raylearner import handed_variables
+from raylearner import job_variables
 from raylearner.config.schema import LearnerSection, ProfileSection
 from raylearner.config.section import number
-from raylearner.learner.layout import LearnerBatch, StepOutput
+from raylearner.learner.batch.layout import LearnerBatch, StepOutput
 from raylearner.observability.spans import Span, Tracer
 from raylearner.types import PolicyVersion, WeightUpdate
 from raylearner.weights.group import WeightGroup
@@ -39,7 +39,7 @@ class LearnerActor:
     """One rank; delegates to `Learner`. Imports torch in its own process only."""
 
     def __init__(self, rank: int) -> None:
-        handed_variables.take()
+        job_variables.take()
         self._rank = rank
         self._learner: Any = None
         self._writer: Any = None
@@ -53,7 +53,7 @@ class LearnerActor:
 
     def meeting_point(self) -> tuple[str, int]:
         """This node's address and a port free on it, for rank 0."""
-        from raylearner.learner.mesh import free_port
+        from raylearner.learner.model.mesh import free_port
 
         return ray.util.get_node_ip_address(), free_port()
 
@@ -69,8 +69,8 @@ class LearnerActor:
     ) -> PolicyVersion:
         """Join the other ranks and load the model; `arguments` are the `Learner`'s, `weights` the
         `WeightWriter`'s."""
-        from raylearner.learner import mesh
         from raylearner.learner.learner import Learner
+        from raylearner.learner.model import mesh
         from raylearner.learner.profiler import StepProfiler
         from raylearner.learner.throughput import Meter
         from raylearner.learner.weight_source import WeightWriter
@@ -108,7 +108,7 @@ class LearnerActor:
         return replace(output, metrics=metrics)
 
     def free_port(self) -> int:
-        from raylearner.learner.mesh import free_port
+        from raylearner.learner.model.mesh import free_port
 
         return free_port()
 

@@ -27,7 +27,7 @@ from raylearner.errors import (
     RaylearnerError,
     WeightTransferError,
 )
-from raylearner.learner.layout import LearnerBatch, StepOutput
+from raylearner.learner.batch.layout import LearnerBatch, StepOutput
 from raylearner.learner.learner_actor import LearnerActor, Recording
 from raylearner.observability.spans import Span
 from raylearner.types import PolicyVersion, WeightUpdate
@@ -207,7 +207,7 @@ class LearnerGroup:
                 await self._all("release")
         elif not update.is_collective:
             # Imports torch, which the controller's start-up has no other use for.
-            from raylearner.weights.shared_files import discard_weights
+            from raylearner.weights.transports.shared_files import discard_weights
 
             await asyncio.to_thread(discard_weights, update.payload)
 

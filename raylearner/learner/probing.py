@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raylearner.learner.images import ImageReader
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import PackedModel
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.policy import PackedModel
 
 
 def probe_logprobs(

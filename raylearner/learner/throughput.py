@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raylearner.learner.layout import LearnerBatch
+from raylearner.learner.batch.layout import LearnerBatch
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 peaks by what a device's name contains."""

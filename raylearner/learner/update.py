@@ -14,11 +14,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raylearner.learner import diagnostics, metric
-from raylearner.learner.layout import LearnerBatch, TokenRow
-from raylearner.learner.mesh import BatchLayout
-from raylearner.learner.metric import Metrics
-from raylearner.learner.preparation import Part, Prepared, Take
+from raylearner.learner.batch import metric
+from raylearner.learner.batch.layout import LearnerBatch, TokenRow
+from raylearner.learner.batch.metric import Metrics
+from raylearner.learner.model.mesh import BatchLayout
+from raylearner.learner.objective import diagnostics
+from raylearner.learner.objective.preparation import Part, Prepared, Take
 from raylearner.observability import transcripts
 from raylearner.types import TrajectoryKey
 

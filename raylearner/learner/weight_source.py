@@ -15,12 +15,12 @@ from torch import Tensor
 from raylearner.config.resources import TOLERANCE_CPU
 from raylearner.config.schema import WeightsSection
 from raylearner.errors import WeightTransferError
-from raylearner.learner.images import ImageReader
+from raylearner.learner.model.images import ImageReader
 from raylearner.types import PolicyVersion, Probe, WeightUpdate
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.proof import probe_tokens
-from raylearner.weights.shared_files import write_adapter, write_weights
+from raylearner.weights.transports.shared_files import write_adapter, write_weights
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class WeightWriter:
         source = self._source
         weights = (source.adapter_weights if is_adapter else source.named_weights)(self._dtype)
         if self._transport == "ipc" and (members or dist.get_rank() == 0):
-            from raylearner.weights.ipc import IpcShare
+            from raylearner.weights.transports.ipc import IpcShare
 
             self._share = self._share or IpcShare()
             return self._share.share(weights, dtype, members=members)
@@ -163,7 +163,7 @@ class WeightWriter:
     def _nccl(self) -> Any:
         if self._sender is None:
             # Imports vLLM, which no other transport needs in the learner.
-            from raylearner.weights.nccl import LayerSource, NcclSender
+            from raylearner.weights.transports.nccl import LayerSource, NcclSender
 
             source = LayerSource(
                 self._source.weight_shapes(),

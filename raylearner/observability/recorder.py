@@ -17,9 +17,9 @@ from raylearner.config.schema import ObservabilitySection, RunConfig
 from raylearner.errors import naming
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
-from raylearner.observability.jsonl import JsonlFile
 from raylearner.observability.run_directory import FAILURES_FILE
-from raylearner.observability.sinks import (
+from raylearner.observability.sinks.jsonl import JsonlFile
+from raylearner.observability.sinks.sinks import (
     Sink,
     StepRecord,
     finite_scalars,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raylearner.cells import HASH_CHARACTERS, content_hash
+from raylearner.data.cells import HASH_CHARACTERS, content_hash
 from raylearner.errors import CheckpointError, ReplayError
 from raylearner.replay.sampler import Sampler, SeenGroup, ShuffleSampler
 from raylearner.types import Prompt

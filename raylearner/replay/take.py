@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raylearner.shipment import Shipment
+from raylearner.codec import Shipment
 from raylearner.types import Trajectory, TrajectoryGroup
 
 

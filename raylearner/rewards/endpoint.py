@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from raylearner import plain_json
+from raylearner import strict_json
 from raylearner.config.rewards import Judge, PairwiseJudge
 from raylearner.errors import JudgeRefused, RewardError
-from raylearner.proxies import proxy_of
+from raylearner.network import proxy_of
 from raylearner.text import encodable_json
 
 SHOWN_CHARACTERS = 300
@@ -134,7 +134,7 @@ class Endpoint:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._section.max_concurrent),
                 timeout=aiohttp.ClientTimeout(total=None),
-                json_serialize=plain_json.dumps,
+                json_serialize=strict_json.dumps,
             )
         return self._session
 

@@ -3,8 +3,8 @@
 from typing import cast
 from unicodedata import normalize
 
-from raylearner.cells import scalar_text
 from raylearner.config.rewards import RetrievalHit
+from raylearner.data.cells import scalar_text
 from raylearner.errors import RewardError
 from raylearner.rewards.functions import EpisodeView
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from raylearner.config.kind import load_reference
 from raylearner.config.rewards import RewardSection, UserFunction
-from raylearner.dialogue import wire
+from raylearner.data.dialogue import wire
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.functions import EpisodeView, RewardLog
 from raylearner.types import Prompt

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from raylearner.config.tools import SandboxSection
 from raylearner.errors import ConfigError, ToolError
+from raylearner.sandbox.sandbox import Sandbox, SandboxResult, SandboxStatus
 from raylearner.services.server import make_app, parser, serve
-from raylearner.tools.sandbox import Sandbox, SandboxResult, SandboxStatus
 
 
 class RunRequest(BaseModel):

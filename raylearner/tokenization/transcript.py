@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from raylearner.errors import RenderError
-from raylearner.reasoning import Thoughts
 from raylearner.text import outside
 from raylearner.tokenization.messages import images_of, texts_of
+from raylearner.tokenization.reasoning import Thoughts
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import (
     IMAGE_MARK,

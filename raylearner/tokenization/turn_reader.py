@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raylearner.config.schema import RendererSection
-from raylearner.reasoning import Reasoning, mentioned
+from raylearner.tokenization.reasoning import Reasoning, mentioned
 from raylearner.tokenization.template import Json, written
 
 _MARK = "\u2402turn\u2403"

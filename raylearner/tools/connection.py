@@ -3,7 +3,7 @@
 A request costs a quarter of the CPU time that aiohttp takes and a hundredth of httpx's, measured at
 1,000 concurrent calls; with aiohttp the episodes of one actor could not keep an ordinary service
 busy. It does what tools need and no more: no redirects, cookies or content encodings. A service outside
-may be behind a proxy, as `raylearner.proxies` has it.
+may be behind a proxy, as `raylearner.network` has it.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from raylearner.proxies import Proxy, proxy_of
+from raylearner.network import Proxy, proxy_of
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_TRAILERS = 64

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from raylearner.config.kind import load_reference
 from raylearner.config.tools import FunctionTool
 from raylearner.errors import ConfigError, ToolError
-from raylearner.observability import jsonl
+from raylearner.observability.sinks import jsonl
 from raylearner.text import encodable_values
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import ToolMetrics

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from raylearner import plain_json
+from raylearner import strict_json
 from raylearner.config.tools import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.text import encodable_json
@@ -98,7 +98,7 @@ class Service:
     ) -> Answer:
         """The reply to `body`, validated; `expected` is its form in words, for the error."""
         url = f"{self._url}{path}"
-        payload = plain_json.dumps(body).encode()
+        payload = strict_json.dumps(body).encode()
         num_tries = self._section.retries + 1 if should_retry else 1
         delay_s = self._section.retry_delay_s
         for number in range(1, num_tries + 1):

@@ -38,10 +38,10 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from raylearner.weights.adapters import adapter_report
 from raylearner.weights.group import backend
 from raylearner.weights.owner import OWNER_VARIABLE, start_time
 from raylearner.weights.trace import Trace
+from raylearner.weights.transports.adapters import adapter_report
 
 
 @dataclass

@@ -15,7 +15,7 @@ from cluster import running
 from loop import ENVIRONMENT, ROOT, rows, run_cli, wait_for, wait_for_the_end
 
 from raylearner.config.schema import RendererSection
-from raylearner.learner.mesh import free_port
+from raylearner.learner.model.mesh import free_port
 from raylearner.services.corpora.records import write_records
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.tokenization.renderer import Renderer

@@ -10,10 +10,10 @@ import torch
 from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
 from transformers import Qwen2ForCausalLM
 
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.types import Sampling, WeightUpdate
-from raylearner.weights.ipc import IpcShare
+from raylearner.weights.transports.ipc import IpcShare
 
 log = logging.getLogger(__name__)
 

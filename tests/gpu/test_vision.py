@@ -17,8 +17,8 @@ from pictures import (
     play,
 )
 
-from raylearner.learner.images import ImageReader
-from raylearner.learner.loading import load_model
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.loading import load_model
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raylearner.config.schema import TinyModel
-from raylearner.learner.layout import StepOutput
+from raylearner.learner.batch.layout import StepOutput
 from raylearner.types import Trajectory, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -85,7 +85,7 @@ def make_groups_fixture() -> MakeGroups:
 
 
 def _tiny(folder: Path, *, is_tied: bool) -> Path:
-    from raylearner.learner.tiny_model import make_tiny_model
+    from raylearner.tiny.model import make_tiny_model
 
     config = TinyModel(
         kind="tiny",
@@ -132,7 +132,7 @@ def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tw
     """Two steps of several mini-batches, then one with a single row, which leaves a rank without."""
     from ranks import run_ranks
 
-    from raylearner.learner.batch import pack
+    from raylearner.learner.batch.pack import pack
 
     folder = tmp_path_factory.mktemp("two_ranks")
     config = {

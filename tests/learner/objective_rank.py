@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.layout import StepOutput
+from raylearner.learner.batch.layout import StepOutput
 from raylearner.learner.learner import Learner
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner import writes
+from raylearner.learner.checkpoint import writes
 from raylearner.learner.learner import Learner
 from raylearner.weights.checksums import checksum
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError
-from raylearner.learner import checkpoint
-from raylearner.learner.batch import pack
-from raylearner.learner.layout import StepOutput
+from raylearner.learner.batch.layout import StepOutput
+from raylearner.learner.batch.pack import pack
+from raylearner.learner.checkpoint import checkpoint
+from raylearner.learner.checkpoint.writes import AGREEMENT_TIMEOUT_S
 from raylearner.learner.learner import Learner
-from raylearner.learner.mesh import COLLECTIVE_TIMEOUT_S
-from raylearner.learner.writes import AGREEMENT_TIMEOUT_S
+from raylearner.learner.model.mesh import COLLECTIVE_TIMEOUT_S
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -116,7 +116,7 @@ def test_the_exported_model_loads_with_from_pretrained(
 ) -> None:
     learner = make_learner(request.getfixturevalue(model))
     step(learner, make_groups(0))
-    monkeypatch.setattr("raylearner.learner.export.MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr("raylearner.learner.model.export.MAX_SHARD_BYTES", 100_000)
     learner.save(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tensors = dict(exported.named_parameters())

@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
-from raylearner.learner.batch import pack
-from raylearner.learner.context import ContextGroup
+from raylearner.learner.batch.context import ContextGroup
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
-from raylearner.learner.loading import load_sharded
-from raylearner.learner.mesh import connect
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import ModelOptions
+from raylearner.learner.model.loading import load_sharded
+from raylearner.learner.model.mesh import connect
+from raylearner.learner.model.policy import ModelOptions
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]

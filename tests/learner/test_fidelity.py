@@ -16,10 +16,10 @@ from raylearner.config.checks import check
 from raylearner.config.files import scoring_faults
 from raylearner.config.schema import LearnerSection, RunConfig
 from raylearner.errors import ConfigError
-from raylearner.learner import loading
+from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.learner import Learner
-from raylearner.learner.loading import load_model
-from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.model import loading
+from raylearner.learner.model.loading import load_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

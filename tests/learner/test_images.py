@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from raylearner.config.schema import LearnerSection, TinyModel, WeightsSection
 from raylearner.errors import ConfigError, LearnerError, RenderError
-from raylearner.learner import images as images_module
-from raylearner.learner.attention import image_implementation
-from raylearner.learner.batch import pack
-from raylearner.learner.images import ImageReader
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
-from raylearner.learner.loading import TensorReader, load_model
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import ModelOptions, vision_tower
-from raylearner.learner.pixels import PixelLoader
+from raylearner.learner.model import images as images_module
+from raylearner.learner.model.attention import image_implementation
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.loading import TensorReader, load_model
+from raylearner.learner.model.pixels import PixelLoader
+from raylearner.learner.model.policy import ModelOptions, vision_tower
 from raylearner.learner.weight_source import make_probe
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
@@ -39,7 +39,7 @@ SIZES = ((56, 84), (140, 112), (28, 28))
 
 @pytest.fixture(scope="module")
 def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from raylearner.learner.tiny_model import make_tiny_model
+    from raylearner.tiny.model import make_tiny_model
 
     config = TinyModel.model_validate(
         {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "vision": {}}

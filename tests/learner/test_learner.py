@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 from raylearner.config.memory import ModelSize, estimate
 from raylearner.config.schema import LearnerSection, RlooAdvantage
 from raylearner.errors import ConfigError, LearnerError
-from raylearner.learner import mesh, optimizer
-from raylearner.learner.batch import pack
-from raylearner.learner.layout import LearnerBatch
+from raylearner.learner import optimizer
+from raylearner.learner.batch.layout import LearnerBatch
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
-from raylearner.learner.loading import load_sharded
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import ModelOptions
+from raylearner.learner.model import mesh
+from raylearner.learner.model.loading import load_sharded
+from raylearner.learner.model.policy import ModelOptions
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -255,7 +256,7 @@ def test_a_model_without_room_is_refused_before_it_is_loaded(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1 kB\n")
-    monkeypatch.setattr("raylearner.learner.room.MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr("raylearner.learner.model.memory_check.MEMORY", tmp_path / "meminfo")
     with pytest.raises(
         ConfigError, match=r"model.path: .* does not fit: .* 0\.0 GiB of its device"
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylearner.learner.logprobs import chunked_logprobs
+from raylearner.learner.model.logprobs import chunked_logprobs
 
 
 def full(

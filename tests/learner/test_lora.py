@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from raylearner.config.schema import LearnerSection, TinyModel
 from raylearner.errors import CheckpointError, ConfigError
 from raylearner.learner.learner import Learner
-from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.tiny.model import make_tiny_model
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]

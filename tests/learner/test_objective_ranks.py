@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from raylearner.learner.batch import pack
-from raylearner.learner.layout import LearnerBatch
+from raylearner.learner.batch.layout import LearnerBatch
+from raylearner.learner.batch.pack import pack
 from raylearner.observability.metrics import undocumented
 from raylearner.types import TrajectoryGroup
 

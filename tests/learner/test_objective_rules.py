@@ -12,12 +12,12 @@ from learners import step, weights_of
 
 from raylearner.config.advantage import GROUP_BASELINES, GaeAdvantage
 from raylearner.config.schema import LearnerSection
-from raylearner.learner import returns
-from raylearner.learner.batch import pack
-from raylearner.learner.estimator import EpisodeTable, token_advantages
+from raylearner.learner.batch.pack import pack
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.learner import Learner
-from raylearner.learner.rows import Rows
-from raylearner.learner.whole_batch import WholeBatch
+from raylearner.learner.objective import returns
+from raylearner.learner.objective.estimator import EpisodeTable, token_advantages
 from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.batch import pack
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
 from raylearner.types import StopReason, TrajectoryGroup
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from raylearner.learner.attention import (
+from raylearner.learner.model.attention import (
     BACKENDS,
     Backend,
     image_attention,
     implementation,
     packed_attention,
 )
-from raylearner.learner.model import keep_products
+from raylearner.learner.model.policy import keep_products
 
 LENGTHS = (5, 1, 17, 16, 40, 3)
 

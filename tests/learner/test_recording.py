@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection, ProfileSection
-from raylearner.learner.batch import pack
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
 from raylearner.learner.profiler import StepProfiler
 from raylearner.observability.spans import Tracer

@@ -10,8 +10,8 @@ from learners import full_state
 from ranks import run_ranks
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.batch import pack
-from raylearner.learner.layout import LearnerBatch
+from raylearner.learner.batch.layout import LearnerBatch
+from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
 from raylearner.types import TrajectoryGroup
 

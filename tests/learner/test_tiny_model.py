@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylearner.config.schema import TinyModel, WarmStart
 from raylearner.errors import ConfigError
-from raylearner.learner.images import ImageReader
-from raylearner.learner.loading import load_model
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.tiny_model import TAGS, make_tiny_model
-from raylearner.learner.warm_start import warm_start
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.loading import load_model
 from raylearner.learner.weight_source import vocabulary
+from raylearner.tiny.model import TAGS, make_tiny_model
+from raylearner.tiny.warm_start import warm_start
 from raylearner.tokenization.vision import Vision
 from raylearner.types import Trajectory
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raylearner.learner import (
+from raylearner.learner.batch import metric
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.objective import (
     advantages,
     aggregation,
     corrections,
@@ -23,12 +25,10 @@ from raylearner.learner import (
     kl,
     losses,
     masked,
-    metric,
     returns,
     sequence_losses,
 )
-from raylearner.learner.policy_loss import LossInputs, LossOutput
-from raylearner.learner.rows import Rows
+from raylearner.learner.objective.policy_loss import LossInputs, LossOutput
 
 Arrays = dict[str, np.ndarray]
 Outputs = dict[str, Tensor | float]

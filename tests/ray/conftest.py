@@ -9,7 +9,7 @@ from cluster import Cluster, running
 from loop import TINY, Launcher
 
 from raylearner.config.schema import TinyModel
-from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.tiny.model import make_tiny_model
 
 # Ray reads it once in a process, so that it must be there before the first test.
 os.environ["RAY_AUTH_MODE"] = "token"

@@ -16,7 +16,7 @@ import yaml
 from cluster import Cluster
 from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, pretrained, rows, run_cli, wait_for
 
-from raylearner import jobs
+from raylearner.jobs import jobs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
@@ -123,7 +123,7 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
         "axes": [
             {
                 "key": "actors.engine.script",
-                "values": ["raylearner.actors.scripted_engine:RandomTokens", "faults:NeverStarts"],
+                "values": ["raylearner.actors.engines.scripted:RandomTokens", "faults:NeverStarts"],
             },
             {"key": "learner.learning_rate", "values": [1e-3, 1e-2, 1e-1]},
         ],

@@ -7,8 +7,8 @@ import torch
 from loop import Launcher, rows
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from raylearner.learner.tiny_model import make_tokenizer
 from raylearner.observability.metrics import undocumented
+from raylearner.tiny.model import make_tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 

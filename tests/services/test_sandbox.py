@@ -17,9 +17,9 @@ import pytest
 
 from raylearner.config.tools import MIB, SandboxSection
 from raylearner.errors import ConfigError
-from raylearner.tools import bubblewrap, seccomp
-from raylearner.tools import sandbox as sandbox_module
-from raylearner.tools.sandbox import Sandbox, SandboxResult, SandboxStatus
+from raylearner.sandbox import bubblewrap, seccomp
+from raylearner.sandbox import sandbox as sandbox_module
+from raylearner.sandbox.sandbox import Sandbox, SandboxResult, SandboxStatus
 
 HOSTILE = sorted((Path(__file__).parents[1] / "hostile").glob("*.py"))
 LIMITS = SandboxSection(
@@ -200,7 +200,7 @@ async def test_a_cancelled_call_leaves_no_process(sandbox: Sandbox) -> None:
 
 def test_no_process_outlives_a_killed_run(tmp_path: Path) -> None:
     script = (
-        "import asyncio; from raylearner.tools.sandbox import Sandbox\n"
+        "import asyncio; from raylearner.sandbox.sandbox import Sandbox\n"
         "code = 'import os, time; open(\"/dev/stdout\"); os.fork(); time.sleep(77.125)'\n"
         "asyncio.run(Sandbox().run(code))"
     )

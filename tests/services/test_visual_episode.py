@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.learner.tiny_model import make_tiny_model
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.services.corpora.page_images import write_pages
 from raylearner.services.pages import pages_app, read_pages
+from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import IMAGE_MARK, Claim, Message, Prompt, Sampling, StopReason
 
@@ -76,7 +76,7 @@ def make_kit(
     )
     config = schema.ScriptedEngine(
         kind="scripted",
-        script="raylearner.actors.scripted_engine:RandomTokens",
+        script="raylearner.actors.engines.scripted:RandomTokens",
         arguments={"vocab_size": 10},
     )
     engine = ScriptedEngine(config, end_token_ids=renderer.end_token_ids)

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 
-from raylearner.learner.tiny_model import PAD, make_tokenizer
+from raylearner.tiny.model import PAD, make_tokenizer
 
 GLM_SPECIAL = (
     "[gMASK]",

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from raylearner.actors.scripted_engine import RandomTokens
+from raylearner.actors.engines.scripted import RandomTokens
 from raylearner.errors import EngineError
 from raylearner.types import Sampling
 

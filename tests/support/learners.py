@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from raylearner.learner.batch import pack
-from raylearner.learner.layout import StepOutput
+from raylearner.learner.batch.layout import StepOutput
+from raylearner.learner.batch.pack import pack
+from raylearner.learner.checkpoint.learner_state import state_tensors
 from raylearner.learner.learner import Learner
-from raylearner.learner.learner_state import state_tensors
 from raylearner.types import TrajectoryGroup
 
 

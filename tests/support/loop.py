@@ -29,7 +29,7 @@ SCRIPTED: dict[str, Any] = {
         "max_concurrent_episodes": 8,
         "engine": {
             "kind": "scripted",
-            "script": "raylearner.actors.scripted_engine:RandomTokens",
+            "script": "raylearner.actors.engines.scripted:RandomTokens",
             "arguments": {"vocab_size": 200, "max_tokens": 24, "delay_s": 0.002},
         },
     },

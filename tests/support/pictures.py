@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import RendererSection, TinyModel, WeightsSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.learner.images import ImageReader
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import PackedModel
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.policy import PackedModel
 from raylearner.learner.probing import probe_logprobs
-from raylearner.learner.tiny_model import make_tiny_model
 from raylearner.learner.weight_source import make_probe
+from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
@@ -31,7 +31,7 @@ from raylearner.types import (
     Trajectory,
     WeightUpdate,
 )
-from raylearner.weights.shared_files import write_weights
+from raylearner.weights.transports.shared_files import write_weights
 
 
 def make_image(seed: int, width: int, height: int) -> bytes:

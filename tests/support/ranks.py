@@ -7,9 +7,9 @@ import runpy
 from multiprocessing import forkserver
 from pathlib import Path
 
-from raylearner.learner import mesh
+from raylearner.learner.model import mesh
 
-PRELOADED = ["learners", "peft", "raylearner.learner.tiny_vision_model"]
+PRELOADED = ["learners", "peft", "raylearner.tiny.vision_model"]
 """Imported once for all ranks of a test session, which is most of what a rank takes to start."""
 TIMEOUT_S = 280.0
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from raylearner.actors.scripted_engine import RandomTokens
+from raylearner.actors.engines.scripted import RandomTokens
 from raylearner.config.schema import RendererSection, RunConfig
-from raylearner.prompts import load_prompts
+from raylearner.data import load_prompts
 from raylearner.replay.ledger import episode_seed
 from raylearner.replay.prompt_source import PromptSource
 from raylearner.tokenization.renderer import Renderer

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AddedToken
 
-from raylearner.learner.tiny_model import make_tokenizer
+from raylearner.tiny.model import make_tokenizer
 
 _TOOLS = "{% for tool in tools or () %}{{ tool | tojson }}\n{% endfor %}"
 _HERMES = (

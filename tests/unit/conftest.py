@@ -15,7 +15,7 @@ settings.load_profile("any_machine")
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from raylearner.learner.tiny_model import make_tokenizer
+    from raylearner.tiny.model import make_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(max_length=512).save_pretrained(folder)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylearner.learner import advantages
+from raylearner.learner.objective import advantages
 
 NAN = math.nan
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 3.0, 0.0], dtype=torch.float64)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raylearner.learner.aggregation import aggregate, aggregate_rows, trained_counts
-from raylearner.learner.rows import Rows, terminal_rewards
+from raylearner.learner.batch.rows import Rows, terminal_rewards
+from raylearner.learner.objective.aggregation import aggregate, aggregate_rows, trained_counts
 
 MODES = [
     "token_mean",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from raylearner import training
 from raylearner.cleanup import clean_up, clean_up_now
 from raylearner.config.schema import ObservabilitySection
 from raylearner.errors import ConfigError, LearnerError, StartError, naming, summary
 from raylearner.observability import logs
 from raylearner.observability.recorder import Recorder
+from raylearner.run import training
 
 
 def failing(error: Exception, made: list[str], name: str) -> Any:
@@ -172,8 +172,8 @@ def test_the_first_cause_of_a_run_is_what_it_ends_with(
 
 
 def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raylearner import placement
     from raylearner.config.schema import ClusterSection
+    from raylearner.run import placement
 
     def refuse(**_: object) -> None:
         raise RuntimeError("Traceback ...\nthe node timed out")

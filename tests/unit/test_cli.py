@@ -11,7 +11,7 @@ import pytest
 from minimal import MINIMAL
 from typer.testing import CliRunner, Result
 
-import raylearner
+import raylearner.run
 from raylearner import cli
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig
@@ -28,9 +28,9 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """What trains, whose `run` is set by the test; the real one needs Ray."""
-    module = types.ModuleType("raylearner.training")
-    monkeypatch.setitem(sys.modules, "raylearner.training", module)
-    monkeypatch.setattr(raylearner, "training", module, raising=False)
+    module = types.ModuleType("raylearner.run.training")
+    monkeypatch.setitem(sys.modules, "raylearner.run.training", module)
+    monkeypatch.setattr(raylearner.run, "training", module, raising=False)
     return module
 
 

@@ -1,7 +1,7 @@
 """Which engine lives on which rank's GPU; the reservation itself is Ray's."""
 
-from raylearner.colocation import Colocation
 from raylearner.config.loader import load
+from raylearner.run.colocation import Colocation
 
 
 def test_engines_are_dealt_evenly_and_a_replacement_takes_the_place_of_the_dead() -> None:

@@ -92,7 +92,7 @@ def test_weights_are_drawn_by_the_shares_of_their_bins() -> None:
 def test_weight_shares_add_up_and_name_their_bins() -> None:
     import torch
 
-    from raylearner.learner.diagnostics import WEIGHT_BOUNDS, weight_shares
+    from raylearner.learner.objective.diagnostics import WEIGHT_BOUNDS, weight_shares
 
     assert len(completions.WEIGHT_MIDDLES) == len(WEIGHT_BOUNDS) + 1
     ratios = torch.tensor([0.0, 0.0, 1.0, -2.0])

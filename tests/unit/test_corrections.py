@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylearner.learner import corrections, metric
-from raylearner.learner.rows import Rows
+from raylearner.learner.batch import metric
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.objective import corrections
 
 LENGTHS = [4, 0, 6, 2]
 

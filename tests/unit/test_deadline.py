@@ -3,8 +3,8 @@
 import pytest
 
 from raylearner.config.run import RunSection
-from raylearner.deadline import stop_time_s
 from raylearner.errors import ConfigError
+from raylearner.run.deadline import stop_time_s
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from raylearner.config.schema import (
     ToolUse,
     WarmStart,
 )
-from raylearner.demonstrations import demonstrate
+from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
-from raylearner.learner.tiny_model import make_tiny_model
-from raylearner.prompts import load_prompts
+from raylearner.tiny.demonstrations import demonstrate
+from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
 
 PROMPTS = load_prompts([CalculatorData(kind="calculator", num_prompts=20)])

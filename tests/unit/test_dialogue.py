@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raylearner.actors.proxy.chat import ChatRefusal, read_request
 from raylearner.config.data import ExampleMessage, JsonlData, ParquetData
-from raylearner.dialogue import read_dialogue, read_tools, wire
-from raylearner.environments.chat import ChatRefusal, read_request
+from raylearner.data import load_prompts
+from raylearner.data.dialogue import read_dialogue, read_tools, wire
 from raylearner.errors import ConfigError, DialogueError
-from raylearner.prompts import load_prompts
 from raylearner.types import Message
 
 USER = {"role": "user", "content": "How is the weather in Ayr?"}

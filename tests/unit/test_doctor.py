@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raylearner import cli, doctor
-from raylearner.doctor import Finding
+from raylearner import cli
+from raylearner.jobs import doctor
+from raylearner.jobs.doctor import Finding
 
 
 def only(findings: Iterator[Finding]) -> Finding:

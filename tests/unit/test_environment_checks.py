@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
 from raylearner.config.environment_checks import check_environment
 from raylearner.config.schema import RunConfig
@@ -140,7 +140,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def make_kit(renderer: Renderer, make_environment: Callable[[], Environment]) -> EpisodeKit:
     engine = schema.ScriptedEngine(
         kind="scripted",
-        script="raylearner.actors.scripted_engine:RandomTokens",
+        script="raylearner.actors.engines.scripted:RandomTokens",
         arguments={"vocab_size": 10, "max_tokens": 8},
     )
     return EpisodeKit(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.environments.protocol import Environment
@@ -56,7 +56,7 @@ def make_kit(
     renderer = Renderer.from_pretrained(str(folder), section)
     config = schema.ScriptedEngine(
         kind="scripted",
-        script="raylearner.actors.scripted_engine:RandomTokens",
+        script="raylearner.actors.engines.scripted:RandomTokens",
         arguments={"vocab_size": 10},
     )
     engine = ScriptedEngine(config, end_token_ids=renderer.end_token_ids)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raylearner.actors.vllm_process import ErrorLog
+from raylearner.actors.engines.vllm_process import ErrorLog
 from raylearner.errors import EngineError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from raylearner.config.schema import EvaluationSection, SamplingSection
 from raylearner.errors import EngineError, RaylearnerError
-from raylearner.evaluation import Evaluator, SideEvaluation
+from raylearner.run.evaluation import Evaluator, SideEvaluation
 from raylearner.types import Prompt, Trajectory
 
 PROMPTS = [Prompt(prompt_id=f"a{i}", messages=(), source="a") for i in range(6)]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from raylearner import placement
 from raylearner.config.schema import ActorsSection
 from raylearner.errors import LearnerDied, PushBroken, RaylearnerError, WeightTransferError
-from raylearner.placement import RolloutFleet
+from raylearner.run import placement
+from raylearner.run.placement import RolloutFleet
 
 
 class Loop:

@@ -15,16 +15,16 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from raylearner import training, validation
 from raylearner.config.data import HubData, JsonlData, ParquetData
 from raylearner.config.image_checks import check_images, image_notes, refuse_lost_adapters
 from raylearner.config.loader import load
 from raylearner.config.model import PretrainedModel
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import RunConfig
+from raylearner.data import load_prompts
+from raylearner.data.images import LIMITS
 from raylearner.errors import ConfigError
-from raylearner.prompts import load_prompts
-from raylearner.prompts.images import LIMITS
+from raylearner.run import training, validation
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.tokenization.images import fit_image
 from raylearner.types import IMAGE_MARK, Prompt

@@ -15,11 +15,12 @@ import pytest
 from minimal import MINIMAL
 from typer.testing import CliRunner
 
-from raylearner import cli, jobs, submission
+from raylearner import cli
 from raylearner.config.loader import load
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
+from raylearner.jobs import jobs, submission
 from raylearner.observability import run_directory
 
 
@@ -153,7 +154,7 @@ def test_runs_and_environments_stay_behind_and_sweep_files_do_not(tmp_path: Path
         "a/b.safetensors",
         "x/__pycache__/y",
     ]
-    along = ["raylearner/cli.py", "configs/sweeps/a.yaml", "raylearner/sweep/plan.py"]
+    along = ["raylearner/cli.py", "configs/sweeps/a.yaml", "raylearner/jobs/sweep/plan.py"]
     command = ["git", "-C", str(tmp_path), "check-ignore", *behind, *along]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == behind
@@ -191,7 +192,7 @@ def test_a_cluster_that_nobody_answers_for_is_named_at_once(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        monkeypatch.setattr("raylearner.reachable.CONNECT_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("raylearner.network.CONNECT_TIMEOUT_S", 0.2)
         with pytest.raises(ConfigError, match=r"nothing answers .*timed out"):
             jobs.connect(f"http://127.0.0.1:{silent.getsockname()[1]}")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from raylearner.learner import kl
-from raylearner.learner.rows import Rows
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.objective import kl
 
 POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 REFERENCE = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)

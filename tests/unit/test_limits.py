@@ -10,9 +10,9 @@ import pytest
 from raylearner.config.schema import RendererSection
 from raylearner.errors import RenderError
 from raylearner.replay.tally import Tally
+from raylearner.tiny.tokenizer import make_tokenizer
 from raylearner.tokenization import renderer as renderers
 from raylearner.tokenization.renderer import Renderer, unless_long
-from raylearner.tokenization.tiny_tokenizer import make_tokenizer
 from raylearner.types import CALLS, FAILURES, Message, StopReason
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylearner.learner import critic_loss, metric
-from raylearner.learner.losses import POLICY_LOSSES, LossInputs, entropy_bonus
-from raylearner.learner.rows import Rows
+from raylearner.learner.batch import metric
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.objective import critic_loss
+from raylearner.learner.objective.losses import POLICY_LOSSES, LossInputs, entropy_bonus
 
 LENGTHS = [5, 3, 0, 7, 1, 4]
 KINDS = sorted(POLICY_LOSSES)

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from minimal import MINIMAL
 
-from raylearner import machine, training
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
-from raylearner.learner import checkpoint
+from raylearner.learner.checkpoint import checkpoint
 from raylearner.observability import run_directory
+from raylearner.run import machine, training
 
 LONG = "/tmp/slurm_jobdir/1234567/partition-with-a-long-name/tmp.t0016/another-level"
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from raylearner.config.files import model_faults
 from raylearner.errors import ConfigError
-from raylearner.learner.loading import load_model
+from raylearner.learner.model.loading import load_model
 
 
 def change(folder: Path, *, is_tied: bool, head: torch.Tensor | None) -> Path:

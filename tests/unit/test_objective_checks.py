@@ -26,8 +26,8 @@ from raylearner.config.loss import (
     LossSection,
 )
 from raylearner.config.schema import RunConfig
-from raylearner.learner.aggregation import AggregationMode
-from raylearner.learner.losses import POLICY_LOSSES
+from raylearner.learner.objective.aggregation import AggregationMode
+from raylearner.learner.objective.losses import POLICY_LOSSES
 
 MINIMAL: dict[str, Any] = {
     "model": {"kind": "tiny"},

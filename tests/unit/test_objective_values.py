@@ -14,10 +14,10 @@ from torch import Tensor
 
 from raylearner.config.advantage import GigpoAdvantage
 from raylearner.config.loss import LossSection
-from raylearner.learner import corrections, returns
-from raylearner.learner.advantages import grpo
-from raylearner.learner.losses import POLICY_LOSSES, LossInputs, LossOutput
-from raylearner.learner.rows import Rows
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.objective import corrections, returns
+from raylearner.learner.objective.advantages import grpo
+from raylearner.learner.objective.losses import POLICY_LOSSES, LossInputs, LossOutput
 
 
 def logs(*probabilities: float) -> Tensor:

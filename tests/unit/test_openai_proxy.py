@@ -19,20 +19,20 @@ import pytest
 from openai import AsyncOpenAI
 from templates import FAMILIES, MOVES_TOOLS, NO_RESULTS, Family
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.play import play
-from raylearner.actors.scripted_engine import ScriptedEngine
+from raylearner.actors.proxy.agent import Agent
+from raylearner.actors.proxy.chat_server import KEPT_HEADER, ChatServer
+from raylearner.actors.proxy.program import CommandProgram, Program, Task
+from raylearner.codec import Shipment
 from raylearner.config import schema
-from raylearner.environments.agent import Agent
-from raylearner.environments.chat_server import KEPT_HEADER, ChatServer
-from raylearner.environments.program import CommandProgram, Program, Task
 from raylearner.observability.spans import Tracer
 from raylearner.replay import snapshot
 from raylearner.replay.snapshot import Snapshot
 from raylearner.rewards.functions import EpisodeView
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.scorer import Scorer
-from raylearner.shipment import Shipment
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Claim, Message, Prompt, Sampling, StopReason, Trajectory
 
@@ -121,7 +121,7 @@ async def stage(
     engine = ScriptedEngine(
         schema.ScriptedEngine(
             kind="scripted",
-            script="raylearner.actors.scripted_engine:RandomTokens",
+            script="raylearner.actors.engines.scripted:RandomTokens",
             arguments={"vocab_size": 10},
         ),
         end_token_ids=renderer.end_token_ids,
@@ -536,7 +536,7 @@ async def test_a_command_out_of_time_dies_with_all_its_children(
 async def test_a_sync_function_plays_in_a_thread(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raylearner.environments.program import OUTPUT_BYTES, FunctionProgram
+    from raylearner.actors.proxy.program import OUTPUT_BYTES, FunctionProgram
 
     (tmp_path / "agent_of_the_test.py").write_text(
         "from openai import OpenAI\n"

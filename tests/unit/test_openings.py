@@ -11,11 +11,12 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from raylearner import cli, openings
+from raylearner import cli
 from raylearner.config.images import ImagesSection
 from raylearner.config.schema import RunConfig
+from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
-from raylearner.prompts import load_prompts
+from raylearner.run import openings
 from raylearner.tokenization.images import image_size
 from raylearner.tokenization.vision import ImageFitter, Vision
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raylearner.actors.outbox import Outbox
-from raylearner.shipment import Shipment
+from raylearner.codec import Shipment
 from raylearner.types import CompletionStop, Trajectory, Turn
 
 

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from raylearner import placement
 from raylearner.config.schema import ClusterSection
 from raylearner.errors import ConfigError
+from raylearner.run import placement
 
 
 @pytest.fixture

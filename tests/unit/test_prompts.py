@@ -10,7 +10,6 @@ import pytest
 from episodes import make_view
 from pyarrow import parquet
 
-from raylearner.cells import content_hash
 from raylearner.config.data import (
     CalculatorData,
     ExampleMessage,
@@ -20,8 +19,9 @@ from raylearner.config.data import (
     ReasoningGymData,
 )
 from raylearner.config.rewards import RewardSection
+from raylearner.data import load_prompts
+from raylearner.data.cells import content_hash
 from raylearner.errors import ConfigError
-from raylearner.prompts import load_prompts
 from raylearner.rewards.scorer import Scorer
 
 

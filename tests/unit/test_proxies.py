@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from raylearner import proxies
+from raylearner import network
+from raylearner.actors.proxy.chat_server import ChatServer
+from raylearner.actors.proxy.program import CommandProgram, Task
 from raylearner.config.rewards import Judge
-from raylearner.environments.chat_server import ChatServer
-from raylearner.environments.program import CommandProgram, Task
 from raylearner.errors import RewardError
 from raylearner.rewards.endpoint import Endpoint
 from raylearner.tools.connection import Connections
@@ -92,22 +92,22 @@ async def serving(
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_loopback_is_always_direct(monkeypatch: pytest.MonkeyPatch, host: str, scheme: str) -> None:
     use(monkeypatch, DEAD, all_proxy=DEAD)
-    assert proxies.proxy_of(f"{scheme}://{host}:8000/v1") is None
+    assert network.proxy_of(f"{scheme}://{host}:8000/v1") is None
 
 
 def test_this_machine_is_direct_by_name_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, DEAD)
-    assert proxies.proxy_of(f"http://{socket.gethostname()}:8000") is None
-    for address in proxies.own_addresses():
+    assert network.proxy_of(f"http://{socket.gethostname()}:8000") is None
+    for address in network.own_addresses():
         host = f"[{address}]" if ":" in address else address
-        assert proxies.proxy_of(f"http://{host}:8000") is None
+        assert network.proxy_of(f"http://{host}:8000") is None
 
 
 def test_others_follow_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://user:p%40ss@one.example:3128")
     monkeypatch.setenv("ALL_PROXY", "two.example:81")
     monkeypatch.setenv("no_proxy", "inside.example, 10.1.0.0/16 , .corp")
-    one, two = proxies.proxy_of("http://judge.example"), proxies.proxy_of("https://judge.example")
+    one, two = network.proxy_of("http://judge.example"), network.proxy_of("https://judge.example")
     assert one is not None
     assert (one.host, one.port, one.authorization) == (
         "one.example",
@@ -117,23 +117,23 @@ def test_others_follow_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "p%40ss" not in f"{one} {one!r}"
     assert str(two) == "http://two.example:81"
     for host in ("inside.example", "a.inside.example", "10.1.2.3", "x.corp"):
-        assert proxies.proxy_of(f"http://{host}/v1") is None
-    assert proxies.proxy_of("http://10.2.0.1/v1") is not None
+        assert network.proxy_of(f"http://{host}/v1") is None
+    assert network.proxy_of("http://10.2.0.1/v1") is not None
     monkeypatch.setenv("no_proxy", "*")
-    assert proxies.proxy_of("http://judge.example") is None
+    assert network.proxy_of("http://judge.example") is None
 
 
 def test_what_is_kept_direct_is_added_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, DEAD, NO_PROXY="inside.example")
-    proxies.keep_direct("node-7")
+    network.keep_direct("node-7")
     entries = os.environ["no_proxy"].split(",")
     assert {"inside.example", "localhost", "127.0.0.1", "::1", "node-7"} <= set(entries)
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
-    assert proxies.proxy_of("http://node-7:8000") is None
-    proxies.keep_direct("node-7")
+    assert network.proxy_of("http://node-7:8000") is None
+    network.keep_direct("node-7")
     assert os.environ["no_proxy"].split(",") == entries
     httpx.Client().close()  # reads every entry
-    assert proxies.direct({"no_proxy": "*"})["no_proxy"] == "*"
+    assert network.direct({"no_proxy": "*"})["no_proxy"] == "*"
 
 
 async def test_a_judge_and_a_tool_service_outside_are_called_through_the_proxy(

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.play import play
-from raylearner.actors.scripted_engine import ScriptedEngine
+from raylearner.actors.proxy.agent import Agent
+from raylearner.actors.proxy.chat_server import ChatServer
+from raylearner.actors.proxy.program import Task
 from raylearner.config import schema
-from raylearner.environments.agent import Agent
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.environments.chat_server import ChatServer
-from raylearner.environments.program import Task
 from raylearner.observability.spans import Tracer
-from raylearner.reasoning import Reasoning
 from raylearner.replay.snapshot import TURN_FIELDS, _turn
 from raylearner.rewards.scorer import Scorer
+from raylearner.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer
+from raylearner.tokenization.reasoning import Reasoning
 from raylearner.tokenization.renderer import Renderer
-from raylearner.tokenization.tiny_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from raylearner.types import Claim, CompletionStop, Message, Prompt, Sampling, StopReason, Turn
 
 THINK = Reasoning((("<think>", "</think>"), ("[THINK]", "[/THINK]")))
@@ -91,7 +91,7 @@ def make_stage(
     engine = ScriptedEngine(
         schema.ScriptedEngine(
             kind="scripted",
-            script="raylearner.actors.scripted_engine:RandomTokens",
+            script="raylearner.actors.engines.scripted:RandomTokens",
             arguments={"vocab_size": 10},
         ),
         end_token_ids=renderer.end_token_ids,

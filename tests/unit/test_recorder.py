@@ -18,11 +18,11 @@ from rich.console import Console
 from raylearner.config.schema import ObservabilitySection, WandbSection
 from raylearner.observability import logs
 from raylearner.observability.display import Display, step_line
-from raylearner.observability.jsonl import JsonlFile, dumps, read_lines
 from raylearner.observability.recorder import Recorder
-from raylearner.observability.sinks import StepRecord
+from raylearner.observability.sinks.jsonl import JsonlFile, dumps, read_lines
+from raylearner.observability.sinks.sinks import StepRecord
+from raylearner.observability.sinks.wandb import WandbRun
 from raylearner.observability.spans import Tracer
-from raylearner.observability.wandb_run import WandbRun
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
 NO_EXTRAS = ObservabilitySection(tensorboard=False, trace=False)
@@ -213,7 +213,7 @@ def test_a_tool_that_begins_to_fail_is_told_once(
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    from raylearner.observability.tensorboard_file import TensorBoardFile
+    from raylearner.observability.sinks.tensorboard import TensorBoardFile
 
     folder = tmp_path / "run" / "tensorboard"
     sink = TensorBoardFile(folder, hparams={"learner.learning_rate": 1e-3, "run.name": "x"})

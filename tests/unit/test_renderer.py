@@ -15,7 +15,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from raylearner.config.schema import RendererSection, TinyModel, ToolUse
 from raylearner.errors import ConfigError, RenderError
-from raylearner.learner.tiny_model import make_tiny_model, make_tokenizer
+from raylearner.tiny.model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.start import check_template
 from raylearner.tokenization.tokenizer import QWEN_CLASSES, QWEN_TYPES, load_tokenizer
@@ -124,7 +124,7 @@ def test_a_prompt_over_the_limit_is_refused_with_both_numbers(tokenizer_folder: 
 def test_a_tokenizer_without_chat_template_and_a_missing_one_are_config_errors(
     tmp_path: Path,
 ) -> None:
-    from raylearner.learner.tiny_model import make_tokenizer
+    from raylearner.tiny.model import make_tokenizer
 
     tokenizer = make_tokenizer(max_length=64)
     tokenizer.chat_template = None

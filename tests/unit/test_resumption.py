@@ -9,9 +9,9 @@ from minimal import MINIMAL
 from raylearner.config.loader import load
 from raylearner.config.report import resolved_yaml
 from raylearner.errors import ConfigError
-from raylearner.learner import checkpoint
+from raylearner.learner.checkpoint import checkpoint
 from raylearner.observability import run_directory
-from raylearner.resumption import changed_keys, described, taken_up
+from raylearner.run.resumption import changed_keys, described, taken_up
 
 
 def make_run(folder: Path, *, steps: tuple[int, ...]) -> None:

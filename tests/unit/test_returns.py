@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raylearner.learner import advantages, returns
-from raylearner.learner.rows import Rows, terminal_rewards
+from raylearner.learner.batch.rows import Rows, terminal_rewards
+from raylearner.learner.objective import advantages, returns
 
 LENGTHS = [9, 0, 14, 1, 6, 4]
 

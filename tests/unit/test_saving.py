@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from raylearner.errors import CheckpointError, LearnerDied, LearnerError
-from raylearner.learner import checkpoint
+from raylearner.learner.checkpoint import checkpoint
 from raylearner.observability.spans import Tracer
-from raylearner.saving import Saver
+from raylearner.run.saving import Saver
 
 
 class FakeLearner:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from raylearner.errors import WeightTransferError
-from raylearner.weights import shared_files
-from raylearner.weights.shared_files import discard_weights, write_weights
+from raylearner.weights.transports import shared_files
+from raylearner.weights.transports.shared_files import discard_weights, write_weights
 
 
 def test_a_file_holds_names_values_and_the_requested_dtype(tmp_path: Path) -> None:

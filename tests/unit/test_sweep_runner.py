@@ -14,10 +14,11 @@ import requests
 import yaml
 from minimal import MINIMAL
 
-from raylearner import jobs, placement
 from raylearner.errors import RaylearnerError, RunStopped
-from raylearner.sweep import plan, results, runner, trial_jobs
-from raylearner.sweep.state import Status, SweepState
+from raylearner.jobs import jobs
+from raylearner.jobs.sweep import plan, results, runner, trial_jobs
+from raylearner.jobs.sweep.state import Status, SweepState
+from raylearner.run import placement
 
 SIZE = placement.Size(cpus=1.0, gpus=0.0, num_actors=1, num_ranks=1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from raylearner.config.schema import RendererSection
 from raylearner.errors import ConfigError
-from raylearner.learner.tiny_model import make_tokenizer
+from raylearner.tiny.model import make_tokenizer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.vision import Vision
 

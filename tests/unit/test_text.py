@@ -15,22 +15,22 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.actors.scripted_engine import ScriptedEngine
+from raylearner.actors.proxy.chat import read_request
 from raylearner.config import schema
 from raylearner.config.schema import CompletionsSection, JsonlData, ObservabilitySection
-from raylearner.environments.chat import read_request
+from raylearner.data.table import table_prompts
 from raylearner.environments.dialect import JsonDialect, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
 from raylearner.errors import ToolError
-from raylearner.learner.batch import pack
+from raylearner.learner.batch.pack import pack
 from raylearner.observability import completions, logs
 from raylearner.observability.display import Display
 from raylearner.observability.recorder import Recorder
+from raylearner.observability.sinks.tensorboard import TensorBoardFile
 from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
-from raylearner.observability.tensorboard_file import TensorBoardFile
-from raylearner.prompts.table import table_prompts
 from raylearner.rewards.functions import RewardLog
 from raylearner.rewards.scorer import Scorer
 from raylearner.text import as_metrics, encodable, encodable_json, encodable_values, visible
@@ -214,7 +214,7 @@ def played(folder: Path, *, fails: bool) -> Trajectory:
     renderer = Renderer.from_pretrained(str(folder), schema.RendererSection())
     engine = schema.ScriptedEngine(
         kind="scripted",
-        script="raylearner.actors.scripted_engine:RandomTokens",
+        script="raylearner.actors.engines.scripted:RandomTokens",
         arguments={"vocab_size": 200, "max_tokens": 5},
     )
     kit = EpisodeKit(

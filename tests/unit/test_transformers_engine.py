@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from raylearner.actors.sampler import Draw, sample
-from raylearner.actors.transformers_engine import TransformersEngine
+from raylearner.actors.engines.token_sampler import Draw, sample
+from raylearner.actors.engines.transformers import TransformersEngine
 from raylearner.actors.turn import sample_turn
 from raylearner.config import schema
 from raylearner.errors import EngineError, WeightTransferError
-from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import BAN_BIAS, Completion, CompletionStop, Probe, Sampling, WeightUpdate
-from raylearner.weights.shared_files import write_weights
+from raylearner.weights.transports.shared_files import write_weights
 
 PROMPTS = [list(range(40, 40 + length)) for length in (1, 2, 5, 9, 9, 17, 30)]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from checkpoints import VOCABULARY, make_model, make_tokenizer
 
+from raylearner.actors.engines.transformers import TransformersEngine
 from raylearner.actors.rollout_actor import sampling_from
-from raylearner.actors.transformers_engine import TransformersEngine
 from raylearner.config.schema import RendererSection, SamplingSection
 from raylearner.config.schema import TransformersEngine as TransformersEngineSection
-from raylearner.learner.loading import load_model
-from raylearner.learner.micro_batch import PackedTokens
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model.loading import load_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.tokenizer import unknown_token_ids
 

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from episodes import make_view
 
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.play import play
+from raylearner.actors.proxy.agent import Agent
+from raylearner.actors.proxy.chat_server import ChatServer
+from raylearner.actors.proxy.program import FunctionProgram
 from raylearner.actors.rollout_worker import RolloutWorker
-from raylearner.actors.scripted_engine import ScriptedEngine
 from raylearner.config import schema
 from raylearner.config.rewards import RewardSection
 from raylearner.config.tools import FunctionTool
-from raylearner.environments.agent import Agent
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.environments.chat_server import ChatServer
-from raylearner.environments.program import FunctionProgram
 from raylearner.errors import RewardError, ToolError, UserCodeStuck
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.scorer import Scorer
@@ -130,7 +130,7 @@ def make_kit(folder: Path, agent: Agent | None, make_environment: Any) -> Episod
     renderer = Renderer.from_pretrained(str(folder), schema.RendererSection())
     section = schema.ScriptedEngine(
         kind="scripted",
-        script="raylearner.actors.scripted_engine:RandomTokens",
+        script="raylearner.actors.engines.scripted:RandomTokens",
         arguments={"vocab_size": 60, "max_tokens": 4},
     )
     return EpisodeKit(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from raylearner import validation
 from raylearner.config.loader import load
 from raylearner.errors import ConfigError
+from raylearner.run import validation
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 

@@ -11,13 +11,14 @@ import pytest
 from minimal import MINIMAL
 from typer.testing import CliRunner
 
-from raylearner import cli, handed_variables, jobs, submission
+from raylearner import cli, job_variables
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import WandbSection
 from raylearner.errors import ConfigError
-from raylearner.observability.wandb_run import ID_FILE, WandbRun
-from raylearner.sweep import trial_jobs
+from raylearner.jobs import jobs, submission
+from raylearner.jobs.sweep import trial_jobs
+from raylearner.observability.sinks.wandb import ID_FILE, WandbRun
 
 JUDGE = "{kind: judge, url: 'http://127.0.0.1:9/v1', model: m, api_key_variable: DEMO_KEY}"
 SECRET = "hunter-2"
@@ -121,15 +122,15 @@ def test_a_run_that_wandb_refuses_is_one_line(
 
 
 def test_values_travel_in_a_package_and_in_nothing_that_is_shown() -> None:
-    with handed_variables.packed(["DEMO_KEY"], {"DEMO_KEY": SECRET, "OTHER": "x"}) as package:
+    with job_variables.packed(["DEMO_KEY"], {"DEMO_KEY": SECRET, "OTHER": "x"}) as package:
         assert package is not None
         shown = jobs.runtime_env(".", variables=package)
         assert SECRET not in str(shown)
         assert shown["py_modules"] == [str(package)]
-        file = package / handed_variables.FILE
+        file = package / job_variables.FILE
         assert file.stat().st_mode & 0o777 == 0o600
         program = (
-            "import os; from raylearner import handed_variables as h; h.take();"
+            "import os; from raylearner import job_variables as h; h.take();"
             "print(os.environ['DEMO_KEY'], os.environ.get('OTHER'))"
         )
         root = str(Path(__file__).parents[2])
@@ -149,7 +150,7 @@ def test_submit_warns_of_what_a_job_would_not_have(
 
     def submit_job(**job: Any) -> str:
         (package,) = job["runtime_env"].get("py_modules") or [None]
-        file = package and (Path(package) / handed_variables.FILE).read_text()
+        file = package and (Path(package) / job_variables.FILE).read_text()
         sent.append(job | {"file": file})
         return "job"
 
@@ -193,10 +194,10 @@ def test_submit_warns_of_what_a_job_would_not_have(
 
 def test_names_are_checked_all_at_once() -> None:
     names = ["A=b", "not a name", "MISSING", "HERE"]
-    with pytest.raises(ConfigError) as caught, handed_variables.packed(names, {"HERE": "x"}):
+    with pytest.raises(ConfigError) as caught, job_variables.packed(names, {"HERE": "x"}):
         pass
     assert len(str(caught.value).splitlines()) == 3
-    with handed_variables.packed([], {}) as package:
+    with job_variables.packed([], {}) as package:
         assert package is None
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from raylearner.actors.vllm_vision import vision_arguments
+from raylearner.actors.engines.vllm_vision import vision_arguments
 from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, EngineError, RenderError
 from raylearner.tokenization.renderer import Renderer
@@ -35,7 +35,7 @@ NUM_CONVERSATIONS = 200
 
 @pytest.fixture(scope="module")
 def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from raylearner.learner.tiny_model import make_tiny_model
+    from raylearner.tiny.model import make_tiny_model
 
     config = TinyModel.model_validate(
         {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 4096, "vision": {}}

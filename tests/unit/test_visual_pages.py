@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from raylearner.config.data import JsonlData
+from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
-from raylearner.prompts import load_prompts
 from raylearner.services.corpora import visual_pages
 from raylearner.services.corpora.visual_pages import COLOURS, Kind, write_visual_pages
 from raylearner.services.pages import read_pages

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from raylearner import controller as controllers
-from raylearner.controller import Controller
 from raylearner.errors import LearnerDied, RunStopped, StalledError
-from raylearner.waiting import stalled, unless_set
+from raylearner.run import controller as controllers
+from raylearner.run.controller import Controller
+from raylearner.run.waiting import stalled, unless_set
 
 NAME = types.SimpleNamespace
 

@@ -8,7 +8,7 @@ import yaml
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.report import resolved_yaml
-from raylearner.sweep import plan
+from raylearner.jobs.sweep import plan
 
 BASE = """\
 model: {kind: tiny}

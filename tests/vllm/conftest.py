@@ -12,13 +12,13 @@ from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from raylearner.actors import vllm_process
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines import vllm_process
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.proof import probe_tokens
-from raylearner.weights.shared_files import write_weights
+from raylearner.weights.transports.shared_files import write_weights
 
 
 def make_engine(checkpoint: Path, **changes: object) -> VllmEngine:

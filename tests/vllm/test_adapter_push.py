@@ -10,14 +10,14 @@ import pytest_asyncio
 import torch
 from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
 
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.lora import LoraSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
-from raylearner.learner import lora
+from raylearner.learner.model import lora
 from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
 from raylearner.weights.proof import probe_tokens
-from raylearner.weights.shared_files import discard_weights, write_adapter
+from raylearner.weights.transports.shared_files import discard_weights, write_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 RUNNING = Sampling(max_tokens=300, banned_token_ids=(1,))

@@ -10,7 +10,7 @@ import pytest
 from loop import ENVIRONMENT, ROOT, TINY
 
 from raylearner.config.schema import TinyModel
-from raylearner.learner.tiny_model import make_tiny_model
+from raylearner.tiny.model import make_tiny_model
 
 STAGES = (
     "throughput_eager_full",

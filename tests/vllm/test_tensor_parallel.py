@@ -11,12 +11,12 @@ import pytest
 import torch
 from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
 
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
 from raylearner.types import Sampling, WeightUpdate
 from raylearner.weights.checksums import Checksum
-from raylearner.weights.shared_files import write_weights
+from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.verification import refuse_differences
 
 log = logging.getLogger(__name__)

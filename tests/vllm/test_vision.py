@@ -21,12 +21,12 @@ from pictures import (
     play,
 )
 
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.errors import WeightTransferError
-from raylearner.learner.images import ImageReader
-from raylearner.learner.loading import load_model
-from raylearner.learner.micro_batch import PackedTokens
-from raylearner.learner.model import PackedModel
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.loading import load_model
+from raylearner.learner.model.policy import PackedModel
 from raylearner.types import Completion, Sampling
 
 pytestmark = pytest.mark.skipif(

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raylearner.actors import vllm_process
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines import vllm_process
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError
 from raylearner.types import Sampling
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 WAIT_S = 60.0
 OWNER = """
 import asyncio, sys
-from raylearner.actors.vllm_engine import VllmEngine
+from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as Section
 
 async def main():
@@ -73,7 +73,7 @@ def owner(tied_checkpoint: Path, tmp_path: Path) -> Iterator[psutil.Popen]:
     """A process with an engine of its own."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
-    root = str(Path(vllm_process.__file__).parents[2])
+    root = str(Path(vllm_process.__file__).parents[3])
     with psutil.Popen(
         [sys.executable, str(script), str(tied_checkpoint)],
         env={**os.environ, "PYTHONPATH": root},

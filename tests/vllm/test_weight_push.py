@@ -36,7 +36,7 @@ async def start_running(lab, prompt: list[int], count: int = 16) -> list[asyncio
 
 
 async def test_a_broadcast_can_be_abandoned_before_it_begins_and_tells_whose_fault_it_was() -> None:
-    from raylearner.weights.nccl import LayerSource
+    from raylearner.weights.transports.nccl import LayerSource
 
     layers = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
 

@@ -1,0 +1,204 @@
+"""Agent programs that play an episode by themselves: a Python function, or a command line."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from raylearner import network, strict_json
+from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
+from raylearner.config.kind import load_reference
+from raylearner.data.dialogue import wire
+from raylearner.errors import EnvironmentFault
+from raylearner.text import encodable
+from raylearner.types import Prompt
+from raylearner.user_code import host
+from raylearner.user_code.frames import describe
+
+OUTPUT_BYTES = 1 << 20
+"""Of each stream of a command, and characters of what a function returns; the rest is dropped."""
+SHOWN_CHARACTERS = 2000
+"""How much of its error stream a failure quotes, from the end."""
+PIPE_GRACE_S = 5.0
+"""For the rest of the output once a command and its children are gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a program is given: the prompt, where to call, and the key of this episode."""
+
+    prompt: Prompt
+    base_url: str
+    api_key: str
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return [wire(message) for message in self.prompt.messages]
+
+
+class Program(Protocol):
+    """Plays one episode. Cancelled when its time is over; raises `EnvironmentFault` for a failure.
+
+    As text it is what errors call it.
+    """
+
+    async def run(self, task: Task) -> str | None:
+        """The answer; None where the policy's last turn is the answer."""
+        ...
+
+
+def make_program(config: OpenAiProxy) -> Program:
+    """Raises `ConfigError` for a function that cannot be imported."""
+    if config.program is not None:
+        return FunctionProgram(config.program, config.arguments)
+    return CommandProgram(config.command, answers_on_stdout=config.answer_from == "stdout")
+
+
+class FunctionProgram:
+    """A function of the user's, run where users' code runs: an async one on its loop, a sync one in a
+    thread. Its episode's limit cancels it; one that goes on finds its key void and is left behind."""
+
+    def __init__(self, path: str, arguments: dict[str, Any]) -> None:
+        self._function = load_reference(path)
+        self._arguments = arguments
+        self._name = f"program {path}"
+
+    def __str__(self) -> str:
+        return self._name
+
+    async def run(self, task: Task) -> str | None:
+        given = (task.base_url, task.api_key, task.messages, dict(task.prompt.columns))
+        keywords = dict(zip(PROGRAM_KEYWORDS, given, strict=True)) | self._arguments
+        try:
+            answer = await host.shared().call(
+                partial(self._function, **keywords), name=self._name, timeout_s=None
+            )
+        except EnvironmentFault:
+            raise
+        except host.CallFailed as error:
+            raise EnvironmentFault(f"{self._name} {error}") from error
+        except Exception as error:
+            raise EnvironmentFault(f"{self._name} {describe(error)}") from error
+        if answer is not None and not isinstance(answer, str):
+            raise EnvironmentFault(
+                f"the program returned {type(answer).__name__}; expected text or None"
+            )
+        return None if answer is None else encodable(answer[:OUTPUT_BYTES])
+
+
+class CommandProgram:
+    """A command line, in a session of its own; nothing of it is left when the episode ends."""
+
+    def __init__(self, command: Sequence[str], *, answers_on_stdout: bool) -> None:
+        self._command = tuple(command)
+        self._answers_on_stdout = answers_on_stdout
+
+    def __str__(self) -> str:
+        return f"program {self._command[0]}"
+
+    async def run(self, task: Task) -> str | None:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={
+                    **os.environ,
+                    **network.direct(os.environ, network.host_of(task.base_url)),
+                    "OPENAI_BASE_URL": task.base_url,
+                    "OPENAI_API_KEY": task.api_key,
+                },
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"{self._command[0]!r} cannot be started: {error}") from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = asyncio.gather(
+            _read(process.stdout),
+            _read(process.stderr),
+            _feed(process.stdin, _described_task(task)),
+        )
+        try:
+            await process.wait()
+        finally:
+            await asyncio.to_thread(_end, process.pid, task.api_key)
+            await process.wait()
+            output, errors = await _rest(streams)
+        if process.returncode:
+            raise EnvironmentFault(
+                f"the program exited with {process.returncode}: {errors[-SHOWN_CHARACTERS:]}"
+            )
+        return output.strip() or None if self._answers_on_stdout else None
+
+
+def _described_task(task: Task) -> bytes:
+    content = {
+        "prompt_id": task.prompt.prompt_id,
+        "messages": task.messages,
+        "columns": dict(task.prompt.columns),
+    }
+    return strict_json.dumps(content).encode()
+
+
+async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read
+        stdin.write(content)
+        await stdin.drain()
+        stdin.close()
+        await stdin.wait_closed()
+
+
+async def _read(stream: asyncio.StreamReader) -> str:
+    """To its end, so that the program never waits for us; the first `OUTPUT_BYTES` of it."""
+    kept = bytearray()
+    while part := await stream.read(1 << 16):
+        kept += part[: OUTPUT_BYTES - len(kept)]
+    return kept.decode(errors="replace")
+
+
+async def _rest(streams: "asyncio.Future[tuple[str, str, None]]") -> tuple[str, str]:
+    """What was written; nothing where some process that got away still holds the streams."""
+    try:
+        async with asyncio.timeout(PIPE_GRACE_S):
+            output, errors, _ = await streams
+    except TimeoutError:
+        return "", ""
+    return output, errors
+
+
+def _end(pid: int, api_key: str) -> None:
+    """Kills the program, its process group, its descendants, and whatever carries the episode's key."""
+    found = _descendants(pid) | _carriers(api_key)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for other in found - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(other, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.Error:
+        return set()
+
+
+def _carriers(api_key: str) -> set[int]:
+    """Processes that were started with the key in their environment, in whatever session."""
+    mark = f"OPENAI_API_KEY={api_key}".encode()
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found

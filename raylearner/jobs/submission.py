@@ -1,0 +1,218 @@
+"""`submit`: a run or a sweep as a Ray job, checked here before anything is packaged."""
+
+import asyncio
+import logging
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from raylearner import job_variables
+from raylearner.config import variables
+from raylearner.config.report import git_revision
+from raylearner.config.schema import PretrainedModel, RunConfig
+from raylearner.errors import ConfigError, RaylearnerError
+from raylearner.jobs import jobs
+from raylearner.observability import logs, run_directory
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""What tells a model's directory, or an adapter's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for: arguments of `train`, or a sweep's file."""
+
+    arguments: tuple[str, ...]
+    resume: Path | None
+    or_start_over: bool = False
+    sweep_file: str | None
+    variables: tuple[str, ...] = ()
+    """Names of those that the job is given of this environment."""
+
+
+def submit(
+    request: Request,
+    load_runs: Callable[[], Sequence[RunConfig]],
+    *,
+    address: str | None,
+    dependencies: Path | None,
+    should_follow: bool,
+) -> None:
+    """Checks, packages and starts; `load_runs` checks, and gives the configuration of every run.
+
+    What goes on with a run on another machine is checked there, where its directory is. Raises
+    `ConfigError` for what the user can mend, `RaylearnerError` where a followed job failed.
+    """
+    logs.set_up()
+    client = jobs.connect(address) if request.resume is not None else None
+    is_elsewhere = client is not None and not jobs.is_local(client)
+    configs = _checked(request, (lambda: ()) if is_elsewhere else load_runs, dependencies)
+    client = client or jobs.connect(address)
+    config = configs[0] if configs and request.sweep_file is None else None
+    name = config.run.name if config is not None else _name(request)
+    arguments = _arguments(request, config, is_local=jobs.is_local(client))
+    for line in _lacking(configs, request.variables):
+        logger.warning("%s", line)
+    with job_variables.packed(request.variables, os.environ) as package:
+        job = jobs.submit(
+            client,
+            arguments,
+            environment=jobs.runtime_env(
+                str(Path.cwd()), dependencies=dependencies, variables=package
+            ),
+            about=jobs.metadata(config) if config is not None else _about(request, name),
+            submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
+        )
+    where = client.get_address()
+    stop = _ray_command(where, "stop", job)
+    logger.info("job %s runs on %s; its log: %s", job, where, _ray_command(where, "logs -f", job))
+    logger.info("%s ends it after a checkpoint", stop)
+    if should_follow:
+        try:
+            asyncio.run(_follow(client, job))
+        except KeyboardInterrupt:
+            logger.info("job %s goes on; %s ends it after a checkpoint", job, stop)
+            raise
+
+
+def _ray_command(where: str, verb: str, job: str) -> str:
+    """To paste into a shell that has none of this process's variables."""
+    variables = [f"RAY_API_SERVER_ADDRESS={where}"]
+    if mode := os.environ.get("RAY_AUTH_MODE"):
+        variables.append(f"RAY_AUTH_MODE={mode}")
+    return f"{shlex.join(variables)} ray job {verb} {shlex.quote(job)}"
+
+
+def _checked(
+    request: Request, load_runs: Callable[[], Sequence[RunConfig]], dependencies: Path | None
+) -> Sequence[RunConfig]:
+    """The configurations; raises `ConfigError` with all that is wrong."""
+    problems: list[str] = []
+    configs: Sequence[RunConfig] = ()
+    try:
+        with job_variables.packed(request.variables, os.environ):
+            pass
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        _refuse_outside_files(request)
+    except ConfigError as error:
+        problems.append(str(error))
+    if dependencies is not None and not dependencies.is_file():
+        problems.append(f"--pip {dependencies}: no such file; name a requirements file")
+    try:
+        configs = load_runs()
+    except ConfigError as error:
+        problems.append(str(error))
+    problems += dict.fromkeys(fault for config in configs for fault in _model_faults(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return configs
+
+
+def _lacking(configs: Sequence[RunConfig], handed_on: Sequence[str]) -> Iterator[str]:
+    """Variables that runs need, and that a job has only where the cluster's machines set them."""
+    needed: dict[str, str] = {}
+    for config in configs:
+        for key, name in variables.named_variables(config):
+            needed.setdefault(name, f"{key} names {name}")
+        if variables.wants_wandb_key(config):
+            needed.setdefault(
+                variables.WANDB_KEY, f"observability.wandb needs {variables.WANDB_KEY}"
+            )
+        is_hub = isinstance(config.model, PretrainedModel) and not os.path.isdir(config.model.path)
+        if is_hub and os.environ.get(variables.HUB_TOKEN):
+            needed.setdefault(
+                variables.HUB_TOKEN,
+                f"model.path is on the hub, and {variables.HUB_TOKEN} is set here",
+            )
+    for name in needed.keys() - set(handed_on):
+        yield (
+            f"{needed[name]}: the job has it only where `ray start` was given it; hand it on with"
+            f" {job_variables.OPTION} {name}"
+        )
+
+
+def _model_faults(config: RunConfig) -> Iterator[str]:
+    """Models that a job would look for in its own files, which hold no weights."""
+    for key, value in _texts(config.model_dump(), ""):
+        is_here = key.endswith("path") and not Path(value).is_absolute() and os.path.isdir(value)
+        if is_here and any(os.path.isfile(Path(value, name)) for name in MODEL_FILES):
+            yield (
+                f"{key}: {value!r} is a model in this directory, and weights do not travel with a job;"
+                f" name it by a path that its machine has, such as {os.path.abspath(value)}"
+            )
+
+
+def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every text of a configuration with its dotted key."""
+    if isinstance(tree, str):
+        yield key, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for part, value in cast(Iterable[tuple[Any, Any]], pairs):
+            yield from _texts(value, f"{key}.{part}".removeprefix("."))
+
+
+def _refuse_outside_files(request: Request) -> None:
+    """A job sees this directory only."""
+    here = Path.cwd().resolve()
+    named = [a for a in request.arguments if os.path.isfile(a)]
+    for name in [*named, *([request.sweep_file] if request.sweep_file else [])]:
+        path = Path(name)
+        if path.is_absolute() or not path.resolve().is_relative_to(here):
+            raise ConfigError(
+                f"{name}: a job is given this directory; name a file in it, relative to {here}"
+            )
+
+
+def _name(request: Request) -> str:
+    """Of a sweep's job, or of one whose configuration is elsewhere."""
+    name = f"sweep-{Path(request.sweep_file).stem}" if request.sweep_file else str(request.resume)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+
+
+def _about(request: Request, name: str) -> dict[str, str]:
+    if request.sweep_file is not None:
+        return {"sweep": request.sweep_file}
+    return {"job_name": name, "run": str(request.resume), "commit": git_revision()}
+
+
+def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) -> list[str]:
+    """On this machine runs keep their usual place, which a job's own files would not outlive."""
+    if request.sweep_file is not None:
+        return ["sweep", request.sweep_file]
+    if request.resume is not None:
+        folder = request.resume.absolute() if is_local else request.resume
+        or_start_over = [run_directory.OR_START_OVER] * request.or_start_over
+        return ["train", "--resume", str(folder), *or_start_over, *request.arguments]
+    if not is_local:
+        return ["train", *request.arguments]
+    assert config is not None, "a new run has a configuration"
+    folder = run_directory.named(config.run).absolute()
+    run_directory.refuse_existing(folder)
+    return ["train", *request.arguments, f"run.dir={folder}"]
+
+
+async def _follow(client: Any, job: str) -> None:
+    from aiohttp import ClientError
+
+    try:
+        async for part in client.tail_job_logs(job):
+            sys.stdout.write(part)
+            sys.stdout.flush()
+        status = client.get_job_status(job).value
+    except (ClientError, OSError) as error:
+        raise RaylearnerError(
+            f"the log of job {job} broke off, the job may go on: {error}"
+        ) from error
+    if status != "SUCCEEDED":
+        raise RaylearnerError(f"job {job} ended as {status}")

@@ -1,0 +1,203 @@
+"""What a sweep found: a CSV of trials, a Markdown table of combinations, plots."""
+
+import csv
+import importlib.util
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raylearner.errors import ConfigError
+from raylearner.jobs.sweep.plan import Plan, Trial, axis_keys, shown
+from raylearner.jobs.sweep.state import Status, SweepState, TrialState
+from raylearner.text import visible
+
+Pair = tuple[Trial, TrialState]
+
+LOG_SCALE_FROM = 5.0
+"""An axis is drawn on a logarithmic scale where its values differ by this factor."""
+
+
+def refuse_without_matplotlib() -> None:
+    """Raises `ConfigError`, before a sweep starts: the plots come at its end."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("plots: matplotlib is not installed; `pip install matplotlib`")
+
+
+def write(plan: Plan, state: SweepState, commands: Mapping[int, str]) -> None:
+    """`results.csv`, `results.md` and `plots/*.png`; `commands` reproduces each trial by number."""
+    pairs = list(zip(plan.trials, state.trials, strict=True))
+    _write_csv(state.folder / "results.csv", pairs, state, commands)
+    (state.folder / "results.md").write_text(markdown(plan, pairs, commands), encoding="utf-8")
+    if any(s.value is not None for _, s in pairs):
+        plot(plan, pairs, state.folder / "plots")
+
+
+def _write_csv(
+    path: Path, pairs: Sequence[Pair], state: SweepState, commands: Mapping[int, str]
+) -> None:
+    keys = axis_keys([trial for trial, _ in pairs])
+    records = [
+        {
+            "trial": trial.number,
+            **{key: shown(trial.values.get(key, "")) for key in keys},
+            "seed": trial.seed,
+            "status": str(found.status),
+            "attempts": found.num_attempts,
+            "step": found.step,
+            "value": "" if found.value is None else repr(found.value),
+            "failed_episodes": f"{found.failed_fraction:.4g}",
+            "seconds": _seconds(found),
+            "run_dir": state.run_dir(trial.number),
+            "job": found.submission_id or "",
+            "error": visible(found.error or ""),
+            "command": commands[trial.number],
+        }
+        for trial, found in pairs
+    ]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.DictWriter(file, fieldnames=list(records[0]))
+        rows.writeheader()
+        rows.writerows(records)
+
+
+def _seconds(found: TrialState) -> str:
+    if found.started_at_s is None or found.finished_at_s is None:
+        return ""
+    return f"{found.finished_at_s - found.started_at_s:.1f}"
+
+
+def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> str:
+    """Combinations from best to worst, each over its seeds, then every trial's command."""
+    keys = axis_keys([trial for trial, _ in pairs])
+    metric = plan.sweep.metric
+    lines = [
+        f"# {plan.sweep.name}",
+        "",
+        f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over the seeds that ran to"
+        " their end; ± is the standard deviation over them.",
+        "",
+        "| "
+        + " | ".join([*(f"`{key}`" for key in keys), "value", "failed episodes", "seeds", "trials"])
+        + " |",
+        "|" + "---|" * (len(keys) + 4),
+    ]
+    groups = sorted(_by_point(pairs).values(), key=lambda g: _rank(g, goal=metric.goal))
+    for group in groups:
+        cells = [shown(group[0][0].values.get(key, "-")) for key in keys]
+        lines.append("| " + " | ".join([*cells, *_summary(group)]) + " |")
+    failed = [(trial, found) for trial, found in pairs if found.error]
+    if failed:
+        lines += ["", "## Failed", ""]
+        lines += [f"- {trial.number:03d} ({trial.label}): {found.error}" for trial, found in failed]
+    lines += ["", "## One trial again", ""]
+    lines += [f"- {trial.number:03d}: `{commands[trial.number]}`" for trial, _ in pairs]
+    return "\n".join(lines) + "\n"
+
+
+def _by_point(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+    groups: dict[str, list[Pair]] = {}
+    for trial, found in pairs:
+        groups.setdefault(repr(sorted(trial.values.items())), []).append((trial, found))
+    return groups
+
+
+def _measured(group: Sequence[Pair]) -> list[tuple[float, float]]:
+    """Values and shares of failed episodes of trials that ran to their end; of those stopped early
+    where no other is left."""
+    found = [(f.status, f.value, f.failed_fraction) for _, f in group if f.value is not None]
+    done = [(value, failed) for status, value, failed in found if status is Status.DONE]
+    return done or [(value, failed) for _, value, failed in found]
+
+
+def _rank(group: Sequence[Pair], *, goal: str) -> tuple[float, float]:
+    """By the mean; of equal means, the one with fewer failed episodes is better."""
+    measured = _measured(group)
+    if not measured:
+        return (math.inf, math.inf)
+    mean = statistics.fmean(value for value, _ in measured)
+    failed = statistics.fmean(failed for _, failed in measured)
+    return (-mean if goal == "max" else mean, failed)
+
+
+def _summary(group: Sequence[Pair]) -> list[str]:
+    values = [value for value, _ in _measured(group)]
+    failed = [failed for _, failed in _measured(group)]
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    value = f"{statistics.fmean(values):.4f}{spread}" if values else "-"
+    numbers = ", ".join(
+        f"{trial.number:03d}" + ("" if found.status == "done" else f" ({found.status})")
+        for trial, found in group
+    )
+    if any(failed):
+        value += f" ({statistics.fmean(failed):.1%} of the episodes failed)"
+    return [value, f"{len(values)} of {len(group)}", numbers]
+
+
+def plot(plan: Plan, pairs: Sequence[Pair], folder: Path) -> list[Path]:
+    """For each axis the metric against it: a line for each combination of the others, seeds as dots,
+    a band of one standard deviation; crosses are trials that did not run to their end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(exist_ok=True)
+    paths: list[Path] = []
+    keys = axis_keys([trial for trial, _ in pairs])
+    for key in keys:
+        with_key = [pair for pair in pairs if key in pair[0].values]
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        _draw(axes, key, [k for k in keys if k != key], with_key)
+        axes.set_xlabel(key)
+        axes.set_ylabel(plan.sweep.metric.key)
+        axes.set_title(plan.sweep.name)
+        paths.append(folder / f"{key.replace('.', '_')}.png")
+        figure.savefig(paths[-1], dpi=120)
+        pyplot.close(figure)
+    return paths
+
+
+def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> None:
+    places, ticks = _places([trial.values[key] for trial, _ in pairs])
+    lines: dict[str, dict[float, list[float]]] = {}
+    has_crosses = False
+    for trial, found in pairs:
+        if found.value is not None and found.status is not Status.DONE:
+            label = None if has_crosses else "ended before its last step"
+            has_crosses = True
+            axes.plot(places[shown(trial.values[key])], found.value, "x", color="gray", label=label)
+        elif found.value is not None:
+            there = [other for other in others if other in trial.values]
+            named = [f"{o.rsplit('.', 1)[-1]}={shown(trial.values[o])}" for o in there]
+            line = lines.setdefault(", ".join(named), {})
+            line.setdefault(places[shown(trial.values[key])], []).append(found.value)
+    for name, by_place in sorted(lines.items()):
+        xs = sorted(by_place)
+        means = [statistics.fmean(by_place[x]) for x in xs]
+        spreads = [statistics.stdev(by_place[x]) if len(by_place[x]) > 1 else 0.0 for x in xs]
+        (drawn,) = axes.plot(xs, means, marker="o", label=name or None)
+        low = [m - s for m, s in zip(means, spreads, strict=True)]
+        high = [m + s for m, s in zip(means, spreads, strict=True)]
+        axes.fill_between(xs, low, high, color=drawn.get_color(), alpha=0.15)
+        for x in xs:
+            axes.plot([x] * len(by_place[x]), by_place[x], ".", color=drawn.get_color(), alpha=0.6)
+    if ticks is not None:
+        axes.set_xticks(list(range(len(ticks))), ticks)
+    elif _spans_much(list(places.values())):
+        axes.set_xscale("log")
+    if has_crosses or any(lines):
+        axes.legend(fontsize="small")
+
+
+def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | None]:
+    """Where each value stands on the axis; numbers where they are, others one beside the other."""
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        return {shown(v): float(v) for v in values if isinstance(v, int | float)}, None
+    names = list(dict.fromkeys(shown(value) for value in values))
+    return {name: float(index) for index, name in enumerate(names)}, names
+
+
+def _spans_much(places: Sequence[float]) -> bool:
+    return min(places) > 0 and max(places) / min(places) >= LOG_SCALE_FROM

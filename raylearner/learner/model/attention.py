@@ -1,0 +1,268 @@
+"""Attention over packed sequences: memory linear in tokens, no mask, nothing attends across.
+
+That of text is causal; patches of an image, or of a window of it, all attend to each other.
+Legend: `T` packed tokens, `R` sequences, `H` query heads, `G` key-value heads, `D` head width.
+Equals attention one sequence at a time. `raylearner.learner.model.loading` registers it with transformers.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylearner.errors import ConfigError
+from raylearner.learner.batch.context import ContextGroup
+
+log = logging.getLogger(__name__)
+
+SHORTEST_TO_LONGEST = 0.75
+"""Sequences of one padded call on the CPU differ in length by no more than this ratio."""
+
+Backend = Literal["sdpa", "flash_attn", "varlen"]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def choose_backend(
+    device_type: str, dtype: torch.dtype, wanted: Literal["auto"] | Backend = "auto"
+) -> Backend:
+    """On GPUs flash-attn where installed, else torch's own varlen kernel; both know half precision
+    only. SDPA everywhere else. ConfigError where the one named does not run."""
+    has_kernels = device_type == "cuda" and dtype in HALF
+    backend = wanted
+    if backend == "auto":
+        best: Backend = "flash_attn" if find_spec("flash_attn") else "varlen"
+        backend = best if has_kernels else "sdpa"
+    if backend != "sdpa" and not has_kernels:
+        raise ConfigError(
+            f"learner.attention: {backend!r} runs on GPUs in half precision, not on {device_type} "
+            f"in {dtype}; use sdpa or auto"
+        )
+    if backend == "flash_attn" and not find_spec("flash_attn"):
+        raise ConfigError("learner.attention: flash-attn is not installed; use varlen or auto")
+    log.info("packed attention on %s in %s: %s", device_type, dtype, backend)
+    return backend
+
+
+def implementation(backend: Backend) -> str:
+    """The attention implementation's name in transformers, which takes a name with flash in it for a
+    library of its own."""
+    return f"raylearner_{backend.removeprefix('flash_')}"
+
+
+def image_implementation(backend: Backend) -> str:
+    """That of a vision tower, which hands packing on to what has flash in its name, and calls anything
+    else once for each image or window."""
+    return f"raylearner_flash_images_{backend}"
+
+
+def image_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    backend: Backend = "sdpa",
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor,  # [R + 1] int32
+    max_length_q: int,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """As `packed_attention`, of images or windows of them, in both directions."""
+    if attention_mask is not None or dropout:
+        raise ValueError("packed attention takes neither a mask nor dropout")
+    attend = BACKENDS[backend]
+    out = attend(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, None, False)
+    return out.unsqueeze(0), None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, G, T, D]
+    value: Tensor,  # [1, G, T, D]
+    attention_mask: Tensor | None,
+    *,
+    backend: Backend = "sdpa",
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,  # [R + 1] int32
+    max_length_q: int | None = None,
+    context_group: ContextGroup | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """The signature that transformers calls; output `[1, T, H, D]`.
+
+    With a context group `T` is a rank's slice, and `cu_seq_lens_q` that of the whole.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(f"{type(module).__name__} does not pass packing on to its attention")
+    if attention_mask is not None or dropout:
+        raise ValueError("packed attention takes neither a mask nor dropout")
+    unsupported = [
+        name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None
+    ]
+    if unsupported:
+        raise ValueError(f"packed attention does not know {', '.join(unsupported)}")
+    window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
+    attend = BACKENDS[backend]
+    parts = query[0], key[0], value[0]
+    if context_group is not None:
+        parts = context_group.to_heads(*parts)
+    out = attend(*parts, cu_seq_lens_q, max_length_q, scaling, window)
+    if context_group is not None:
+        out = context_group.to_tokens(out)
+    return out.unsqueeze(0), None
+
+
+def _sdpa(
+    query: Tensor,  # [H, T, D]
+    key: Tensor,  # [G, T, D]
+    value: Tensor,
+    cu_seqlens: Tensor,  # [R + 1]
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+    is_causal: bool = True,
+) -> Tensor:  # [T, H, D]
+    """One call per bucket of sequences of similar length; any device, any precision.
+
+    They are padded at the end, where causality keeps padding from every real token: the result is
+    that of one sequence at a time, without a mask. Without causality only equal lengths share a call.
+    """
+    lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+    device = query.device
+    is_grouped = key.shape[0] != query.shape[0]
+    out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+    for gather, scatter in _buckets(lengths, device, SHORTEST_TO_LONGEST if is_causal else 1.0):
+        size = gather.shape[1]
+        mask = None if window is None or size <= window else _window_mask(size, window).to(device)
+        attended = F.scaled_dot_product_attention(
+            query[:, gather].transpose(0, 1),  # [r, H, size, D]
+            key[:, gather].transpose(0, 1),
+            value[:, gather].transpose(0, 1),
+            attn_mask=mask,
+            is_causal=is_causal and mask is None,
+            scale=scaling,
+            enable_gqa=is_grouped,
+        )
+        positions, padded = scatter
+        flat = attended.transpose(1, 2).flatten(0, 1)  # [r * size, H, D]
+        out = out.index_put((positions,), flat[padded])
+    return out
+
+
+@lru_cache(maxsize=8)
+def _buckets(
+    lengths: tuple[int, ...], device: torch.device, shortest_to_longest: float
+) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Per bucket: which packed token each padded place reads `[r, size]`, and the way back."""
+    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    buckets: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+    while order:
+        size = lengths[order[0]]
+        chosen = [i for i in order if lengths[i] >= shortest_to_longest * size]
+        order = order[len(chosen) :]
+        offsets = torch.arange(size)
+        ends = torch.tensor([lengths[i] for i in chosen])
+        gather = starts[chosen, None] + torch.minimum(offsets, ends[:, None] - 1)
+        is_real = (offsets < ends[:, None]).flatten()
+        padded = is_real.nonzero().squeeze(1)
+        positions = gather.flatten()[padded].to(device)
+        buckets.append((gather.to(device), (positions, padded.to(device))))
+    return buckets
+
+
+@lru_cache(maxsize=4)
+def _window_mask(size: int, window: int) -> Tensor:
+    distance = torch.arange(size)[:, None] - torch.arange(size)
+    return (distance >= 0) & (distance < window)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+    is_causal: bool = True,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        cu_seqlens,
+        cu_seqlens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0 if is_causal else -1),
+        enable_gqa=key.shape[0] != query.shape[0],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+    is_causal: bool = True,
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_length,
+        max_seqlen_k=max_length,
+        softmax_scale=scaling,
+        causal=is_causal,
+        window_size=(-1 if window is None else window - 1, 0 if is_causal else -1),
+    )
+
+
+BACKENDS: dict[Backend, Callable[..., Tensor]] = {
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flash_attn": _flash_attn,
+}
+
+
+def kernels() -> list[Any]:
+    """The operations in which the backends attend, of those that are installed."""
+    import torch.nn.attention.varlen  # registers its own
+
+    with suppress(ImportError):
+        import_module("flash_attn")  # likewise
+    packets = (
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.torch_attn._varlen_attn,
+        getattr(torch.ops.flash_attn, "_flash_attn_varlen_forward", None),
+    )
+    return [packet.default for packet in packets if packet is not None]

@@ -1,0 +1,114 @@
+"""The value of each prefix, from a transformer of its own.
+
+Waits for: the other ranks, in every forward and update.
+Legend: `T` packed tokens, `R` rows.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raylearner.config.schema import CriticSection
+from raylearner.learner import optimizer
+from raylearner.learner.batch.metric import Metrics
+from raylearner.learner.batch.micro_batch import MicroBatch, PackedTokens
+from raylearner.learner.batch.rows import Rows
+from raylearner.learner.checkpoint.learner_state import restore_tensors, save_tensors
+from raylearner.learner.checkpoint.writes import Writes
+from raylearner.learner.model.policy import PackedModel
+from raylearner.learner.objective.aggregation import aggregate
+from raylearner.learner.objective.critic_loss import value_loss
+
+
+class Critic:
+    """Owns a sharded model with a value head, and its optimizer. Its language head goes unused."""
+
+    def __init__(self, config: CriticSection, model: PackedModel) -> None:
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer.make_optimizer(
+            self._model.parameters(),
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+
+    def state_values(self, tokens: PackedTokens) -> Tensor:
+        """The value of the state after each token: `[T]`."""
+        scores = self._model(replace(tokens, scored=tokens.scored[:0]))
+        assert scores.state_values is not None
+        return scores.state_values
+
+    @torch.no_grad()
+    def score(self, tokens: PackedTokens) -> Tensor:  # [T]
+        """The same without gradient."""
+        values = self.state_values(tokens)
+        self._model.reshard()
+        return values
+
+    def grad_norm(self) -> float:
+        return optimizer.global_grad_norm(self._model.parameters())
+
+    def step(self, *, norm: float) -> None:
+        """One optimizer update from the gradients so far, clipped from their global `norm`."""
+        optimizer.scale_grads(
+            self._model.parameters(), norm=norm, max_norm=self._config.max_grad_norm
+        )
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def save(self, folder: Path, writes: Writes) -> None:
+        save_tensors(folder, self._model.own_parameters(), self._optimizer, writes)
+
+    def restore(self, folder: Path, *, num_updates: int) -> None:
+        restore_tensors(
+            folder, self._model.own_parameters(), self._optimizer, num_updates=num_updates
+        )
+
+
+def prefix_values(state_values: Tensor) -> Tensor:
+    """The value before each token, as estimators want it; means nothing at the first of a row: `[T]`."""
+    return torch.cat([state_values.new_zeros(1), state_values[:-1]])
+
+
+def end_values(state_values: Tensor, micro: MicroBatch) -> Tensor:
+    """The value after a row's last token where the row was cut off, else 0: `[R]`."""
+    everywhere = torch.ones_like(micro.train_mask)
+    ends = state_values[micro.rows.last(everywhere)]
+    return torch.where(micro.is_truncated, ends, torch.zeros_like(ends))
+
+
+def value_share(
+    config: CriticSection,
+    state_values: Tensor,  # [T]
+    *,
+    old_values: Tensor,  # [T]
+    targets: Tensor,  # [T]
+    is_target: Tensor,  # [T] bool
+    rows: Rows,
+    num_targets: float,
+    row_copies: Tensor | None = None,  # [R]
+) -> tuple[Tensor, Metrics]:
+    """A micro-batch's share of the mean value loss over the `num_targets` of all ranks.
+
+    With `row_copies` a row counts as often as it was drawn, which `num_targets` must do as well.
+    """
+    values, metrics = value_loss(
+        prefix_values(state_values),
+        old_values,
+        targets,
+        is_target,
+        clip=config.clip,
+        kind=config.loss,
+        huber_delta=config.huber_delta,
+    )
+    if row_copies is not None:
+        values = values * rows.spread(row_copies.to(values.dtype))
+    share = aggregate(
+        values, is_target, rows, mode="token_mean", num_tokens=num_targets, num_rows=1
+    )
+    return share, metrics

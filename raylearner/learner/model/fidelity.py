@@ -1,0 +1,143 @@
+"""Whether packed rows score as the model itself scores them, measured at load before anything trains.
+
+Families change logits behind the head, attention or positions in ways of their own, and no list of
+configuration keys knows the next one. Three short rows are scored by the model's own forward, one by
+one by ours, and packed: each must come out the same. The middle one is packed once more, between other
+rows: nothing of what computes it has another shape then, so that no rounding hides what they do to it.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylearner.errors import ConfigError
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model.policy import PackedModel, vision_tower
+
+log = logging.getLogger(__name__)
+
+ROW_LENGTHS = (19, 12, 9)
+"""Rows that are packed: the middle one has neighbours on both sides, the last one far positions."""
+
+TOLERANCES = {"exact": 1e-4, "gpu": 0.02, "half": 0.25}
+"""Mean |difference| over a row's tokens, in nats: float32 and finer on CPUs, on GPUs, whose kernels may
+use TF32, and half precision."""
+
+QUIET = {"exact": 1e-4, "gpu": 1e-3, "half": 0.005}
+"""The same where nothing but neighbours differs; or what was found between ours and the model's own
+forward, where that is more: the rounding of a mixture's experts depends on how many tokens each has."""
+
+Eager = Callable[[], AbstractContextManager[None]]
+"""Inside, the model's own attention is the plain one."""
+
+
+@torch.no_grad()
+def refuse_unfaithful(
+    model: PackedModel,
+    folder: Path,
+    *,
+    eager: Eager,
+    compute_dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Raises `ConfigError` naming the model's family where its packed rows score otherwise.
+
+    Every rank must call it. Takes eight passes over at most forty tokens.
+    """
+    config: Any = model.causal_lm.config
+    text: Any = config.get_text_config()
+    what = f"model.path: {folder} ({config.model_type})"
+    rows, others = (_rows(model, text, config, seed=seed) for seed in (0, 1))
+    sees = vision_tower(model.causal_lm) is not None
+    try:
+        with model.plain_blocks():
+            alone = [_score(model, [row], device, sees) for row in rows]
+            far = _far_start(text) - ROW_LENGTHS[-1]
+            packed = _score(model, rows, device, sees, far=far)
+            mixed = _score(model, [others[0], rows[1], others[2]], device, sees)
+            with eager():
+                plain = [_score(model, [row], device, sees, is_plain=True) for row in rows]
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise ConfigError(
+            f"{what}: the learner cannot score packed rows of it: {type(error).__name__}: {error};"
+            " use a model of another family"
+        ) from error
+    precision = (
+        "half"
+        if torch.finfo(compute_dtype).bits < 32
+        else "gpu"
+        if torch.device(device).type != "cpu"
+        else "exact"
+    )
+    tolerance = TOLERANCES[precision]
+    own = max(_gap(a, b) for a, b in zip(alone, plain, strict=True))
+    # Far positions are the last row's own affair; what they do to its neighbours is not.
+    starts = np.cumsum([0, *ROW_LENGTHS])
+    beside = max(_gap(alone[i], packed[starts[i] : starts[i + 1]]) for i in range(len(rows) - 1))
+    middle = slice(starts[1], starts[2])
+    moved, quiet = _gap(packed[middle], mixed[middle]), max(QUIET[precision], own)
+    log.info("%s: rows score as by the model's own forward within %.2g nats", what, own)
+    if not own <= tolerance:
+        raise ConfigError(
+            f"{what}: the learner's log-probabilities differ by {own:.3g} nats from those of the"
+            f" model's own forward, allowed are {tolerance:g}: it changes its logits, attention or"
+            " positions in a way that the learner does not follow; use a model of another family"
+        )
+    if not (beside <= tolerance and moved <= quiet):
+        found, allowed = (moved, quiet) if beside <= tolerance else (beside, tolerance)
+        raise ConfigError(
+            f"{what}: a row's log-probabilities change by {found:.3g} nats with the rows that are"
+            f" packed beside it, allowed are {allowed:.3g}, as with rotary embeddings that depend on"
+            " the longest row or layers that keep a state; use a model of another family"
+        )
+
+
+def _rows(model: PackedModel, text: Any, config: Any, *, seed: int) -> list[np.ndarray]:
+    """Ordinary tokens: none that stands for something else."""
+    special: set[int] = set(model.banned_token_ids)
+    for values in (config.to_dict(), text.to_dict()):
+        for key, value in values.items():
+            if key.endswith("token_id") and value is not None:
+                special |= set(value) if isinstance(value, list) else {value}
+    ordinary = np.array([token for token in range(text.vocab_size) if token not in special])
+    generator = np.random.default_rng(seed)
+    return [generator.choice(ordinary, size=length) for length in ROW_LENGTHS]
+
+
+def _far_start(text: Any) -> int:
+    """Past the last position: twice the model's length where positions are rotated, else its last."""
+    length: int = getattr(text, "max_position_embeddings", None) or 2048
+    return 2 * length if getattr(text, "rope_parameters", None) else length
+
+
+def _score(
+    model: PackedModel,
+    rows: list[np.ndarray],
+    device: torch.device | str,
+    sees: bool,
+    *,
+    far: int | None = None,
+    is_plain: bool = False,
+) -> Tensor:  # [T]
+    tokens = PackedTokens.of(rows, [np.arange(len(row)) > 0 for row in rows], device=device)
+    positions = tokens.position_ids
+    if far is not None:
+        positions[-len(rows[-1]) :] += max(far, 0)
+    if sees:
+        positions = positions.expand(3, -1)
+    tokens = replace(tokens, position_ids=positions)
+    return model.score(tokens, has_bans=False, is_plain=is_plain).logprobs
+
+
+def _gap(left: Tensor, right: Tensor) -> float:
+    """Mean |difference| over a row's tokens but the first, of which nothing is scored."""
+    return float((left[1:] - right[1:]).abs().mean())

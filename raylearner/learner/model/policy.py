@@ -1,0 +1,338 @@
+"""The policy: a transformers causal language model that reads packed sequences, sharded with FSDP2.
+
+Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidden width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+from transformers import PreTrainedModel
+
+from raylearner.learner.batch.context import ContextGroup
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.model import attention, lora
+from raylearner.learner.model.attention import Backend
+from raylearner.learner.model.gather import gathered, gathered_checksums
+from raylearner.learner.model.images import PackedImages
+from raylearner.learner.model.logprobs import chunked_logprobs, chunked_squared_probs
+from raylearner.tokenization.vision import deal_out
+from raylearner.types import BAN_BIAS
+from raylearner.weights.checksums import Checksum, Checksums
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+MAX_RECOMPILATIONS = 64
+"""Blocks share their code, and each counts as a recompilation of the first."""
+
+
+class Scores(NamedTuple):
+    """What a forward pass says of its tokens. Log-probabilities and entropy are 0 where not scored."""
+
+    logprobs: Tensor  # [T] of the token given its prefix
+    entropy: Tensor  # [T] of the distribution that it comes from
+    state_values: Tensor | None = None  # [T] of the state after the token, with a value head
+    squared_probs: Tensor | None = None  # [T] sum of squares of that distribution, where asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How the model computes; what it computes is the same with all of them."""
+
+    chunk_tokens: int = 1024
+    attention: Literal["auto"] | Backend = "auto"
+    is_head_exact: bool = True
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    should_compile: bool = False
+    should_reshard: bool = True
+    """Whether a block's weights are freed between its forward and its backward."""
+    should_offload: bool = False
+    """Whether shards live in host memory, with what the optimizer keeps of them and their gradients."""
+    is_tower_frozen: bool = False
+    """Of a model that sees: whether its vision tower stays as it is."""
+    context: ContextGroup | None = None
+    """Ranks that call the model with the same tokens, and share the work on them."""
+
+
+class PackedModel(nn.Module):
+    """Owns the causal language model; promises log-probabilities of one sequence at a time.
+
+    The head belongs to this module's own FSDP unit, so that its weight is whole in `forward`.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        chunk_tokens: int,
+        is_head_exact: bool = True,
+        should_compile: bool = False,
+        banned_token_ids: Sequence[int] = (),
+        context: ContextGroup | None = None,
+    ) -> None:
+        """`banned_token_ids` are what the engines must not sample."""
+        super().__init__()
+        self.banned_token_ids = tuple(banned_token_ids)
+        self._context = context
+        self.causal_lm = causal_lm.eval()
+        self.chunk_tokens = chunk_tokens
+        self._is_head_exact, self._should_compile = is_head_exact, should_compile
+        names = set(causal_lm._no_split_modules or ())
+        # A tuple, which torch does not take for submodules.
+        self.blocks = tuple(m for m in causal_lm.modules() if type(m).__name__ in names)
+        """The transformer blocks, outermost first."""
+        self.value_head: nn.Linear | None = None
+        self.has_adapters = lora.has_adapters(causal_lm)
+
+    def add_value_head(self, dtype: torch.dtype) -> None:
+        """One more output on the same trunk. It starts at 0 everywhere, on every rank."""
+        self.value_head = value_head(self.causal_lm, dtype)
+
+    def forward(
+        self,
+        tokens: PackedTokens,
+        temperature: float = 1.0,
+        *,
+        has_bans: bool = True,
+        needs_squared_probs: bool = False,
+        is_plain: bool = False,
+    ) -> Scores:
+        """The scored tokens under the distribution at `temperature`, as engines sample from it.
+
+        Without `has_bans` as if nothing were banned. Ranks of a context group all find the whole.
+        `is_plain` is for one sequence, and by the model's own forward, its logits included.
+        """
+        if is_plain:
+            return self._plain(tokens)
+        context, scored = self._context, tokens.scored
+        states = hidden_states(self.causal_lm, tokens, context)  # [t, H] of a context group's rank
+        places, targets = scored - 1, tokens.input_ids[scored]
+        if context is not None:
+            is_own = places // len(states) == context.rank
+            places, targets = places[is_own] - context.rank * len(states), targets[is_own]
+        head = self.causal_lm.get_output_embeddings()
+        assert head is not None
+        bias = self._bias(head, has_bans=has_bans)
+        logprobs, entropy = chunked_logprobs(
+            states[places],
+            head.weight,
+            targets,
+            bias=bias,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            is_exact=self._is_head_exact,
+            should_compile=self._should_compile,
+        )
+        zeros = logprobs.new_zeros(len(tokens.input_ids))
+
+        def whole(values: Tensor) -> Tensor:  # [T] from those at `places`
+            if context is not None:
+                own = zeros.new_zeros(len(states)).index_copy(0, places, values)
+                values = context.gather(own)[scored - 1]
+            return zeros.index_copy(0, scored, values)
+
+        squared_probs = state_values = None
+        if needs_squared_probs:
+            squares = chunked_squared_probs(
+                states[places],
+                head.weight,
+                bias=bias,
+                temperature=temperature,
+                chunk_tokens=self.chunk_tokens,
+            )
+            squared_probs = whole(squares)
+        if self.value_head is not None:
+            state_values = self.value_head(states).sum(1).to(zeros.dtype)  # no view: FSDP warns
+            if context is not None:
+                state_values = context.gather(state_values)[: len(zeros)]
+        return Scores(
+            logprobs=whole(logprobs),
+            entropy=whole(entropy),
+            state_values=state_values,
+            squared_probs=squared_probs,
+        )
+
+    def _plain(self, tokens: PackedTokens) -> Scores:
+        logits = self.causal_lm(input_ids=tokens.input_ids[None], use_cache=False).logits[0]
+        scores = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        logprobs = scores.gather(1, tokens.input_ids[1:, None])[:, 0]
+        return Scores(logprobs=F.pad(logprobs, (1, 0)), entropy=logprobs.new_zeros(len(logits)))
+
+    @torch.no_grad()
+    def score(self, tokens: PackedTokens, temperature: float = 1.0, **options: bool) -> Scores:
+        """`forward` without gradients, after which no parameters stay gathered."""
+        scores = self(tokens, temperature, **options)
+        self.reshard()
+        return scores
+
+    def _bias(self, head: nn.Module, *, has_bans: bool) -> Tensor | None:  # [V]
+        bias: Tensor | None = getattr(head, "bias", None)
+        weight = head.get_parameter("weight")
+        banned = [token for token in self.banned_token_ids if token < len(weight)]
+        if not banned or not has_bans:
+            return bias
+        bans = weight.new_zeros(len(weight))
+        bans[banned] = BAN_BIAS
+        return bans if bias is None else bias + bans
+
+    def reshard(self) -> None:
+        """Free gathered parameters, as a backward would: they must not outlive an update."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @contextmanager
+    def plain_blocks(self) -> Iterator[None]:
+        """Inside, blocks are neither compiled nor recomputed, for passes of odd sizes."""
+        held = {block: block.__dict__.pop("forward", None) for block in self.blocks}
+        try:
+            yield
+        finally:
+            for block, forward in held.items():
+                if forward is not None:
+                    block.forward = forward
+
+    def prepare_blocks(self, options: ModelOptions) -> None:
+        """Compile blocks and let them recompute in the backward; before they are sharded.
+
+        What the compiler fuses it recomputes by itself, so that `selective` adds nothing to it. It
+        leaves a vision tower alone, whose blocks it would compile anew for each number of images.
+        """
+        kind = options.activation_checkpointing
+        context = keep_products() if kind == "selective" else noop_context_fn
+        tower = vision_tower(self.causal_lm)
+        of_tower = set() if tower is None else set(tower.modules())
+        for block in self.blocks:
+            forward = block.forward
+            should_compile = options.should_compile and block not in of_tower
+            if should_compile:
+                torch._dynamo.config.recompile_limit = MAX_RECOMPILATIONS
+                forward = torch.compile(forward)
+            if kind == "full" or (kind == "selective" and not should_compile):
+                forward = partial(
+                    checkpoint,
+                    forward,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=context,
+                )
+            block.forward = forward
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by their transformers names, adapters merged; a tied head is left out.
+
+        Every rank must iterate to the end. What is yielded may share storage with the masters.
+        """
+        if self.has_adapters:
+            return lora.merged(self.causal_lm, dtype)
+        return gathered(self.causal_lm.named_parameters(), dtype)
+
+    def weight_checksums(self, dtype: torch.dtype) -> dict[str, Checksum]:
+        """Of what `named_weights` yields. Every rank must call it, and finds the same."""
+        if self.has_adapters:
+            sums = Checksums()
+            for name, tensor in lora.merged(self.causal_lm, dtype):
+                sums.add(name, tensor)
+            return sums.result()
+        return gathered_checksums(self.causal_lm.named_parameters(), dtype)
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """By their transformers names all parameters, or the adapters where there are any.
+
+        Those of a value head are `value_head.*`.
+        """
+        parameters = {
+            name: parameter
+            for name, parameter in self.causal_lm.named_parameters()
+            if parameter.requires_grad
+        }
+        if self.value_head is not None:
+            named = self.value_head.named_parameters()
+            parameters |= {f"value_head.{name}": parameter for name, parameter in named}
+        return parameters
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes of what `named_weights` yields, in its order."""
+        if self.has_adapters:
+            return lora.merged_shapes(self.causal_lm)
+        return [(name, tuple(p.shape)) for name, p in self.causal_lm.named_parameters()]
+
+
+def hidden_states(
+    causal_lm: PreTrainedModel, tokens: PackedTokens, context: ContextGroup | None = None
+) -> Tensor:  # [T, H]
+    """What the trunk makes of packed sequences, and of the images whose placeholders they hold.
+
+    With a context group of this rank's slice: `[t, H]`.
+    """
+    images = tokens.images
+    seen: dict[str, Any] = {}
+    input_ids, position_ids, shared = tokens.input_ids, tokens.position_ids, {}
+    if context is not None:
+        tokens = tokens.padded(context.size)
+        input_ids, position_ids = map(context.slice, (tokens.input_ids, tokens.position_ids))
+        shared["context_group"] = context
+    features = None if images is None else _features(causal_lm, images)
+    if images is not None and images.order:
+        seen["mm_encoder_outputs"] = {"image": features}
+    states = causal_lm.base_model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[..., None, :],
+        cu_seq_lens_q=tokens.cu_seqlens,
+        cu_seq_lens_k=tokens.cu_seqlens,
+        max_length_q=tokens.max_length,
+        max_length_k=tokens.max_length,
+        use_cache=False,
+        **seen,
+        **shared,
+    ).last_hidden_state[0]
+    if features is not None and not seen:
+        # A dummy takes part with weight 0: ranks gather and reduce all of the tower's shards alike.
+        layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+        states = states + 0.0 * sum(feature.sum() for layer in layers for feature in layer)
+    return states
+
+
+def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
+    """Of the distinct images, dealt out to their runs of placeholders."""
+    trunk: Any = causal_lm.base_model
+    features = trunk.get_image_features(images.pixels(), images.grids, return_dict=True)
+    if images.order:
+        deal_out(features, images.order)
+    return features
+
+
+def vision_tower(causal_lm: PreTrainedModel) -> nn.Module | None:
+    """What turns images into tokens, its projector included; None in a model of text alone."""
+    return getattr(causal_lm.base_model, "visual", None)
+
+
+def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:
+    """One output for each hidden state, 0 at the start."""
+    weight = causal_lm.get_input_embeddings().get_parameter("weight")
+    head = nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def keep_products() -> Callable[[], Any]:
+    """Contexts of selective recomputation: results of matrix products and attention are kept."""
+    products: list[Any] = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    return partial(create_selective_checkpoint_contexts, products + attention.kernels())

@@ -1,0 +1,91 @@
+"""The policy that a KL penalty pulls to: a copy that stands still or follows slowly, or its own base.
+
+Waits for: the other ranks, in every forward.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raylearner.config.kl import (
+    AdapterOffReference,
+    AdaptiveCoefficient,
+    FrozenReference,
+    KlSection,
+    ReferenceSection,
+    RefreshedReference,
+)
+from raylearner.errors import ConfigError
+from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.checkpoint.learner_state import restore_tensors, save_tensors
+from raylearner.learner.checkpoint.writes import Writes
+from raylearner.learner.model import lora
+from raylearner.learner.model.policy import PackedModel
+from raylearner.learner.objective.kl import AdaptiveController, FixedController
+from raylearner.learner.optimizer import local
+
+
+class Reference:
+    """Owns a sharded model without gradients. One that never changes is not checkpointed."""
+
+    def __init__(self, config: ReferenceSection | None, model: PackedModel) -> None:
+        """`model` holds the weights of `reference_path`, or else of the initial policy.
+
+        With `adapter_off` it is the policy itself. Raises `ConfigError` if that has no adapter.
+        """
+        if isinstance(config, AdapterOffReference) and not model.has_adapters:
+            raise ConfigError(
+                "learner.kl.reference: 'adapter_off' is the policy without its LoRA adapter, and it "
+                "has none; use {kind: frozen}, or add `learner.lora: {}`"
+            )
+        self._config = config
+        self._model = model
+
+    def score(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
+        """Log-probabilities at the policy's temperature."""
+        is_policy = isinstance(self._config, AdapterOffReference)
+        with lora.switched_off(self._model.causal_lm) if is_policy else nullcontext():
+            return self._model.score(tokens, temperature).logprobs
+
+    @torch.no_grad()
+    def follow(self, policy: PackedModel, *, policy_version: int) -> None:
+        """Mix the policy in, if a new version is one at which that is due."""
+        config = self._config
+        if isinstance(config, RefreshedReference) and policy_version % config.every_steps == 0:
+            theirs = policy.own_parameters()
+            for name, parameter in self._model.own_parameters().items():
+                local(parameter.detach()).lerp_(local(theirs[name].detach()), config.mix)
+
+    def save(self, folder: Path, writes: Writes) -> None:
+        if isinstance(self._config, RefreshedReference):
+            save_tensors(folder, self._model.own_parameters(), None, writes)
+
+    def restore(self, folder: Path) -> None:
+        if isinstance(self._config, RefreshedReference):
+            restore_tensors(folder, self._model.own_parameters(), None)
+
+
+def reference_path(config: ReferenceSection | None) -> str | None:
+    """Where its first weights lie, None for the initial policy; ConfigError where there is none."""
+    if isinstance(config, FrozenReference):
+        return config.path
+    if isinstance(config, RefreshedReference):
+        return None
+    raise ConfigError(
+        "learner.kl.reference: a coefficient above 0 needs one, and none is configured; use "
+        "{kind: frozen}"
+    )
+
+
+def kl_controller(config: KlSection | None) -> FixedController:
+    """What holds the coefficient, and moves it if that is adaptive."""
+    if config is None:
+        return FixedController(0.0)
+    controller = config.controller
+    if isinstance(controller, AdaptiveCoefficient):
+        return AdaptiveController(
+            config.coefficient, target=controller.target, horizon=controller.horizon
+        )
+    return FixedController(config.coefficient)

@@ -1,0 +1,266 @@
+"""What a micro-batch adds to the loss of its mini-batch, as the configuration says, and what it measures.
+
+Legend: `T` packed tokens, `R` rows.
+"""
+
+import torch
+from torch import Tensor
+
+from raylearner.config.correction import WEIGHING
+from raylearner.config.loss import ClipCov, DecoupledPpo, KlCov
+from raylearner.config.schema import LearnerSection
+from raylearner.learner.batch.metric import Mean, Metrics, summary
+from raylearner.learner.batch.whole_batch import WholeBatch
+from raylearner.learner.model.critic import value_share
+from raylearner.learner.model.mesh import BatchLayout
+from raylearner.learner.model.policy import Scores
+from raylearner.learner.objective import diagnostics
+from raylearner.learner.objective.aggregation import aggregate, aggregate_rows
+from raylearner.learner.objective.correction import correct
+from raylearner.learner.objective.corrections import (
+    Correction,
+    importance_weights,
+    interpolated_proximal,
+    log_ratios,
+)
+from raylearner.learner.objective.kl import kl_loss
+from raylearner.learner.objective.losses import POLICY_LOSSES, LossInputs, LossOutput, entropy_bonus
+from raylearner.learner.objective.preparation import Part, Prepared, Take
+from raylearner.learner.objective.token_losses import clip_cov_choice, kl_cov_choice
+from raylearner.types import PolicyVersion
+
+REPORTED_CAP = 2.0
+"""Bound that importance weights are reported with where no correction sets one."""
+
+
+def loss_share(
+    config: LearnerSection,
+    prepared: Prepared,
+    scores: Scores,
+    *,
+    take: Take,
+    part: Part,
+    policy_version: PolicyVersion,
+    kl_coefficient: float,
+    chosen: Tensor | None,  # [T] bool
+) -> tuple[Tensor, Metrics]:
+    """Divided by counts over all ranks, so that shares add up to the loss of the mini-batch.
+
+    A sequence of the aggregation is an episode: its segments share one vote.
+    """
+    inputs, correction = _inputs(config, prepared, scores, take=take, policy_version=policy_version)
+    options = config.loss.model_dump(exclude={"kind"})
+    if chosen is not None:
+        options["chosen"] = chosen
+    output = POLICY_LOSSES[config.loss.kind](inputs, **options)
+    share = _aggregated(config, prepared, output, take=take, part=part)
+    metrics: Metrics = {
+        **({} if correction is None else correction.metrics),
+        **output.metrics,
+        **summary("advantage", inputs.advantages, inputs.mask),
+    }
+
+    def tokens(values: Tensor) -> Tensor:
+        whole = LossOutput(values=values, level="token", metrics={})
+        return _aggregated(config, prepared, whole, take=take, part=part)
+
+    bonus, found = entropy_bonus(scores.entropy, inputs.mask)
+    metrics |= found
+    if config.entropy_coefficient:
+        share = share + config.entropy_coefficient * tokens(bonus)
+    kl = config.kl
+    if kl is not None and kl.place == "loss" and prepared.reference_logprobs is not None:
+        values, found = kl_loss(
+            scores.logprobs,
+            prepared.reference_logprobs,
+            inputs.mask,
+            kind=kl.estimator,
+            straight_through=kl.straight_through,
+            value_limit=kl.value_limit,
+            proximal_logprobs=inputs.proximal_logprobs if kl.is_weighted else None,
+        )
+        share, metrics = share + kl_coefficient * tokens(values), metrics | found
+    if config.critic is not None and scores.state_values is not None:
+        values, found = critic_share(config, prepared, scores.state_values, take=take, part=part)
+        share, metrics = share + config.critic.coefficient * values, metrics | found
+    return share, metrics
+
+
+def critic_share(
+    config: LearnerSection, prepared: Prepared, state_values: Tensor, *, take: Take, part: Part
+) -> tuple[Tensor, Metrics]:
+    """The same for the value loss of either kind of critic, before its coefficient."""
+    assert config.critic is not None
+    assert prepared.values is not None
+    assert prepared.targets is not None
+    assert prepared.is_target is not None
+    copies = take.table.copies
+    return value_share(
+        config.critic,
+        state_values,
+        old_values=prepared.values,
+        targets=prepared.targets,
+        is_target=prepared.is_target,
+        rows=prepared.micro.rows,
+        num_targets=part.num_targets,
+        row_copies=None if copies is None else copies[prepared.micro.episodes],
+    )
+
+
+def choose_tokens(
+    config: LearnerSection,
+    part: Part,
+    logprobs: list[Tensor],  # [T] each, the current policy's
+    *,
+    take: Take,
+    layout: BatchLayout,
+    policy_version: PolicyVersion,
+    seed: int,
+) -> list[Tensor]:
+    """Which tokens of an update, over all ranks, a covariance loss singles out: `[T]` bool each."""
+    inputs = [
+        _inputs(
+            config,
+            p,
+            Scores(logprobs=current, entropy=torch.zeros_like(current)),
+            take=take,
+            policy_version=policy_version,
+        )[0].selected()
+        for p, current in zip(part.micros, logprobs, strict=True)
+    ]
+    whole = WholeBatch.gather(
+        [p.micro for p in part.micros],
+        of_tokens=[
+            {
+                "mask": i.mask,
+                "logprobs": i.logprobs,
+                "proximal": i.proximal_logprobs,
+                "advantages": i.advantages,
+            }
+            for i in inputs
+        ],
+        of_rows=[{} for _ in inputs],
+        group=layout.data,
+    )
+    tokens = whole.of_tokens
+    together = LossInputs(
+        logprobs=tokens["logprobs"],
+        proximal_logprobs=tokens["proximal"],
+        behavior_logprobs=tokens["proximal"],
+        advantages=tokens["advantages"],
+        mask=tokens["mask"] > 0,
+        rows=whole.rows,
+    )
+    if isinstance(config.loss, KlCov):
+        chosen = kl_cov_choice(together, top_ratio=config.loss.top_ratio)
+    else:
+        assert isinstance(config.loss, ClipCov)
+        options = config.loss.model_dump(exclude={"kind"})
+        generator = torch.Generator().manual_seed(seed)
+        chosen = clip_cov_choice(together, **options, generator=generator)
+    return [found.bool() for found in whole.scatter(chosen.double())]
+
+
+def off_policy_metrics(
+    config: LearnerSection,
+    prepared: Prepared,
+    logprobs: Tensor,  # [T] the learner's
+    *,
+    policy_version: PolicyVersion,
+) -> Metrics:
+    """How far the learner, at the start of the step, is from what sampled the tokens.
+
+    `logprob_gap` is over all sampled tokens, `on_policy_gap` over those of the learner's own
+    version, where only engine and learner can differ.
+    """
+    micro = prepared.micro
+    logprobs = logprobs.detach()
+    on_policy = diagnostics.logprob_gap(logprobs, micro.behavior_logprobs, micro.on_policy_mask)
+    metrics: Metrics = {
+        **diagnostics.logprob_gap(logprobs, micro.behavior_logprobs, micro.sampled_mask),
+        **diagnostics.off_policy(logprobs, micro.behavior_logprobs, prepared.mask, micro.rows),
+        **diagnostics.staleness(
+            micro.token_versions, prepared.mask, micro.rows, policy_version=policy_version
+        ),
+        "on_policy_gap/mean": on_policy["logprob_gap/mean"],
+        "on_policy_gap/max": on_policy["logprob_gap/max"],
+        "on_policy_fraction": Mean.of(micro.on_policy_mask, micro.sampled_mask),
+    }
+    log_ratio = log_ratios(logprobs, micro.behavior_logprobs, prepared.mask)
+    metrics |= diagnostics.weight_shares(log_ratio, prepared.mask)
+    if config.loss.kind != "reinforce" and not any(c.kind in WEIGHING for c in config.corrections):
+        cap = config.loss.behavior_cap if isinstance(config.loss, DecoupledPpo) else REPORTED_CAP
+        weights = importance_weights(log_ratio, prepared.mask, micro.rows, high=cap)
+        metrics |= weights.metrics
+    return metrics
+
+
+def _inputs(
+    config: LearnerSection,
+    prepared: Prepared,
+    scores: Scores,
+    *,
+    take: Take,
+    policy_version: PolicyVersion,
+) -> tuple[LossInputs, Correction | None]:
+    micro, mask = prepared.micro, prepared.mask
+    seen = prepared.base_mask  # rejection that leaves the counts does not change what decides it
+    behavior, current = micro.behavior_logprobs, scores.logprobs.detach()
+    if config.proximal == "behavior":
+        proximal, corrected = behavior, current
+    elif config.proximal == "interpolated":
+        proximal = corrected = interpolated_proximal(
+            current, behavior, micro.token_versions, policy_version=policy_version
+        )
+    else:
+        start = prepared.start_logprobs
+        proximal = corrected = current if start is None else start
+    correction = correct(
+        config.corrections,
+        log_ratios(corrected, behavior, seen),
+        seen,
+        micro.rows,
+        prepared.advantages,
+        take.weight_means,
+    )
+    inputs = LossInputs(
+        logprobs=scores.logprobs,
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        advantages=prepared.advantages,
+        mask=mask,
+        rows=micro.rows,
+        ratio_mask=prepared.base_mask,
+        weights=None if correction is None else correction.weights.to(current.dtype),
+        entropy=scores.entropy,
+        rewards=take.table.rewards[micro.episodes],
+    )
+    return inputs, correction
+
+
+def _aggregated(
+    config: LearnerSection, prepared: Prepared, output: LossOutput, *, take: Take, part: Part
+) -> Tensor:
+    micro, table = prepared.micro, take.table
+    values = output.values
+    if table.copies is not None:
+        copies = table.copies[micro.episodes].to(values.dtype)
+        values = values * (copies if output.level == "row" else micro.rows.spread(copies))
+    if output.level == "row":
+        return aggregate_rows(
+            values,
+            prepared.mask,
+            micro.rows,
+            num_rows=part.num_episodes,
+            row_weights=table.num_rows[micro.episodes].clamp(min=1).to(values.dtype).reciprocal(),
+        )
+    return aggregate(
+        values,
+        prepared.mask,
+        micro.rows,
+        mode=config.aggregation,
+        num_tokens=part.num_tokens,
+        num_rows=part.num_episodes,
+        scale=config.aggregation_scale,
+        row_num_tokens=table.num_tokens[micro.episodes],
+    )

@@ -1,0 +1,167 @@
+"""What every policy loss takes and returns, and the measurements they share.
+
+Legend: `T` packed tokens of a micro-batch, `R` its rows. Masked tokens are replaced before any
+arithmetic, so nothing they hold (NaN included) reaches a value or a gradient.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from raylearner.learner.batch.metric import Max, Mean, Metrics, Min
+from raylearner.learner.batch.rows import Rows, clamp_log_ratio, select
+from raylearner.learner.objective.aggregation import AggregationMode, aggregate, aggregate_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a policy loss may look at. Only `logprobs` and `entropy` carry gradients."""
+
+    logprobs: Tensor  # [T] current policy
+    proximal_logprobs: Tensor  # [T] learner, start of step
+    behavior_logprobs: Tensor  # [T] recorded by the engine
+    advantages: Tensor  # [T]
+    mask: Tensor  # [T] bool, trained tokens
+    rows: Rows
+    ratio_mask: Tensor | None = None
+    """Tokens `[T]` bool that a row's ratio to the behavior policy is made of, where rejected ones have
+    left the mask; None for those of the mask."""
+    weights: Tensor | None = None  # [T] from corrections, 0 where rejected
+    entropy: Tensor | None = None  # [T]
+    rewards: Tensor | None = None  # [R]
+
+    def selected(self) -> Self:
+        """The same inputs with zeros at every token that does not train."""
+        return replace(
+            self,
+            logprobs=select(self.logprobs, self.mask),
+            proximal_logprobs=select(self.proximal_logprobs, self.mask).detach(),
+            behavior_logprobs=select(self.behavior_logprobs, self.mask).detach(),
+            advantages=select(self.advantages, self.mask).detach(),
+            weights=None if self.weights is None else select(self.weights, self.mask).detach(),
+            entropy=None if self.entropy is None else select(self.entropy, self.mask),
+        )
+
+    def behavior_ratio(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-ratio of `logprobs [T]` to the behavior policy, detached, and its tokens: `[T]`, `[T]`."""
+        mask = self.mask if self.ratio_mask is None else self.ratio_mask
+        return select((logprobs - self.behavior_logprobs).detach(), mask), mask
+
+    def row_advantages(self) -> Tensor:
+        """Each row's mean advantage: `[R]`."""
+        return self.rows.mean(self.advantages, self.mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """Loss values of one micro-batch before aggregation, and what was measured on the way."""
+
+    values: Tensor  # [T] or [R], as `level` says; 0 at masked tokens
+    level: Literal["token", "row"]
+    metrics: Metrics
+
+    def aggregate(
+        self,
+        inputs: LossInputs,
+        *,
+        mode: AggregationMode,
+        num_tokens: float,
+        num_rows: float,
+        scale: float | None = None,
+        row_num_tokens: Tensor | None = None,  # [R]
+        row_weights: Tensor | None = None,  # [R]
+        num_ranks: float = 1.0,
+    ) -> Tensor:
+        """This micro-batch's share of the batch loss; row losses always take the mean over rows."""
+        if self.level == "row":
+            return aggregate_rows(
+                self.values,
+                inputs.mask,
+                inputs.rows,
+                num_rows=num_rows,
+                row_weights=row_weights,
+                num_ranks=num_ranks,
+            )
+        return aggregate(
+            self.values,
+            inputs.mask,
+            inputs.rows,
+            mode=mode,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            scale=scale,
+            row_num_tokens=row_num_tokens,
+            num_ranks=num_ranks,
+        )
+
+
+def weigh(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Loss times correction weight; a weight of 0 gives exactly 0."""
+    if weights is None:
+        return values
+    return torch.where(weights != 0, values * weights, torch.zeros_like(values))
+
+
+def row_weights(inputs: LossInputs, *, kind: Literal["mean", "geometric"]) -> Tensor | None:
+    """One correction weight per row from those of its tokens: `[R]`.
+
+    `geometric` adds 1e-10 inside the logarithm, so a rejected token weighs its row down heavily.
+    """
+    if inputs.weights is None:
+        return None
+    if kind == "mean":
+        return inputs.rows.mean(inputs.weights, inputs.mask)
+    return inputs.rows.mean((inputs.weights + 1e-10).log(), inputs.mask).exp()
+
+
+def kl_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
+    """KL(proximal || current) from `log_ratio = current - proximal [T]`: k1, k3 and |k1| means.
+
+    Only k3, which has an `exp`, clamps what it is given.
+    """
+    log_ratio = log_ratio.detach()
+    bounded = clamp_log_ratio(log_ratio)
+    return {
+        "approx_kl": Mean.of(-log_ratio, mask),
+        "approx_kl_k3": Mean.of(bounded.exp() - 1 - bounded, mask),
+        "approx_kl_abs": Mean.of(log_ratio.abs(), mask),
+    }
+
+
+def ratio_metrics(
+    ratio: Tensor,  # [N] tokens or rows
+    advantages: Tensor,  # [N]
+    mask: Tensor,  # [N] bool
+    *,
+    low: float,
+    high: float,
+    rows: Rows | None = None,
+    prefix: str = "",
+) -> Metrics:
+    """How often a ratio left `[low, high]` on the side where clipping stops the gradient.
+
+    `..._low_min` and `..._high_max` are the least and most clipped rows.
+    """
+    ratio = ratio.detach()
+    is_low = mask & (ratio < low) & (advantages < 0)
+    is_high = mask & (ratio > high) & (advantages > 0)
+    row_low, row_high, row_mask = is_low.double(), is_high.double(), mask
+    if rows is not None:
+        row_low, row_high = rows.mean(row_low, mask), rows.mean(row_high, mask)
+        row_mask = rows.count(mask) > 0
+    return {
+        f"{prefix}clip_fraction_low": Mean.of(is_low, mask),
+        f"{prefix}clip_fraction_low_min": Min.of(row_low, row_mask),
+        f"{prefix}clip_fraction_high": Mean.of(is_high, mask),
+        f"{prefix}clip_fraction_high_max": Max.of(row_high, row_mask),
+        f"{prefix}clip_fraction_region": Mean.of(is_low | is_high, mask),
+        f"{prefix}ratio_max": Max.of(ratio, mask),
+        f"{prefix}ratio_min": Min.of(ratio, mask),
+    }
+
+
+def counted_rows(inputs: LossInputs, *, count_empty_rows: bool) -> Tensor:
+    """Which rows enter row statistics: those with a trained token, or all: `[R] bool`."""
+    return (inputs.rows.count(inputs.mask) > 0) | count_empty_rows

@@ -1,0 +1,390 @@
+"""What is known before the first update of a step: scores, advantages, counts.
+
+Waits for: the other ranks, in every forward and wherever a whole batch is needed.
+Legend: `T` packed tokens and `R` rows of a micro-batch, `E` episodes of the whole batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from raylearner.config.advantage import (
+    CRITIC_ESTIMATORS,
+    TOKEN_ESTIMATORS,
+    CriticAdvantage,
+    OtbAdvantage,
+)
+from raylearner.config.correction import M2po, Opsm
+from raylearner.config.loss import SELECTS_TOKENS
+from raylearner.config.schema import LearnerSection
+from raylearner.learner.batch import metric
+from raylearner.learner.batch.layout import TokenRow
+from raylearner.learner.batch.metric import Metrics
+from raylearner.learner.batch.micro_batch import MicroBatch
+from raylearner.learner.batch.whole_batch import WholeBatch
+from raylearner.learner.model.critic import end_values, prefix_values
+from raylearner.learner.model.mesh import BatchLayout
+from raylearner.learner.model.policy import Scores
+from raylearner.learner.objective import advantages, diagnostics
+from raylearner.learner.objective.correction import (
+    behavior_weights,
+    correct,
+    is_normalized,
+    needs_whole_batch,
+    weight_means,
+)
+from raylearner.learner.objective.corrections import log_ratios, m2po_bound
+from raylearner.learner.objective.estimator import (
+    EpisodeTable,
+    episode_advantages,
+    scorable,
+    token_advantages,
+)
+from raylearner.learner.objective.kl import kl_in_reward
+
+ScorePolicy = Callable[[MicroBatch], Scores]
+ScoreTokens = Callable[[MicroBatch], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One micro-batch and what no update of the step changes about it."""
+
+    micro: MicroBatch
+    source: Sequence[TokenRow]
+    base_mask: Tensor  # [T] bool, trained tokens of scored episodes: corrections decide on these
+    mask: Tensor  # [T] bool, what trains; narrower than that if rejection leaves the counts
+    start_logprobs: Tensor | None = None  # [T] the learner's at the start of the step
+    reference_logprobs: Tensor | None = None  # [T]
+    values: Tensor | None = None  # [T] the critic's at the start of the step
+    targets: Tensor | None = None  # [T] what they should have been
+    is_target: Tensor | None = None  # [T] bool
+    advantages: Tensor  # [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One mini-batch: this rank's micro-batches, and counts over all ranks."""
+
+    micros: Sequence[Prepared]
+    num_tokens: float
+    num_episodes: float
+    num_targets: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A batch that is ready for its updates."""
+
+    table: EpisodeTable
+    parts: list[Part]
+    weight_means: tuple[float | None, ...]
+    """By correction: the batch mean that its weights are divided by, or its second moment's bound."""
+    measured: Sequence[Metrics]
+
+
+def needs_start_logprobs(config: LearnerSection) -> bool:
+    """Whether the learner must score the batch before the first update.
+
+    With a single update the proximal policy is the current one: no forward of its own. Later
+    mini-batches are scored before the first update whatever the proximal policy, since what is
+    reported is the policy at the start of the step.
+    """
+    kl, num_updates = config.kl, config.num_epochs * config.num_mini_batches
+    return (
+        (config.proximal == "recomputed" and num_updates > 1)
+        or config.num_mini_batches > 1
+        or config.advantage.kind in ("vtrace", "otb", "tir_otb")
+        or config.loss.kind in SELECTS_TOKENS
+        or (config.critic is not None and config.critic.trunk == "shared")
+        or (kl is not None and kl.place == "reward" and kl.coefficient > 0)
+        or any(map(needs_whole_batch, config.corrections))
+        or (not config.should_count_rejected and bool(config.corrections))
+    )
+
+
+def prepare(
+    config: LearnerSection,
+    parts: Sequence[Sequence[tuple[MicroBatch, Sequence[TokenRow]]]],
+    *,
+    table: EpisodeTable,
+    layout: BatchLayout,
+    kl_coefficient: float,
+    seed: int,
+    score: ScorePolicy,
+    score_reference: ScoreTokens | None,
+    state_values: ScoreTokens | None,
+    dtype: torch.dtype,
+) -> Take:
+    """`state_values` is that of a critic of its own; a shared trunk's come with `score`."""
+    is_scored = scorable(config.advantage, table)
+    pairs = [pair for part in parts for pair in part]
+    masks = [m.train_mask & m.rows.spread(is_scored[m.episodes]) for m, _ in pairs]
+    flat = [
+        Prepared(micro=m, source=rows, base_mask=mask, mask=mask, advantages=m.behavior_logprobs)
+        for (m, rows), mask in zip(pairs, masks, strict=True)
+    ]
+    scores = [score(p.micro) if needs_start_logprobs(config) else None for p in flat]
+    references = [None if score_reference is None else score_reference(p.micro) for p in flat]
+    states = [None if state_values is None else state_values(p.micro) for p in flat]
+    if config.critic is not None and config.critic.trunk == "shared":
+        states = [s.state_values if s is not None else None for s in scores]
+    flat = [
+        replace(
+            p,
+            start_logprobs=None if s is None else s.logprobs,
+            reference_logprobs=reference,
+            values=None if state is None else prefix_values(state).to(dtype),
+        )
+        for p, s, reference, state in zip(flat, scores, references, states, strict=True)
+    ]
+    measured: list[Metrics] = []
+    means = _weight_means(config, flat, layout)
+    weights = [_weights(config, p, table, means) for p in flat]
+    flat = _with_advantages(
+        config, flat, scores, states, weights, table, layout, kl_coefficient, measured, dtype
+    )
+    measured.extend(
+        diagnostics.gradient_power(p.advantages, s.logprobs, s.squared_probs, p.mask, p.micro.rows)
+        for p, s in zip(flat, scores, strict=True)
+        if s is not None and s.squared_probs is not None
+    )
+    table = replace(table, copies=_copies(config, table, seed))
+    means = _with_second_moments(config, flat, layout, means)
+    if not config.should_count_rejected and config.corrections:
+        flat = [_without_rejected(config, p, means) for p in flat]
+    return _counted(flat, [len(part) for part in parts], table, layout, means, measured)
+
+
+def _with_advantages(
+    config: LearnerSection,
+    flat: Sequence[Prepared],
+    scores: Sequence[Scores | None],
+    states: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    table: EpisodeTable,
+    layout: BatchLayout,
+    kl_coefficient: float,
+    measured: list[Metrics],
+    dtype: torch.dtype,
+) -> list[Prepared]:
+    section, penalty = config.advantage, torch.zeros_like(table.rewards)
+    is_by_token = section.kind in TOKEN_ESTIMATORS
+    if flat and (is_by_token or _taxes_reward(config, kl_coefficient)):
+        columns: list[dict[str, Tensor]] = []
+        for p, s, w in zip(flat, scores, weights, strict=True):
+            column, metrics = _columns(config, p, s, kl_coefficient)
+            columns.append(column if w is None else column | {"weights": w})
+            measured.append(metrics)
+        ends = [_row_columns(config, p, state) for p, state in zip(flat, states, strict=True)]
+        whole = WholeBatch.gather(
+            [p.micro for p in flat], of_tokens=columns, of_rows=ends, group=layout.data
+        )
+        by_token = whole.of_tokens["penalty"]
+        if is_by_token:
+            found = token_advantages(section, table, whole, by_token)
+            return [
+                replace(p, advantages=a.to(dtype), targets=t.to(dtype), is_target=i)
+                for p, a, t, i in zip(
+                    flat,
+                    whole.scatter(found.advantages),
+                    whole.scatter(found.targets),
+                    whole.scatter(found.is_target),
+                    strict=True,
+                )
+            ]
+        penalty = penalty.index_add(0, whole.episodes, whole.rows.sum(by_token, whole.mask))
+    by_episode = episode_advantages(section, table, penalty).to(dtype)
+    return [replace(p, advantages=p.micro.rows.spread(by_episode[p.micro.episodes])) for p in flat]
+
+
+def _taxes_reward(config: LearnerSection, kl_coefficient: float) -> bool:
+    return config.kl is not None and config.kl.place == "reward" and kl_coefficient > 0
+
+
+def _columns(
+    config: LearnerSection, p: Prepared, scores: Scores | None, kl_coefficient: float
+) -> tuple[dict[str, Tensor], Metrics]:
+    """What an estimator wants to know of each token."""
+    micro, kind = p.micro, config.advantage.kind
+    penalty, metrics = torch.zeros_like(micro.behavior_logprobs), {}
+    if config.kl is not None and _taxes_reward(config, kl_coefficient):
+        assert p.start_logprobs is not None
+        assert p.reference_logprobs is not None
+        taken, metrics = kl_in_reward(
+            torch.zeros_like(p.start_logprobs),
+            p.start_logprobs,
+            p.reference_logprobs,
+            p.mask,
+            micro.rows,
+            coefficient=kl_coefficient,
+            kind=config.kl.estimator,
+            value_limit=config.kl.value_limit,
+        )
+        penalty = -taken
+    columns = {"turns": micro.turns, "anchors": micro.anchors, "penalty": penalty}
+    if kind in CRITIC_ESTIMATORS:
+        assert p.values is not None, f"{kind} needs a critic"
+        columns["values"] = p.values
+    if kind == "vtrace":
+        columns["log_ratio"] = _start_ratio(p)
+    if scores is not None and scores.squared_probs is not None:
+        columns |= {"logprobs": scores.logprobs, "squared_probs": scores.squared_probs}
+    return columns, metrics
+
+
+def _row_columns(
+    config: LearnerSection, p: Prepared, state_values: Tensor | None
+) -> dict[str, Tensor]:
+    section = config.advantage
+    if not isinstance(section, CriticAdvantage) or not section.should_bootstrap:
+        return {}
+    assert state_values is not None
+    return {"bootstrap": end_values(state_values, p.micro)}
+
+
+def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | None:  # [E]
+    """Draw the batch's episodes anew, alike on every rank; an episode counts as often as drawn."""
+    rewards = torch.where(table.num_tokens > 0, table.rewards, torch.nan).cpu()
+    if config.resampling is None or rewards.isnan().all():
+        return None
+    weights = advantages.pf_ppo_weights(
+        rewards, kind=config.resampling.kind, power=config.resampling.power
+    )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = advantages.pf_ppo_resample(weights, int((weights > 0).sum()), generator=generator)
+    return torch.bincount(drawn, minlength=len(weights)).to(table.rewards.device)
+
+
+def _weight_means(
+    config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
+) -> tuple[float | None, ...]:
+    """What normalized weights are divided by, over the whole batch, by correction."""
+    if not flat or not any(map(is_normalized, config.corrections)):
+        return (None,) * len(config.corrections)
+    found = metric.combine(
+        weight_means(config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages)
+        for p in flat
+    )
+    values = metric.values(layout.combined(found, device=flat[0].mask.device))
+    return tuple(values.get(str(index)) for index in range(len(config.corrections)))
+
+
+def _weights(
+    config: LearnerSection, p: Prepared, table: EpisodeTable, means: tuple[float | None, ...]
+) -> Tensor | None:  # [T]
+    """What the loss will weigh each token's gradient by, where the estimator asks for it.
+
+    From the loss itself and from all corrections that can be known before any advantage.
+    """
+    if not isinstance(config.advantage, OtbAdvantage):
+        return None
+    sections = [
+        (section, mean)
+        for section, mean in zip(config.corrections, means, strict=True)
+        if not isinstance(section, Opsm | M2po)
+    ]
+    ratio, mask, rows = _start_ratio(p), p.base_mask, p.micro.rows
+    found = correct(
+        [section for section, _ in sections],
+        ratio,
+        mask,
+        rows,
+        p.advantages,
+        [mean for _, mean in sections],
+    )
+    weights = None if found is None else found.weights
+    own = behavior_weights(config.loss, ratio, mask, rows, table.rewards[p.micro.episodes])
+    if own is None or weights is None:
+        return weights if own is None else own
+    return own * weights
+
+
+def _with_second_moments(
+    config: LearnerSection,
+    flat: Sequence[Prepared],
+    layout: BatchLayout,
+    means: tuple[float | None, ...],
+) -> tuple[float | None, ...]:
+    """The means with the bounds of second moments among them, alike on every rank."""
+    moments = {i: c for i, c in enumerate(config.corrections) if isinstance(c, M2po)}
+    if not moments or not flat:
+        return means
+    whole = WholeBatch.gather(
+        [p.micro for p in flat],
+        of_tokens=[
+            {"log_ratio": _start_ratio(p), "mask": p.base_mask, "advantages": p.advantages}
+            for p in flat
+        ],
+        of_rows=[{} for _ in flat],
+        group=layout.data,
+    )
+    tokens = whole.of_tokens
+    bounds = {
+        index: m2po_bound(
+            tokens["log_ratio"],
+            tokens["advantages"],
+            tokens["mask"] > 0,
+            threshold=section.threshold,
+        )
+        for index, section in moments.items()
+    }
+    return tuple(bounds.get(index, mean) for index, mean in enumerate(means))
+
+
+def _without_rejected(
+    config: LearnerSection, p: Prepared, means: tuple[float | None, ...]
+) -> Prepared:
+    """Rejection is decided on all trained tokens; what is left of them trains and is counted."""
+    found = correct(
+        config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages, means
+    )
+    assert found is not None
+    return replace(p, mask=found.keep)
+
+
+def _start_ratio(p: Prepared) -> Tensor:
+    assert p.start_logprobs is not None
+    return log_ratios(p.start_logprobs, p.micro.behavior_logprobs, p.base_mask)
+
+
+def _counted(
+    flat: Sequence[Prepared],
+    sizes: Sequence[int],
+    table: EpisodeTable,
+    layout: BatchLayout,
+    means: tuple[float | None, ...],
+    measured: Sequence[Metrics],
+) -> Take:
+    """The parts with their counts over all ranks, and the table with what trains after rejection."""
+    num_episodes = len(table.rewards)
+    counts = torch.zeros((len(sizes), 3, num_episodes), dtype=torch.float64)
+    counts = counts.to(table.rewards.device)  # by part and episode: tokens, rows, value targets
+    remaining, parts = iter(flat), []
+    for of_part, size in zip(counts, sizes, strict=True):
+        parts.append([next(remaining) for _ in range(size)])
+        for p in parts[-1]:
+            tokens = p.micro.rows.count(p.mask)
+            targets = tokens * 0 if p.is_target is None else p.micro.rows.count(p.is_target)
+            of_rows = torch.stack([tokens, (tokens > 0).long(), targets]).double()
+            of_part.index_add_(1, p.micro.episodes, of_rows)
+    layout.sum(counts)
+    copies = torch.ones_like(table.rewards) if table.copies is None else table.copies.double()
+    tokens, rows, targets = counts.unbind(1)  # [parts, E] each
+    return Take(
+        table=replace(table, num_tokens=tokens.sum(0).long(), num_rows=rows.sum(0).long()),
+        parts=[
+            Part(micros=micros, num_tokens=n, num_episodes=e, num_targets=t)
+            for micros, n, e, t in zip(
+                parts,
+                (tokens * copies).sum(1).tolist(),
+                ((tokens > 0) * copies).sum(1).tolist(),
+                (targets * copies).sum(1).tolist(),
+                strict=True,
+            )
+        ],
+        weight_means=means,
+        measured=measured,
+    )

@@ -1,0 +1,80 @@
+"""JSON lines on disk: flushed row by row, free of NaN, and able to forget steps after a rollback."""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raylearner.errors import naming
+from raylearner.strict_json import plain
+
+_UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+
+
+class JsonlFile:
+    """Appends one object per line. A line torn by a crash is cut off when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Raises `OSError` with the path, also where the file was removed meanwhile."""
+        with naming(self.path):
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise OSError(errno.ENOENT, "removed while the run was writing it")
+            self._file.write(dumps(record) + "\n")
+            self._file.flush()
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in read_lines(self.path) if line.strip()]
+
+    def rewind(self, step: int) -> int:
+        """Drop the rows of later steps; returns how many."""
+        rows = self.rows()
+        kept = [row for row in rows if row.get("step", 0) <= step]
+        if len(kept) < len(rows):
+            draft = self.path.with_suffix(".partial")
+            with naming(draft):
+                draft.write_text("".join(dumps(row) + "\n" for row in kept), encoding="utf-8")
+            self._file.close()
+            os.replace(draft, self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        with naming(self.path):
+            self._file.close()
+
+
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of a file, without the one that is being written.
+
+    A line ends with a newline alone: `str.splitlines` would also cut a model's text where it holds
+    one of Unicode's other separators.
+    """
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def dumps(record: object) -> str:
+    """Standard JSON on one line, of any value as `strict_json` writes it: NaN and infinities become null.
+
+    Unicode's separators are escaped, for readers who cut lines at them, and so are surrogates
+    without their pair, which UTF-8 does not have.
+    """
+    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)

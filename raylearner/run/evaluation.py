@@ -1,0 +1,220 @@
+"""Evaluation on held-out prompts: played by rollout actors at one policy version.
+
+Before training and after it all actors play, and the run waits. In between one actor keeps the
+version that is evaluated while the others go on and get newer ones.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from raylearner.actors.rollout_worker import EvaluateCall
+from raylearner.config.schema import EvaluationSection
+from raylearner.data.cells import HASH_CHARACTERS, content_hash
+from raylearner.errors import EvaluationIncomplete, RaylearnerError, error_kind
+from raylearner.observability.episodes import Episode, episodes_of, mean_reward
+from raylearner.types import PolicyVersion, Prompt, Trajectory
+
+logger = logging.getLogger(__name__)
+
+WARNED_FAILED_FRACTION = 0.1
+"""Share of failed episodes from which an evaluation is warned of."""
+MAX_ROUNDS = 3
+"""How often the share of an actor that died is given to the others."""
+
+
+class Evaluator:
+    """Plays `num_prompts` held-out prompts, spread over the actors, and reports rewards by source."""
+
+    def __init__(
+        self, config: EvaluationSection, prompts: Sequence[Prompt], *, failed_reward: float = 0.0
+    ) -> None:
+        """`failed_reward` is what an episode that failed counts as in means."""
+        self._config = config
+        self._failed_reward = failed_reward
+        self._prompts = _spread(prompts)[: config.num_prompts]
+        hashes = "".join(content_hash(prompt) for prompt in self._prompts)
+        self._prompts_hash = hashlib.sha256(hashes.encode()).hexdigest()[:HASH_CHARACTERS]
+
+    async def evaluate(
+        self,
+        actors: Callable[[], Mapping[str, EvaluateCall]],
+        *,
+        step: int,
+        policy_version: PolicyVersion,
+    ) -> dict[str, Any]:
+        """One record for `eval.jsonl`. `actors` gives those alive now.
+
+        Raises `RaylearnerError` when an episode was sampled by another version, and
+        `EvaluationIncomplete` when no actor lived long enough to play.
+        """
+        left = self._prompts
+        played: list[Trajectory] = []
+        for _ in range(MAX_ROUNDS):
+            done, left = await self._play(left, actors())
+            played.extend(done)
+            if not left:
+                return self._record(played, step=step, policy_version=policy_version)
+        raise EvaluationIncomplete(
+            f"evaluation at step {step}: {len(left)} of {len(self._prompts)} prompts were not"
+            f" played in {MAX_ROUNDS} rounds, since rollout actors kept dying"
+        )
+
+    async def _play(
+        self, prompts: list[Prompt], actors: Mapping[str, EvaluateCall]
+    ) -> tuple[list[Trajectory], list[Prompt]]:
+        if not actors:
+            await asyncio.sleep(1.0)
+            return [], prompts
+        shares = [prompts[i :: len(actors)] for i in range(len(actors))]
+        results = await asyncio.gather(
+            *(
+                call(share, self._config.sampling)
+                for call, share in zip(actors.values(), shares, strict=True)
+                if share
+            ),
+            return_exceptions=True,
+        )
+        played: list[Trajectory] = []
+        left: list[Prompt] = []
+        for share, result in zip(shares, results, strict=False):
+            if isinstance(result, BaseException):
+                logger.warning("a rollout actor failed during evaluation: %s", result)
+                left.extend(share)
+            else:
+                played.extend(result)
+        return played, left
+
+    def _record(
+        self, played: list[Trajectory], *, step: int, policy_version: PolicyVersion
+    ) -> dict[str, Any]:
+        versions = {v for t in played for v in (t.min_policy_version, t.max_policy_version)}
+        if versions - {policy_version}:
+            raise RaylearnerError(
+                f"evaluation was to be pinned to version {policy_version}, but tokens carry"
+                f" versions {sorted(versions)}"
+            )
+        episodes = episodes_of(played)
+        by_source: dict[str, list[Episode]] = defaultdict(list)
+        for episode in episodes:
+            by_source[episode.first.source].append(episode)
+        self._warn_of_failures(episodes, step)
+        record: dict[str, Any] = {
+            "step": step,
+            "policy_version": policy_version,
+            "prompts_hash": self._prompts_hash,
+            **_summary(episodes, prefix="", failed_reward=self._failed_reward),
+        }
+        for source, found in sorted(by_source.items()):
+            record |= _summary(found, prefix=f"{source}/", failed_reward=self._failed_reward)
+        return record
+
+    def _warn_of_failures(self, episodes: Sequence[Episode], step: int) -> None:
+        errors = Counter(
+            error_kind(episode.first.error or "") for episode in episodes if episode.is_failed
+        )
+        if errors.total() < WARNED_FAILED_FRACTION * len(episodes) or not errors:
+            return
+        kind = errors.most_common(1)[0][0]
+        example = next(
+            e.first.error
+            for e in episodes
+            if e.is_failed and error_kind(e.first.error or "") == kind
+        )
+        logger.warning(
+            "evaluation at step %d: %d of %d episodes failed and count as not solved in reward/mean;"
+            " most often by %s, for example: %s",
+            *(step, errors.total(), len(episodes), kind, example),
+        )
+
+
+class SideEvaluation:
+    """Evaluates beside training, one evaluation at a time, on an actor that is lent for it.
+
+    Waits for: that actor alone. While it is lent it plays training episodes too, as far as their
+    staleness allows, and takes no weights; after that it gets the newest. One that dies takes its
+    evaluation with it, which is logged; the run goes on.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        *,
+        actors: Callable[[], Mapping[str, EvaluateCall]],
+        lend: Callable[[str], None],
+        give_back: Callable[[str], Awaitable[None]],
+        record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """`lend` keeps weights from an actor from now on; `give_back` brings it to the newest."""
+        self._evaluator = evaluator
+        self._actors = actors
+        self._lend = lend
+        self._give_back = give_back
+        self._record = record
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, *, step: int, policy_version: PolicyVersion) -> None:
+        """Begin, once the one before is over. Every actor must hold `policy_version`."""
+        await self.settle()
+        actor_id = max(self._actors())
+        self._lend(actor_id)
+        self._running = asyncio.create_task(
+            self._run(actor_id, step=step, policy_version=policy_version), name="evaluation"
+        )
+
+    async def settle(self) -> None:
+        """Wait for the running evaluation; raises what it raised."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running
+
+    async def cancel(self) -> None:
+        """Give it up; the actor gets no weights from here."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self, actor_id: str, *, step: int, policy_version: PolicyVersion) -> None:
+        def lent() -> dict[str, EvaluateCall]:
+            return {key: call for key, call in self._actors().items() if key == actor_id}
+
+        try:
+            self._record(
+                await self._evaluator.evaluate(lent, step=step, policy_version=policy_version)
+            )
+        except EvaluationIncomplete as error:
+            logger.warning("%s; it is lost", error)
+        if lent():
+            await self._give_back(actor_id)
+
+
+def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """One prompt of each source in turn, so that a limit cuts none of them off."""
+    by_source: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_source[prompt.source].append(prompt)
+    rounds = zip_longest(*by_source.values())
+    return [prompt for turn in rounds for prompt in turn if prompt is not None]
+
+
+def _summary(
+    episodes: Sequence[Episode], *, prefix: str, failed_reward: float
+) -> dict[str, float | int | None]:
+    """The headline `reward/mean` counts episodes that failed as not solved."""
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    num_failed = sum(e.is_failed for e in episodes)
+    count = max(1, len(episodes))
+    return {
+        f"{prefix}reward/mean": mean_reward(episodes, failed_reward=failed_reward),
+        f"{prefix}reward/mean_without_failed": sum(rewards) / len(rewards) if rewards else None,
+        f"{prefix}num_prompts": len(episodes),
+        f"{prefix}errors": num_failed,
+        f"{prefix}failed_fraction": num_failed / count,
+        f"{prefix}turns/mean": sum(len(e.turns) for e in episodes) / count,
+        f"{prefix}sampled_tokens/mean": sum(e.num_sampled_tokens for e in episodes) / count,
+    }

@@ -1,0 +1,141 @@
+"""The prompts that episodes open with, measured before anything starts.
+
+A prompt that is longer than the budget, or that the chat template refuses, would fail every episode of
+its row, and end the run after a few steps.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raylearner.config.data import JsonlData, ParquetData
+from raylearner.config.environment import EnvironmentSection, SingleTurn, ToolUse
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.data import load_prompts
+from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.errors import ConfigError, RenderError
+from raylearner.rewards.rows import check_rows
+from raylearner.tokenization.renderer import Renderer
+from raylearner.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+"""Rows that a message names; the rest are counted."""
+UNBOUNDED = 2**31
+
+
+def make_renderer(config: RunConfig, *, model: str | None = None) -> Renderer | None:
+    """The renderer of a run before its model is made; None for a tiny vision-language model.
+
+    `model` stands in for `model.path`. Raises `ConfigError` where a tokenizer cannot be loaded.
+    """
+    if model is None and isinstance(config.model, TinyModel):
+        if config.model.vision is not None:
+            return None
+        from raylearner.tiny.tokenizer import make_tokenizer
+
+        return Renderer(make_tokenizer(UNBOUNDED), config.renderer)
+    path = model if model is not None else getattr(config.model, "path", "")
+    return Renderer.from_pretrained(path, config.renderer)
+
+
+def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
+    """As `fitting`, of rows in files, where a tokenizer is at hand without a network."""
+    if not isinstance(config.model, TinyModel) and not Path(config.model.path).is_dir():
+        return
+    data = config.data
+    for key, sources in (("data.train", data.train), ("data.evaluation", data.evaluation or ())):
+        files = [source for source in sources if isinstance(source, JsonlData | ParquetData)]
+        renderer = make_renderer(config) if files else None
+        if renderer is not None:
+            prompts = load_prompts(
+                files,
+                system_prompt=data.system_prompt,
+                examples=data.examples,
+                max_images=config.renderer.images.max_images,
+            )
+            check_rows(config.rewards, prompts)
+            fitting(config, prompts, renderer, key=key, report=report)
+
+
+def fitting(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    renderer: Renderer,
+    *,
+    key: str,
+    report: Callable[[str], None] = logger.warning,
+) -> list[Prompt]:
+    """`prompts` without those that are too long, where `data.long_prompts` says so; `report` gets
+    their count and names.
+
+    `key` is where they come from. Environments and programs of the user's own write what episodes
+    open with by themselves: their prompts are returned as they are. Raises `ConfigError` with every
+    count where a prompt is too long or refused by the template, and where none is left.
+    """
+    tools = _tools(config.environment)
+    if tools is None:
+        return list(prompts)
+    limit = config.renderer.max_prompt_tokens
+    unbounded = renderer.with_prompt_limit(UNBOUNDED)
+    kept: list[Prompt] = []
+    long: list[str] = []
+    refused: list[str] = []
+    for prompt in prompts:
+        try:
+            size = len(unbounded.render(renderer.stand_ins(prompt.messages), tools=tools))
+        except RenderError as error:
+            refused.append(f"{prompt.place or prompt.prompt_id}: {error}")
+            continue
+        if size <= limit:
+            kept.append(prompt)
+        else:
+            long.append(f"{prompt.prompt_id} ({size})")
+    if refused:
+        raise ConfigError(
+            f"{key}: {len(refused)} of {len(prompts)} prompts cannot be rendered:"
+            f" {_named(refused, '; ')}"
+        )
+    if not long:
+        return kept
+    found = (
+        f"{key}: {len(long)} of {len(prompts)} prompts are longer than renderer.max_prompt_tokens ="
+        f" {limit} (tokens in brackets): {_named(long, ', ')}"
+    )
+    if config.data.long_prompts == "refuse" or not kept:
+        raise ConfigError(
+            f"{found}; raise that, shorten them, or leave them out with data.long_prompts: drop"
+            if kept
+            else f"{found}; none is left, raise that or shorten them"
+        )
+    needed = config.replay.groups_per_step if key == "data.train" else 0
+    again = f", fewer than the {needed} of a step, so they repeat" if len(kept) < needed else ""
+    report(f"{found}; they are left out, {len(kept)} remain{again}")
+    return kept
+
+
+def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | None:
+    """What the prompt announces; None where it is not known what episodes open with."""
+    if isinstance(environment, SingleTurn):
+        return ()
+    if not isinstance(environment, ToolUse):
+        return None
+    if environment.dialect.kind != "json":
+        return ()
+    try:
+        factory = EnvironmentFactory(environment)
+    except ConfigError as error:  # of this machine perhaps, and not of those that run the tools
+        logger.warning("prompts are not measured, since a tool cannot be made here: %s", error)
+        return None
+    try:
+        return factory.make().tool_schemas
+    finally:
+        asyncio.run(factory.close())
+
+
+def _named(found: Sequence[str], separator: str) -> str:
+    more = f"{separator}and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return separator.join(found[:MAX_NAMED]) + more

@@ -1,0 +1,210 @@
+"""Every actor of a run, started together and ended in order, and the weights on their way to engines.
+
+Consumes policy versions from the controller; produces engines that hold them. Waits for actors to
+start, each bounded by its own limit, and for pushes, bounded by `weights.deadline_s`.
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raylearner.actors.reward_actor import RewardActors
+from raylearner.cleanup import clean_up
+from raylearner.config.schema import RunConfig
+from raylearner.errors import WeightTransferError
+from raylearner.learner.learner_actor import Recording
+from raylearner.learner.learner_group import LearnerGroup
+from raylearner.observability.spans import Tracer
+from raylearner.replay.replay_actor import ReplayActor
+from raylearner.run import placement
+from raylearner.run.colocation import Colocation
+from raylearner.run.placement import RolloutFleet
+from raylearner.types import PolicyVersion, Prompt
+from raylearner.weights.publisher import Publisher, Receive
+
+logger = logging.getLogger(__name__)
+
+
+class RunActors:
+    """Owns replay, rewards, learner and engines; promises that `close` leaves nothing of them.
+
+    Made by `reserved`, then `start`. Learner and engines know each other by the publisher alone.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training: list[Prompt],
+        *,
+        folder: Path,
+        model_path: str,
+        tracer: Tracer,
+        colocation: Colocation | None,
+    ) -> None:
+        """`folder` is the run's directory."""
+        self._config = config
+        self._tracer = tracer
+        self._colocation = colocation
+        self._is_closed = False
+        self._rewards = RewardActors(config.run.name, config.rewards)
+        self.replay: Any = ReplayActor.options(
+            name=f"{config.run.name}/replay", num_cpus=0, max_concurrency=10_000
+        ).remote(
+            config.replay,
+            training,
+            config.run.seed,
+            sampler=config.data.sampler,
+            weights=config.data.weights,
+            group_rewards=self._rewards.groups,
+        )
+        self.learner = LearnerGroup(
+            config.learner,
+            weights=config.weights,
+            model_path=model_path,
+            temperature=config.sampling.temperature,
+            num_steps=config.run.num_steps,
+            seed=config.run.seed,
+            reward_weights=config.rewards.weights,
+            dump_folder=folder / "skipped",
+            run_name=config.run.name,
+            recording=Recording(
+                should_trace=config.observability.trace,
+                profile=config.observability.profile,
+                profile_folder=folder / "profile",
+            ),
+            engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
+            ranks_per_engine=getattr(config.actors.engine, "tensor_parallel_size", 1),
+            ray_options=None if colocation is None else colocation.rank_options(),
+            rank_of=None if colocation is None else colocation.rank_of,
+            should_free_memory=config.engines_sleep,
+        )
+        self.fleet = RolloutFleet(
+            config=config.actors,
+            sections=placement.rollout_sections(config),
+            model_path=model_path,
+            replay=self.replay,
+            on_loss=self._forget,
+            on_join=self._admit,
+            colocation=colocation,
+        )
+        self.publisher = self._make_publisher()
+
+    @classmethod
+    async def reserved(
+        cls,
+        config: RunConfig,
+        training: list[Prompt],
+        *,
+        folder: Path,
+        model_path: str,
+        tracer: Tracer,
+    ) -> "RunActors":
+        """With their places, where learner and engines share GPUs. Raises `ConfigError` without."""
+        colocation = Colocation(config) if config.weights.transport == "ipc" else None
+        if colocation is not None:
+            await colocation.reserve()
+        return cls(
+            config,
+            training,
+            folder=folder,
+            model_path=model_path,
+            tracer=tracer,
+            colocation=colocation,
+        )
+
+    async def start(self) -> None:
+        """Raises what the first that did not start says."""
+        await asyncio.gather(self._rewards.start(), self.learner.start(), self.fleet.start())
+        self._count_engines()
+
+    async def close(self) -> None:
+        """Ends every actor and what it started, each whatever the others do. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await clean_up(
+            sys.exception(),
+            self.fleet.stop,
+            self.publisher.close,
+            self.learner.close,
+            lambda: ray.kill(self.replay),
+            self._rewards.close,
+            *([] if self._colocation is None else [self._colocation.release]),
+        )
+
+    async def restart_learner(self) -> None:
+        """After its death: new ranks with the initial policy, episodes under way ended, no push left."""
+        await self.publisher.break_off()
+        await self.learner.restart()
+        await self.fleet.abort()
+
+    async def push_restored(self) -> None:
+        """What was restored becomes the version of every engine, older than theirs as it may be."""
+        self.publisher = self._make_publisher()
+        self._count_engines()
+        await self.publish()
+
+    async def publish(self) -> None:
+        """The learner's version to every engine; returns once all have it or are condemned."""
+        await self.publisher.publish(self.learner.policy_version)
+
+    def start_publishing(self, policy_version: PolicyVersion) -> None:
+        """The push lands while the next batch is already being taken and packed; it wakes engines."""
+        is_new = policy_version != self.publisher.policy_version
+        is_due = policy_version % self._config.weights.every_steps == 0
+        if (is_new and is_due) or self._config.engines_sleep:
+            self.publisher.start(policy_version)
+
+    async def let_engines_sleep(self) -> None:
+        """Between the last episode of a step and its push, where the learner needs their memory."""
+        if self._config.engines_sleep:
+            with self._tracer.span("engines fall asleep"):
+                await self.fleet.sleep()
+
+    async def assert_current(self) -> None:
+        """The last version reaches every engine, with its proof, before the run calls itself done."""
+        await self.publish()
+        logger.info(
+            "every engine (%d) holds policy version %d, proof gap %.1e",
+            len(self.publisher.members),
+            self.publisher.policy_version,
+            self.publisher.metrics["weights/proof_gap"],
+        )
+
+    def lend(self, actor_id: str) -> None:
+        """An engine keeps its version until it is given back."""
+        self.publisher.remove(actor_id)
+
+    async def give_back(self, actor_id: str) -> None:
+        try:
+            await self._admit(actor_id, self.fleet.receiver(actor_id))
+        except WeightTransferError as error:
+            self.fleet.condemn(actor_id, error)
+
+    def _make_publisher(self) -> Publisher:
+        return Publisher(
+            write=self.learner.write,
+            discard=self.learner.discard,
+            settle=self.learner.settle,
+            abandon=self.learner.abandon,
+            is_learner_busy=lambda: self.learner.is_stepping,
+            on_condemned=self.fleet.condemn,
+            deadline_s=self._config.weights.deadline_s,
+            tracer=self._tracer,
+        )
+
+    def _count_engines(self) -> None:
+        for actor_id in self.fleet.actors:
+            self.publisher.add(actor_id, self.fleet.receiver(actor_id))
+
+    async def _forget(self, actor_id: str) -> None:
+        self.publisher.remove(actor_id)
+        returned = await self.replay.fail_actor.remote(actor_id)
+        logger.info("%d running samples of %s return to pending", returned, actor_id)
+
+    async def _admit(self, actor_id: str, receive: Receive) -> None:
+        await self.publisher.admit(actor_id, receive)

@@ -1,0 +1,142 @@
+"""A run from its configuration to its end: what is checked before Ray starts, and what ends it.
+
+Waits for services, for a cluster that holds the run, and for the controller; a stop is requested by
+SIGTERM or a deadline.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from raylearner.cleanup import clean_up
+from raylearner.config.image_checks import refuse_blindness, refuse_lost_adapters
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.data import load_prompts
+from raylearner.environments.catalogue import wait_for_services
+from raylearner.errors import RunStopped, causes, summary
+from raylearner.learner.checkpoint.checkpoint import Checkpoint
+from raylearner.observability import run_directory
+from raylearner.observability.recorder import Recorder
+from raylearner.replay.sampler import make_sampler
+from raylearner.replay.snapshot import refuse_other_data
+from raylearner.rewards.group_scorer import GroupScorer
+from raylearner.rewards.judge import check_judges
+from raylearner.rewards.rows import check_rows
+from raylearner.rewards.scorer import Scorer
+from raylearner.run import deadline, machine, openings, placement, resumption
+from raylearner.run.controller import Controller
+from raylearner.tokenization.start import check_template
+from raylearner.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = False) -> None:
+    """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return.
+
+    `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
+    it aside, and `ConfigError` is raised otherwise.
+    """
+    if resume is not None and resumption.is_done(resume, num_steps=config.run.num_steps):
+        logger.info(
+            "nothing is left to do: all %d steps of %s are done; raise run.num_steps to train on",
+            *(config.run.num_steps, resume),
+        )
+        return
+    logger.info("run %s; run directory: %s", config.run.name, config.run.dir)
+    machine.refuse_long_sockets(config)
+    training, held_out = _load_data(config)
+    deadline.stop_time_s(config.run, os.environ)
+    Scorer(config.rewards)
+    GroupScorer(config.rewards)
+    check_rows(config.rewards, [*training, *held_out])
+    renderer = openings.make_renderer(config)
+    if renderer is not None:
+        if not isinstance(config.model, TinyModel):
+            refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
+            refuse(config)
+            check_template(renderer, config.environment, [*training, *held_out])
+        training = openings.fitting(config, training, renderer, key="data.train")
+        held_out = openings.fitting(config, held_out, renderer, key="data.evaluation")
+    make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
+    asyncio.run(wait_for_services(config.environment))
+    asyncio.run(check_judges(config.rewards))
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    machine.refuse_full_disks(folder)
+    changed: Sequence[str] = ()
+    with ExitStack() as held:
+        if resume is not None:
+            latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
+            if latest is not None:
+                changed = list(resumption.described(resumption.changed_keys(folder, config)))
+                refuse_other_data(latest.folder / "replay", training)
+        else:
+            latest = held.enter_context(run_directory.claimed(folder, is_new=True))
+        placement.connect(config.cluster)
+        held.callback(placement.disconnect)
+        config = placement.resolve(config)
+        placement.check_supply(config)
+        placement.check_variables(config)
+        asyncio.run(_train(config, folder, training, held_out, latest=latest, changed=changed))
+
+
+def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    data = config.data
+    load = partial(
+        load_prompts,
+        system_prompt=data.system_prompt,
+        examples=data.examples,
+        max_images=config.renderer.images.max_images,
+    )
+    return load(data.train), [] if data.evaluation is None else load(data.evaluation)
+
+
+async def _train(
+    config: RunConfig,
+    folder: Path,
+    training: list[Prompt],
+    held_out: list[Prompt],
+    *,
+    latest: Checkpoint | None,
+    changed: Sequence[str] = (),
+) -> None:
+    """On from the checkpoint `latest`, or from the beginning; `changed` is logged first."""
+    recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
+    logger.info("training to step %d in run directory %s", config.run.num_steps, folder)
+    for line in changed:
+        logger.info("%s", line)
+    controller = Controller(config, folder, recorder, training, held_out)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
+    stop_s = deadline.stop_time_s(config.run, os.environ)
+    if stop_s is not None:
+        loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
+    first: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                await controller.start(tasks, latest=latest)
+                await controller.train()
+                await controller.close()
+            except Exception as error:
+                task = asyncio.current_task()
+                # A task of the group that failed before would have cancelled this one.
+                first = error if task is not None and not task.cancelling() else None
+                raise
+    except ExceptionGroup as group:
+        cause = next(causes(first or group))
+        if not isinstance(cause, RunStopped):
+            logger.error("the run ended at step %d: %s", controller.step, summary(cause))
+            await controller.finish_checkpoint()
+        raise cause from cause.__cause__
+    finally:
+        logger.info("ended at step %d; run directory: %s", controller.step, folder)
+        await clean_up(sys.exception(), controller.close, recorder.close)

@@ -1,0 +1,162 @@
+"""Evaluation alone: the engines of a configuration play its held-out prompts, and nothing is trained.
+
+What is evaluated is a checkpoint of a run, or the model of the configuration.
+"""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raylearner.actors.reward_actor import RewardActors
+from raylearner.cleanup import clean_up
+from raylearner.config.image_checks import refuse_blindness
+from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.data import load_prompts
+from raylearner.environments.catalogue import wait_for_services
+from raylearner.errors import ConfigError
+from raylearner.learner.checkpoint import checkpoint as checkpoints
+from raylearner.observability import run_directory
+from raylearner.observability.recorder import Recorder
+from raylearner.rewards.judge import check_judges
+from raylearner.rewards.rows import check_rows
+from raylearner.rewards.scorer import Scorer
+from raylearner.run import machine, openings, placement
+from raylearner.run.evaluation import Evaluator
+from raylearner.run.placement import RolloutFleet
+from raylearner.tokenization.start import check_template
+from raylearner.types import PolicyVersion, Prompt
+
+COLUMNS = (
+    "reward/mean",
+    "reward/mean_without_failed",
+    "num_prompts",
+    "errors",
+    "turns/mean",
+    "sampled_tokens/mean",
+)
+
+
+def run(config: RunConfig, *, checkpoint: Path | None) -> None:
+    """Plays `evaluation.num_prompts` prompts, prints a table by source, writes `eval.jsonl`.
+
+    Raises `ConfigError` for a configuration without held-out prompts and for a directory that is no
+    whole checkpoint, and what ended the evaluation.
+    """
+    if config.data.evaluation is None:
+        raise ConfigError("data.evaluation: required, since its prompts are what is played")
+    prompts = load_prompts(
+        config.data.evaluation,
+        system_prompt=config.data.system_prompt,
+        examples=config.data.examples,
+        max_images=config.renderer.images.max_images,
+    )
+    model, step, version = _model(config, checkpoint)
+    Scorer(config.rewards)
+    check_rows(config.rewards, prompts)
+    asyncio.run(wait_for_services(config.environment))
+    asyncio.run(check_judges(config.rewards))
+    renderer = openings.make_renderer(config, model=model)
+    assert renderer is not None, "a model directory has a tokenizer"
+    if renderer.vision is None:
+        refuse_blindness(config)
+    check_template(renderer, config.environment, prompts)
+    prompts = openings.fitting(config, prompts, renderer, key="data.evaluation")
+    assert config.run.dir is not None, "the command line names a directory"
+    folder = Path(config.run.dir).absolute()
+    machine.refuse_long_sockets(config)
+    machine.refuse_full_disks(folder)
+    with run_directory.claimed(folder, is_new=True):
+        try:
+            placement.connect(config.cluster)
+            config = placement.resolve(config)
+            placement.check_variables(config)
+            record = asyncio.run(
+                _evaluate(config, folder, prompts, model=model, step=step, version=version)
+            )
+        finally:
+            placement.disconnect()
+    Console().print(table(record))
+
+
+def table(record: dict[str, Any]) -> Table:
+    """One row for all prompts, and one for each source."""
+    shown = Table(title=f"step {record['step']}, policy version {record['policy_version']}")
+    for name in ("source", *COLUMNS):
+        shown.add_column(name, justify="left" if name == "source" else "right")
+    sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
+    for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
+        values = (record.get(f"{prefix}{column}") for column in COLUMNS)
+        shown.add_row(Text(source), *("-" if v is None else f"{v:.4g}" for v in values))
+    return shown
+
+
+def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, PolicyVersion]:
+    """Directory or hub id, learner step and policy version of what is evaluated."""
+    if checkpoint is None:
+        if isinstance(config.model, TinyModel):
+            raise ConfigError(
+                "model.kind: a 'tiny' model is made by its run; name a checkpoint of that with "
+                "checkpoint=RUN_DIR/checkpoints/step_NNNNNN"
+            )
+        return config.model.path, 0, 0
+    if not checkpoint.is_dir():
+        raise ConfigError(f"checkpoint: no such directory {str(checkpoint)!r}")
+    if (fault := checkpoints.find_fault(checkpoint)) is not None:
+        raise ConfigError(f"checkpoint: {checkpoint} is not whole: {fault}")
+    step = json.loads((checkpoint / checkpoints.MANIFEST).read_text())["step"]
+    progress = json.loads((checkpoint / "learner" / "progress.json").read_text())
+    return str((checkpoint / "model").absolute()), int(step), int(progress["policy_version"])
+
+
+async def _evaluate(
+    config: RunConfig,
+    folder: Path,
+    prompts: list[Prompt],
+    *,
+    model: str,
+    step: int,
+    version: PolicyVersion,
+) -> dict[str, Any]:
+    rewards = RewardActors(config.run.name, config.rewards)
+    fleet = RolloutFleet(
+        config=config.actors,
+        sections=replace(
+            placement.rollout_sections(config),
+            weight_transport="shared_files",
+            lora_rank=None,
+            should_trace=False,
+        ),
+        model_path=model,
+        replay=None,
+        on_loss=_no_loss,
+        on_join=_no_join,
+    )
+    with Recorder.of_run(config, folder, num_steps=max(step, 1)) as recorder:
+        try:
+            with recorder.stage(f"starting {config.actors.num_actors} engines"):
+                await asyncio.gather(rewards.start(), fleet.start())
+            evaluator = Evaluator(
+                config.evaluation, prompts, failed_reward=config.rewards.reported_failed_reward
+            )
+            # Engines count from 0: they loaded these weights, and none are pushed.
+            record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
+            record["policy_version"] = version
+            recorder.evaluation(record)
+        finally:
+            await clean_up(sys.exception(), fleet.stop, rewards.close)
+    return record
+
+
+async def _no_loss(actor_id: str) -> None:
+    """Nothing is claimed, so nothing is lost."""
+
+
+async def _no_join(actor_id: str, receive: object) -> None:
+    """A replacement loads the same weights by itself."""
