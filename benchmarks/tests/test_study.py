@@ -1,13 +1,9 @@
 """The study harness: what it samples with, its tables, and a small run from end to end."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 import study
 from study_harness import Harness, Run, prepare_model, train
 
