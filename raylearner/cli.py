@@ -24,7 +24,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
 from raylearner.observability import logs, run_directory
 from raylearner.observability.run_directory import OR_START_OVER
-from raylearner.run.deadline import stop_time_s
+from raylearner.run.machine import stop_time_s
 from raylearner.text import visible
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
@@ -108,9 +108,11 @@ def evaluate(arguments: Arguments = None) -> None:
         config = _load(given, None, environment=os.environ)
         name = f"{config.run.name}-eval"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-        from raylearner.run import validation
+        from raylearner.run import evaluate_command
 
-        validation.run(_with_run_dir(config, None), checkpoint=Path(places[0]) if places else None)
+        evaluate_command.evaluate(
+            _with_run_dir(config, None), checkpoint=Path(places[0]) if places else None
+        )
 
 
 @app.command()
@@ -131,13 +133,13 @@ def check(
         typer.echo(report.report(config))
         for note in notes(config):
             typer.echo(f"note: {note}")
-        from raylearner.run import openings
+        from raylearner.run import prompt_checks
 
-        openings.check(config, report=lambda note: typer.echo(f"note: {note}"))
+        prompt_checks.check(config, report=lambda note: typer.echo(f"note: {note}"))
         if should_play:
-            from raylearner.run import rehearsal
+            from raylearner.run import check_command
 
-            rehearsal.run(config, report=typer.echo)
+            check_command.play_first_row(config, report=typer.echo)
 
 
 @app.command()
@@ -194,9 +196,9 @@ def submit(
                 return [trial.config for trial in plan.read(sweep_file).trials]
             config = _load(arguments or [], resume)
             if resume is not None and not or_start_over:
-                from raylearner.run import resumption
+                from raylearner.run import checkpointing
 
-                resumption.refuse_without_checkpoint(resume)
+                checkpointing.require_checkpoint(resume)
             return [config]
 
         submission.submit(

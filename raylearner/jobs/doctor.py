@@ -163,7 +163,7 @@ def _shared_memory() -> Iterator[Finding]:
 def _disk() -> Iterator[Finding]:
     for name, folder in (
         ("disk", Path.cwd()),
-        ("disk of Ray's logs", Path(machine.ray_folder()[1])),
+        ("disk of Ray's logs", Path(machine.ray_temp_dir()[1])),
     ):
         free = shutil.disk_usage(folder).free
         if free >= MIN_DISK_BYTES:
@@ -174,7 +174,7 @@ def _disk() -> Iterator[Finding]:
 
 
 def _sockets() -> Iterator[Finding]:
-    problems = machine.long_sockets(has_vllm=True)
+    problems = machine.socket_path_errors(has_vllm=True)
     if not problems:
         yield Finding("ok", "sockets", "temporary directories are short enough for them")
     for problem in problems:

@@ -29,11 +29,10 @@ from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
 from raylearner.replay.replay_actor import Take
 from raylearner.run import placement
+from raylearner.run.checkpointing import CheckpointWriter
 from raylearner.run.evaluation import Evaluator, SideEvaluation
-from raylearner.run.initial_model import prepare_model
-from raylearner.run.run_actors import RunActors
-from raylearner.run.saving import Saver
-from raylearner.run.waiting import T, in_time, stalled, unless_set
+from raylearner.run.run_actors import RunActors, prepare_model
+from raylearner.run.watchdog import T, in_time, stalled, unless_set
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class Controller:
         self._reporting: asyncio.Task[None] | None = None
         self._action_watch = ActionWatch(config.environment, max_steps=config.run.num_steps)
         self._started: RunActors | None = None
-        self._saver: Saver | None = None
+        self._saver: CheckpointWriter | None = None
         self._is_resumed = False
         self.step = 0
 
@@ -108,7 +107,7 @@ class Controller:
             model_path=model_path,
             tracer=self._tracer,
         )
-        self._saver = Saver(
+        self._saver = CheckpointWriter(
             self._folder / "checkpoints",
             learner=actors.learner,
             replay=actors.replay,

@@ -1,11 +1,15 @@
 """What this machine must offer before anything starts: room on its disks, short paths for sockets."""
 
 import logging
+import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
+from raylearner.config.run import RunSection
 from raylearner.config.schema import RunConfig, VllmEngine
 from raylearner.errors import ConfigError
 
@@ -20,24 +24,26 @@ VLLM_SOCKET = "00000000-0000-0000-0000-000000000000"
 MIN_FREE_BYTES = 1 << 20
 """A disk with less is full: not even a configuration and a log can be relied on."""
 LOW_FREE_BYTES = 1 << 30
+DEADLINE_VARIABLES = ("RAYLEARNER_DEADLINE", "SLURM_JOB_END_TIME")
+"""Looked at in this order where `run.deadline` is not set."""
 
 
-def refuse_long_sockets(config: RunConfig) -> None:
+def check_socket_paths(config: RunConfig) -> None:
     """Raises `ConfigError` where Ray or vLLM could not open their sockets, for the length of the path.
 
     A cluster that runs already has its own.
     """
     if os.environ.get("RAY_ADDRESS") or config.cluster.address:
         return
-    problems = long_sockets(has_vllm=isinstance(config.actors.engine, VllmEngine))
+    problems = socket_path_errors(has_vllm=isinstance(config.actors.engine, VllmEngine))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def long_sockets(*, has_vllm: bool) -> list[str]:
+def socket_path_errors(*, has_vllm: bool) -> list[str]:
     """Temporary directories that are too long for the sockets in them, one message each."""
     problems: list[str] = []
-    variable, folder = ray_folder()
+    variable, folder = ray_temp_dir()
     sockets = [("Ray", variable, folder, RAY_SOCKET, "RAY_TMPDIR")]
     if has_vllm:
         base = os.environ.get("VLLM_RPC_BASE_PATH")
@@ -53,7 +59,7 @@ def long_sockets(*, has_vllm: bool) -> list[str]:
     return problems
 
 
-def ray_folder() -> tuple[str, str]:
+def ray_temp_dir() -> tuple[str, str]:
     """The temporary directory of a local cluster, as Ray finds it, and the variable that names it."""
     for variable in ("RAY_TMPDIR", "TMPDIR"):
         if variable in os.environ:
@@ -61,10 +67,10 @@ def ray_folder() -> tuple[str, str]:
     return "the temporary directory", "/tmp"
 
 
-def refuse_full_disks(folder: Path) -> None:
+def check_disk_space(folder: Path) -> None:
     """Raises `ConfigError` where the run directory, or Ray's, would lie on a full disk; warns of a
     disk that is nearly full."""
-    variable, temporary = ray_folder()
+    variable, temporary = ray_temp_dir()
     problems: list[str] = []
     for what, place in (("run.dir", folder), (variable, Path(temporary))):
         existing = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
@@ -81,3 +87,34 @@ def refuse_full_disks(folder: Path) -> None:
             )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def stop_time_s(run: RunSection, environment: Mapping[str, str]) -> float | None:
+    """Seconds since 1970 at which to begin to stop, `deadline_margin_s` before the end; None for never.
+
+    Raises `ConfigError` naming the key or variable whose value is no time.
+    """
+    if run.deadline is not None:
+        return _seconds(run.deadline, "run.deadline") - run.deadline_margin_s
+    for name in DEADLINE_VARIABLES:
+        if environment.get(name):
+            return _seconds(environment[name], name) - run.deadline_margin_s
+    return None
+
+
+def _seconds(text: str, where: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            seconds = math.nan
+        else:
+            seconds = moment.timestamp()  # local time where it names no offset
+    if not math.isfinite(seconds):
+        raise ConfigError(
+            f"{where}: {text!r} is no time; give ISO 8601 such as 2026-05-01T18:00+02:00, or seconds "
+            "since 1970"
+        )
+    return seconds

@@ -1,25 +1,21 @@
-"""Where a run's actors live: joins or starts Ray, checks supply, starts and replaces rollout actors."""
+"""Where a run's actors live: rollout actors are started, watched and replaced, on GPUs of their own or
+beside learner ranks."""
 
 import asyncio
 import logging
-import os
-import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylearner import job_variables
-from raylearner.actors.process import prepare, reach_nodes_directly
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
-from raylearner.cleanup import clean_up_now
-from raylearner.config import resources, variables
-from raylearner.config.checks import notes
 from raylearner.config.lora import lora_rank
-from raylearner.config.schema import ActorsSection, ClusterSection, RunConfig, SamplingSection
+from raylearner.config.schema import ActorsSection, RunConfig, SamplingSection
 from raylearner.config.section import number
 from raylearner.errors import (
     ConfigError,
@@ -27,14 +23,9 @@ from raylearner.errors import (
     LearnerDied,
     PushBroken,
     RaylearnerError,
-    StartError,
     WeightTransferError,
-    summary,
 )
-from raylearner.network import check_reachable, refuse_bad_authentication
 from raylearner.observability.spans import Span
-from raylearner.run import machine
-from raylearner.run.colocation import Colocation
 from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -45,137 +36,65 @@ DRAIN_TIMEOUT_S = 20.0
 """Longest a step's report waits for an actor."""
 STOP_TIMEOUT_S = 20.0
 """Longest an actor may take to end its engine before it is killed."""
+RESERVE_TIMEOUT_S = 60.0
+"""Longest wait for the placement group of learner ranks and engines."""
 
 
-def connect(config: ClusterSection) -> str:
-    """Joins the cluster of `RAY_ADDRESS` or `cluster.address`, or starts a local one.
+class Colocation:
+    """Owns the placement group; promises that an engine has the GPU of the rank it is dealt to."""
 
-    Returns the `host:port` of its dashboard, empty where it has none. Raises `ConfigError` when the cluster cannot be reached.
-    """
-    refuse_bad_authentication()
-    address = os.environ.get("RAY_ADDRESS") or config.address
-    # What actors print stays in Ray's log files; what matters of it comes back as errors and metrics.
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    if address:
-        try:
-            check_reachable(address)
-            url = ray.init(address=address, **common).dashboard_url or ""
-        except Exception as error:  # of many kinds, and all of them end here
-            key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
+    def __init__(self, config: RunConfig) -> None:
+        learner, actors = config.learner, config.actors
+        self._name = f"{config.run.name}/colocated"
+        self._num_bundles = learner.num_ranks
+        self._engines_per_bundle = config.engines_per_rank
+        self._bundle = {
+            "GPU": 1.0,
+            "CPU": learner.cpus_per_rank + self._engines_per_bundle * actors.cpus_per_actor,
+        }
+        self._group: Any = None
+        self._ranks: dict[str, int] = {}
+
+    async def reserve(self) -> None:
+        """Raises `ConfigError` where the cluster does not have so many GPUs with CPUs beside them."""
+        bundle = {resource: number for resource, number in self._bundle.items() if number}
+        self._group = placement_group([bundle] * self._num_bundles, "PACK", name=self._name)
+        if not await asyncio.to_thread(self._group.wait, RESERVE_TIMEOUT_S):
+            self.release()
             raise ConfigError(
-                f"{key} {address!r} cannot be joined: {summary(error)}; start it with"
-                " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
-                " or leave the address out for a local cluster"
-            ) from None
-        reach_nodes_directly()
-        return url
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=config.num_cpus,
-            object_store_memory=config.object_store_bytes,
-            include_dashboard=config.dashboard,
-            dashboard_host="127.0.0.1",
-            _node_ip_address="127.0.0.1",
-            **common,
-        )
-    except Exception as error:  # of many kinds, and all of them end here
-        variable, folder = machine.ray_folder()
-        raise StartError(
-            f"Ray did not start: {summary(error)}; its logs are in"
-            f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` looks at"
-            " the machine"
-        ) from None
-    return context.dashboard_url or ""
-
-
-def disconnect() -> None:
-    """Leaves the cluster, and ends a local one. What fails here replaces no other failure."""
-    clean_up_now(sys.exception(), ray.shutdown)
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """Every `auto` as what this cluster makes of it, said once in the log."""
-    resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
-    for decision in resolved.decisions:
-        logger.info("%s", decision)
-    for note in notes(resolved.config):
-        logger.warning("%s", note)
-    return resolved.config
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """What a run reserves, and the keys that say so."""
-
-    cpus: float
-    gpus: float
-    num_actors: int
-    num_ranks: int
-
-
-def size(config: RunConfig, *, num_gpus: float, least_cpus: float = 0.0) -> Size:
-    """Of a run alone on a cluster with so many GPUs."""
-    config = resources.resolve(config, num_gpus=num_gpus).config
-    return Size(
-        cpus=max(config.cpus_needed, least_cpus),
-        gpus=config.gpus_needed,
-        num_actors=config.actors.num_actors,
-        num_ranks=config.learner.num_ranks,
-    )
-
-
-def check_supply(config: RunConfig) -> None:
-    """Raises `ConfigError` with demand and supply when the cluster cannot hold the run."""
-    refuse_too_large(size(config, num_gpus=ray.cluster_resources().get("GPU", 0.0)))
-
-
-def check_variables(config: RunConfig) -> None:
-    """Raises `ConfigError` where machines of a cluster that was joined lack a variable that is named.
-
-    A local cluster has those of this process.
-    """
-    named = dict(variables.named_variables(config))
-    if not named or not (os.environ.get("RAY_ADDRESS") or config.cluster.address):
-        return
-    look: Any = _unset
-    unset = set(ray.get(look.remote(list(named.values()))))
-    problems = [
-        f"{key}: the environment variable {name} is not set on the cluster's machines; submit the run"
-        f" with {job_variables.OPTION} {name}, or set it where `ray start` runs"
-        for key, name in named.items()
-        if name in unset
-    ]
-    if problems:
-        raise ConfigError("\n".join([*problems, "nothing was started."]))
-
-
-@ray.remote(num_cpus=0)
-def _unset(names: list[str]) -> list[str]:
-    """Those that a worker's process does not have."""
-    prepare()
-    return [name for name in names if not os.environ.get(name)]
-
-
-def refuse_too_large(size: Size, *, what: str = "") -> None:
-    """Raises `ConfigError` where the whole cluster has less; `what` names the run."""
-    supply = ray.cluster_resources()
-    problems: list[str] = []
-    for resource, needed, keys in (
-        ("CPU", size.cpus, "actors.cpus_per_actor, learner.cpus_per_rank, reward models' cpus"),
-        ("GPU", size.gpus, "actors.gpus_per_actor, learner.gpus_per_rank, reward models' gpus"),
-    ):
-        has = supply.get(resource, 0.0)
-        if needed > has:
-            problems.append(
-                f"{what + ': ' if what else ''}{needed:g} {resource}s are needed"
-                f" ({size.num_actors} rollout actors and {size.num_ranks} learner ranks), the"
-                f" cluster has {has:g}; lower actors.num_actors, learner.num_ranks, {keys}, or add"
-                " nodes"
+                f"weights.transport: 'ipc' puts a learner rank and {self._engines_per_bundle} engines "
+                f"on each of {self._num_bundles} GPUs, and within {RESERVE_TIMEOUT_S:g} s the cluster "
+                f"had no {self._num_bundles} x {bundle} to spare on its nodes; lower "
+                "actors.num_actors, learner.num_ranks, actors.cpus_per_actor or learner.cpus_per_rank"
             )
-    if problems:
-        raise ConfigError("\n".join([*problems, "nothing was started."]))
+
+    def release(self) -> None:
+        """Safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
+
+    def rank_options(self) -> list[Mapping[str, Any]]:
+        """Actor options of every learner rank."""
+        return [self._options(index) for index in range(self._num_bundles)]
+
+    def engine_options(self, actor_id: str) -> Mapping[str, Any]:
+        """Actor options of an engine, in the bundle with the fewest."""
+        taken = Counter(self._ranks.values())
+        self._ranks[actor_id] = rank = min(range(self._num_bundles), key=lambda i: (taken[i], i))
+        return self._options(rank)
+
+    def forget(self, actor_id: str) -> None:
+        """An engine that is gone; another may take its place."""
+        self._ranks.pop(actor_id, None)
+
+    def rank_of(self, actor_id: str) -> int:
+        """The learner rank on the GPU of this engine."""
+        return self._ranks[actor_id]
+
+    def _options(self, index: int) -> Mapping[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        return {"scheduling_strategy": strategy}
 
 
 def rollout_sections(config: RunConfig) -> RolloutSections:

@@ -14,15 +14,14 @@ import ray
 
 from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
-from raylearner.config.schema import RunConfig
+from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import WeightTransferError
 from raylearner.learner.learner_actor import Recording
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run import placement
-from raylearner.run.colocation import Colocation
-from raylearner.run.placement import RolloutFleet
+from raylearner.run.placement import Colocation, RolloutFleet
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher, Receive
 
@@ -208,3 +207,27 @@ class RunActors:
 
     async def _admit(self, actor_id: str, receive: Receive) -> None:
         await self.publisher.admit(actor_id, receive)
+
+
+@ray.remote(num_cpus=1)
+def _make_tiny_model(*arguments: Any) -> float | None:
+    """In a process of its own, so that the driver never loads torch."""
+    from raylearner.tiny.demonstrations import prepare_tiny_model
+
+    return prepare_tiny_model(*arguments)
+
+
+async def prepare_model(config: RunConfig, folder: Path, training: list[Prompt]) -> str:
+    """A directory or hub id; `folder` is the run's, and `training` what a warm start imitates on."""
+    model = config.model
+    if not isinstance(model, TinyModel):
+        return model.path
+    path = folder / "model"
+    if not path.exists():
+        make: Any = _make_tiny_model
+        loss = await make.remote(
+            model, config.renderer, config.environment, training, str(path), config.run.seed
+        )
+        if loss is not None:
+            logger.info("warm start ended with a loss of %.3f", loss)
+    return str(path)

@@ -30,7 +30,7 @@ from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
-from raylearner.run import deadline, machine, openings, placement, resumption
+from raylearner.run import checkpointing, cluster, machine, prompt_checks
 from raylearner.run.controller import Controller
 from raylearner.tokenization.start import check_template
 from raylearner.types import Prompt
@@ -44,47 +44,49 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
     it aside, and `ConfigError` is raised otherwise.
     """
-    if resume is not None and resumption.is_done(resume, num_steps=config.run.num_steps):
+    if resume is not None and checkpointing.is_done(resume, num_steps=config.run.num_steps):
         logger.info(
             "nothing is left to do: all %d steps of %s are done; raise run.num_steps to train on",
             *(config.run.num_steps, resume),
         )
         return
     logger.info("run %s; run directory: %s", config.run.name, config.run.dir)
-    machine.refuse_long_sockets(config)
+    machine.check_socket_paths(config)
     training, held_out = _load_data(config)
-    deadline.stop_time_s(config.run, os.environ)
+    machine.stop_time_s(config.run, os.environ)
     Scorer(config.rewards)
     GroupScorer(config.rewards)
     check_rows(config.rewards, [*training, *held_out])
-    renderer = openings.make_renderer(config)
+    renderer = prompt_checks.make_renderer(config)
     if renderer is not None:
         if not isinstance(config.model, TinyModel):
             refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
             refuse(config)
             check_template(renderer, config.environment, [*training, *held_out])
-        training = openings.fitting(config, training, renderer, key="data.train")
-        held_out = openings.fitting(config, held_out, renderer, key="data.evaluation")
+        training = prompt_checks.select_fitting(config, training, renderer, key="data.train")
+        held_out = prompt_checks.select_fitting(config, held_out, renderer, key="data.evaluation")
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
-    machine.refuse_full_disks(folder)
+    machine.check_disk_space(folder)
     changed: Sequence[str] = ()
     with ExitStack() as held:
         if resume is not None:
-            latest = held.enter_context(resumption.taken_up(folder, or_start_over=or_start_over))
+            latest = held.enter_context(
+                checkpointing.locked_checkpoint(folder, or_start_over=or_start_over)
+            )
             if latest is not None:
-                changed = list(resumption.described(resumption.changed_keys(folder, config)))
+                changed = list(checkpointing.described(checkpointing.changed_keys(folder, config)))
                 refuse_other_data(latest.folder / "replay", training)
         else:
             latest = held.enter_context(run_directory.claimed(folder, is_new=True))
-        placement.connect(config.cluster)
-        held.callback(placement.disconnect)
-        config = placement.resolve(config)
-        placement.check_supply(config)
-        placement.check_variables(config)
+        cluster.connect(config.cluster)
+        held.callback(cluster.disconnect)
+        config = cluster.resolve(config)
+        cluster.check_supply(config)
+        cluster.check_variables(config)
         asyncio.run(_train(config, folder, training, held_out, latest=latest, changed=changed))
 
 
@@ -116,7 +118,7 @@ async def _train(
     controller = Controller(config, folder, recorder, training, held_out)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
-    stop_s = deadline.stop_time_s(config.run, os.environ)
+    stop_s = machine.stop_time_s(config.run, os.environ)
     if stop_s is not None:
         loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
     first: Exception | None = None

@@ -164,7 +164,7 @@ def test_the_first_cause_of_a_run_is_what_it_ends_with(
     recorder = types.SimpleNamespace(of_run=lambda *_, **__: types.SimpleNamespace(close=list))
     monkeypatch.setattr(training, "Controller", controller)
     monkeypatch.setattr(training, "Recorder", recorder)
-    monkeypatch.setattr(training.deadline, "stop_time_s", lambda *_: None)
+    monkeypatch.setattr(training.machine, "stop_time_s", lambda *_: None)
     config: Any = types.SimpleNamespace(run=types.SimpleNamespace(num_steps=1))
     with pytest.raises(LearnerError) as caught:
         asyncio.run(training._train(config, tmp_path, [], [], latest=None))
@@ -173,15 +173,15 @@ def test_the_first_cause_of_a_run_is_what_it_ends_with(
 
 def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from raylearner.config.schema import ClusterSection
-    from raylearner.run import placement
+    from raylearner.run import cluster
 
     def refuse(**_: object) -> None:
         raise RuntimeError("Traceback ...\nthe node timed out")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(placement.ray, "init", refuse)
+    monkeypatch.setattr(cluster.ray, "init", refuse)
     with pytest.raises(StartError) as caught:
-        placement.connect(ClusterSection())
+        cluster.connect(ClusterSection())
     assert caught.value.__cause__ is None
     assert "RuntimeError: the node timed out" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -24,7 +24,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
 from raylearner.data.images import LIMITS
 from raylearner.errors import ConfigError
-from raylearner.run import training, validation
+from raylearner.run import evaluate_command, training
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.tokenization.images import fit_image
 from raylearner.types import IMAGE_MARK, Prompt
@@ -361,7 +361,7 @@ def test_a_checkpoint_that_reads_text_alone_is_refused_by_check_and_before_a_clu
     assert {finding.key for finding in check_images(of(tmp_path))} == keys
     # A hub id is found out at the start, and so is this folder, whose config.json is missing.
     assert check_images(of(tokenizer_folder)) == []
-    for start in (training.run, partial(validation.run, checkpoint=None)):
+    for start in (training.run, partial(evaluate_command.evaluate, checkpoint=None)):
         with pytest.raises(ConfigError, match="reads text alone; name another") as error:
             start(of(tokenizer_folder))
         assert {line.partition(":")[0] for line in str(error.value).splitlines()} == keys

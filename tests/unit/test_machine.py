@@ -12,11 +12,13 @@ import pytest
 import yaml
 from minimal import MINIMAL
 
+from raylearner.config.run import RunSection
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint import checkpoint
 from raylearner.observability import run_directory
 from raylearner.run import machine, training
+from raylearner.run.machine import stop_time_s
 
 LONG = "/tmp/slurm_jobdir/1234567/partition-with-a-long-name/tmp.t0016/another-level"
 
@@ -31,16 +33,16 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 def test_a_temporary_directory_too_long_for_sockets_is_refused(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine.refuse_long_sockets(config)
+    machine.check_socket_paths(config)
     monkeypatch.setenv("TMPDIR", LONG)
     with pytest.raises(ConfigError, match="TMPDIR") as caught:
-        machine.refuse_long_sockets(config)
+        machine.check_socket_paths(config)
     assert f"{len(LONG)} bytes" in str(caught.value)
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-    machine.refuse_long_sockets(config)
+    machine.check_socket_paths(config)
     monkeypatch.setenv("RAY_TMPDIR", LONG)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    machine.refuse_long_sockets(config)
+    machine.check_socket_paths(config)
 
 
 def test_the_longest_path_that_is_allowed_holds_rays_sockets(
@@ -51,11 +53,11 @@ def test_the_longest_path_that_is_allowed_holds_rays_sockets(
     room = machine.MAX_SOCKET_PATH_BYTES - len(machine.RAY_SOCKET) - 1
     folder = "/" + "d" * (room - 1)
     monkeypatch.setenv("RAY_TMPDIR", folder)
-    machine.refuse_long_sockets(config)
+    machine.check_socket_paths(config)
     validate_socket_filepath(f"{folder}/{machine.RAY_SOCKET}")
     monkeypatch.setenv("RAY_TMPDIR", f"{folder}d")
     with pytest.raises(ConfigError):
-        machine.refuse_long_sockets(config)
+        machine.check_socket_paths(config)
 
 
 def test_a_full_disk_is_refused_and_one_nearly_full_named(
@@ -63,11 +65,11 @@ def test_a_full_disk_is_refused_and_one_nearly_full_named(
 ) -> None:
     usage = types.SimpleNamespace(free=5 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    machine.refuse_full_disks(tmp_path / "not" / "yet")
+    machine.check_disk_space(tmp_path / "not" / "yet")
     assert "5 MiB are free" in caplog.text
     usage.free = 0
     with pytest.raises(ConfigError, match=r"run\.dir") as caught:
-        machine.refuse_full_disks(tmp_path / "not" / "yet")
+        machine.check_disk_space(tmp_path / "not" / "yet")
     assert str(tmp_path) in str(caught.value)
 
 
@@ -139,3 +141,33 @@ def test_the_lock_of_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> Non
         file.write(f"process {os.getpid()} on here\n")
     with run_directory.claimed(tmp_path, is_new=False):
         pass
+
+
+@pytest.mark.parametrize(
+    ("deadline", "environment", "expected"),
+    [
+        (None, {}, None),
+        (None, {"SLURM_JOB_END_TIME": "1000000"}, 1000000 - 300),
+        (None, {"SLURM_JOB_END_TIME": "1", "RAYLEARNER_DEADLINE": "2000000"}, 2000000 - 300),
+        ("1970-01-12T15:46:40+02:00", {"RAYLEARNER_DEADLINE": "5"}, 1000000 - 300),
+        ("1970-01-12T13:46:40Z", {}, 1000000 - 300),
+        (None, {"RAYLEARNER_DEADLINE": ""}, None),
+    ],
+)
+def test_the_first_time_given_counts(
+    deadline: str | None, environment: dict[str, str], expected: float | None
+) -> None:
+    assert stop_time_s(RunSection(deadline=deadline), environment) == expected
+
+
+def test_the_margin_is_configured() -> None:
+    run = RunSection(deadline="1000", deadline_margin_s=60)
+    assert stop_time_s(run, {}) == 940
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "nan", "18:00"])
+def test_what_is_no_time_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"run.deadline: '{text}' is no time"):
+        stop_time_s(RunSection(deadline=text), {})
+    with pytest.raises(ConfigError, match="RAYLEARNER_DEADLINE: "):
+        stop_time_s(RunSection(), {"RAYLEARNER_DEADLINE": text})

@@ -18,9 +18,9 @@ from raylearner.errors import RaylearnerError, RunStopped
 from raylearner.jobs import jobs
 from raylearner.jobs.sweep import plan, results, runner, trial_jobs
 from raylearner.jobs.sweep.state import Status, SweepState
-from raylearner.run import placement
+from raylearner.run import cluster
 
-SIZE = placement.Size(cpus=1.0, gpus=0.0, num_actors=1, num_ranks=1)
+SIZE = cluster.RunSize(cpus=1.0, gpus=0.0, num_actors=1, num_ranks=1)
 
 
 class Cluster:

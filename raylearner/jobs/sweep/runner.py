@@ -24,7 +24,7 @@ from raylearner.jobs.sweep.plan import Plan, Trial, arguments, commands, read
 from raylearner.jobs.sweep.state import Status, SweepState, TrialState, refuse_file
 from raylearner.jobs.sweep.trial_jobs import ENDED, LOST, TrialJobs, environment
 from raylearner.observability import run_directory
-from raylearner.run import placement
+from raylearner.run import cluster
 
 logger = logging.getLogger(__name__)
 
@@ -52,25 +52,25 @@ def _run(plan: Plan, variables: Path | None) -> None:
     results.refuse_without_matplotlib()
     early, steps = plan.sweep.early_stopping, [t.config.run.num_steps for t in plan.trials]
     asha = early and Asha(early, plan.sweep.metric, max_steps=min(steps))
-    cluster = plan.trials[0].config.cluster.model_copy(update={"dashboard": True})
-    dashboard = placement.connect(cluster)
+    section = plan.trials[0].config.cluster.model_copy(update={"dashboard": True})
+    dashboard = cluster.connect(section)
     try:
         client = jobs.connect(f"http://{dashboard}")
         trial_jobs = TrialJobs(client, environment(client, variables=variables))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         sizes = {
-            t.number: placement.size(t.config, least_cpus=t.cpus, num_gpus=gpus)
+            t.number: cluster.run_size(t.config, least_cpus=t.cpus, num_gpus=gpus)
             for t in plan.trials
         }
         for trial in plan.trials:
-            placement.refuse_too_large(sizes[trial.number], what=f"trial {trial.number:03d}")
+            cluster.check_fits(sizes[trial.number], what=f"trial {trial.number:03d}")
         folder = run_directory.durable(Path("runs/sweeps", plan.sweep.name)).absolute()
         refuse_file(folder)
         with run_directory.claimed(folder, is_new=False):
             state = SweepState(folder, plan)
             Sweep(plan, state, trial_jobs, sizes=sizes, asha=asha).run()
     finally:
-        placement.disconnect()
+        cluster.disconnect()
 
 
 class Sweep:
@@ -82,7 +82,7 @@ class Sweep:
         state: SweepState,
         trial_jobs: TrialJobs,
         *,
-        sizes: Mapping[int, placement.Size],
+        sizes: Mapping[int, cluster.RunSize],
         asha: Asha | None,
     ) -> None:
         self._plan = plan

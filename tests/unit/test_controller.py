@@ -11,7 +11,7 @@ import pytest
 from raylearner.errors import LearnerDied, RunStopped, StalledError
 from raylearner.run import controller as controllers
 from raylearner.run.controller import Controller
-from raylearner.run.waiting import stalled, unless_set
+from raylearner.run.watchdog import stalled, unless_set
 
 NAME = types.SimpleNamespace
 

@@ -58,10 +58,10 @@ def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
                 max_images=config.renderer.images.max_images,
             )
             check_rows(config.rewards, prompts)
-            fitting(config, prompts, renderer, key=key, report=report)
+            select_fitting(config, prompts, renderer, key=key, report=report)
 
 
-def fitting(
+def select_fitting(
     config: RunConfig,
     prompts: Sequence[Prompt],
     renderer: Renderer,

@@ -27,7 +27,7 @@ from raylearner.observability.recorder import Recorder
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
-from raylearner.run import machine, openings, placement
+from raylearner.run import cluster, machine, placement, prompt_checks
 from raylearner.run.evaluation import Evaluator
 from raylearner.run.placement import RolloutFleet
 from raylearner.tokenization.start import check_template
@@ -43,7 +43,7 @@ COLUMNS = (
 )
 
 
-def run(config: RunConfig, *, checkpoint: Path | None) -> None:
+def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     """Plays `evaluation.num_prompts` prompts, prints a table by source, writes `eval.jsonl`.
 
     Raises `ConfigError` for a configuration without held-out prompts and for a directory that is no
@@ -62,26 +62,26 @@ def run(config: RunConfig, *, checkpoint: Path | None) -> None:
     check_rows(config.rewards, prompts)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
-    renderer = openings.make_renderer(config, model=model)
+    renderer = prompt_checks.make_renderer(config, model=model)
     assert renderer is not None, "a model directory has a tokenizer"
     if renderer.vision is None:
         refuse_blindness(config)
     check_template(renderer, config.environment, prompts)
-    prompts = openings.fitting(config, prompts, renderer, key="data.evaluation")
+    prompts = prompt_checks.select_fitting(config, prompts, renderer, key="data.evaluation")
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
-    machine.refuse_long_sockets(config)
-    machine.refuse_full_disks(folder)
+    machine.check_socket_paths(config)
+    machine.check_disk_space(folder)
     with run_directory.claimed(folder, is_new=True):
         try:
-            placement.connect(config.cluster)
-            config = placement.resolve(config)
-            placement.check_variables(config)
+            cluster.connect(config.cluster)
+            config = cluster.resolve(config)
+            cluster.check_variables(config)
             record = asyncio.run(
                 _evaluate(config, folder, prompts, model=model, step=step, version=version)
             )
         finally:
-            placement.disconnect()
+            cluster.disconnect()
     Console().print(table(record))
 
 

@@ -26,7 +26,7 @@ from raylearner.errors import ConfigError
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.scorer import Scorer
-from raylearner.run import openings
+from raylearner.run import prompt_checks
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tools.protocol import Tool
 from raylearner.types import Claim, Prompt, Sampling, StopReason, Trajectory
@@ -35,13 +35,13 @@ SHOWN_CHARACTERS = 2000
 """Of a turn, a reply or an error that is printed."""
 
 
-def run(config: RunConfig, *, report: Callable[[str], None]) -> None:
+def play_first_row(config: RunConfig, *, report: Callable[[str], None]) -> None:
     """Plays the first training row and reports it turn by turn.
 
     Services behind tools and judges are asked for real; reward models, which need a cluster, are left
     out. Raises `ConfigError` where the episode fails.
     """
-    renderer = openings.make_renderer(config)
+    renderer = prompt_checks.make_renderer(config)
     if renderer is None:
         raise ConfigError("--play: the tokenizer of a tiny vision model is made with the run")
     data = config.data

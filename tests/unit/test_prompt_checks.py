@@ -16,7 +16,7 @@ from raylearner.config.images import ImagesSection
 from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
-from raylearner.run import openings
+from raylearner.run import prompt_checks
 from raylearner.tokenization.images import image_size
 from raylearner.tokenization.vision import ImageFitter, Vision
 
@@ -43,10 +43,10 @@ def make_config(folder: Path, texts: tuple[str, ...] = TEXTS, **changes: Any) ->
 
 
 def fitting(config: RunConfig, **options: Any) -> list[str]:
-    renderer = openings.make_renderer(config)
+    renderer = prompt_checks.make_renderer(config)
     assert renderer is not None
     prompts = load_prompts(config.data.train, system_prompt=config.data.system_prompt)
-    kept = openings.fitting(config, prompts, renderer, key="data.train", **options)
+    kept = prompt_checks.select_fitting(config, prompts, renderer, key="data.train", **options)
     return [prompt.messages[-1].content for prompt in kept]
 
 

@@ -1,0 +1,152 @@
+"""The Ray cluster of a run: joins or starts one, and checks that it holds the run."""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raylearner import job_variables
+from raylearner.actors.process import prepare, reach_nodes_directly
+from raylearner.cleanup import clean_up_now
+from raylearner.config import resources, variables
+from raylearner.config.checks import notes
+from raylearner.config.schema import ClusterSection, RunConfig
+from raylearner.errors import ConfigError, StartError, summary
+from raylearner.network import check_reachable, refuse_bad_authentication
+from raylearner.run import machine
+
+logger = logging.getLogger(__name__)
+
+
+def connect(config: ClusterSection) -> str:
+    """Joins the cluster of `RAY_ADDRESS` or `cluster.address`, or starts a local one.
+
+    Returns the `host:port` of its dashboard, empty where it has none. Raises `ConfigError` when the cluster cannot be reached.
+    """
+    refuse_bad_authentication()
+    address = os.environ.get("RAY_ADDRESS") or config.address
+    # What actors print stays in Ray's log files; what matters of it comes back as errors and metrics.
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    if address:
+        try:
+            check_reachable(address)
+            url = ray.init(address=address, **common).dashboard_url or ""
+        except Exception as error:  # of many kinds, and all of them end here
+            key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
+            raise ConfigError(
+                f"{key} {address!r} cannot be joined: {summary(error)}; start it with"
+                " `ray start --head`, set RAY_AUTH_MODE=token where it asks for a token (the default),"
+                " or leave the address out for a local cluster"
+            ) from None
+        reach_nodes_directly()
+        return url
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=config.num_cpus,
+            object_store_memory=config.object_store_bytes,
+            include_dashboard=config.dashboard,
+            dashboard_host="127.0.0.1",
+            _node_ip_address="127.0.0.1",
+            **common,
+        )
+    except Exception as error:  # of many kinds, and all of them end here
+        variable, folder = machine.ray_temp_dir()
+        raise StartError(
+            f"Ray did not start: {summary(error)}; its logs are in"
+            f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` looks at"
+            " the machine"
+        ) from None
+    return context.dashboard_url or ""
+
+
+def disconnect() -> None:
+    """Leaves the cluster, and ends a local one. What fails here replaces no other failure."""
+    clean_up_now(sys.exception(), ray.shutdown)
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Every `auto` as what this cluster makes of it, said once in the log."""
+    resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
+    for decision in resolved.decisions:
+        logger.info("%s", decision)
+    for note in notes(resolved.config):
+        logger.warning("%s", note)
+    return resolved.config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSize:
+    """What a run reserves, and the keys that say so."""
+
+    cpus: float
+    gpus: float
+    num_actors: int
+    num_ranks: int
+
+
+def run_size(config: RunConfig, *, num_gpus: float, least_cpus: float = 0.0) -> RunSize:
+    """Of a run alone on a cluster with so many GPUs."""
+    config = resources.resolve(config, num_gpus=num_gpus).config
+    return RunSize(
+        cpus=max(config.cpus_needed, least_cpus),
+        gpus=config.gpus_needed,
+        num_actors=config.actors.num_actors,
+        num_ranks=config.learner.num_ranks,
+    )
+
+
+def check_supply(config: RunConfig) -> None:
+    """Raises `ConfigError` with demand and supply when the cluster cannot hold the run."""
+    check_fits(run_size(config, num_gpus=ray.cluster_resources().get("GPU", 0.0)))
+
+
+def check_variables(config: RunConfig) -> None:
+    """Raises `ConfigError` where machines of a cluster that was joined lack a variable that is named.
+
+    A local cluster has those of this process.
+    """
+    named = dict(variables.named_variables(config))
+    if not named or not (os.environ.get("RAY_ADDRESS") or config.cluster.address):
+        return
+    look: Any = _unset
+    unset = set(ray.get(look.remote(list(named.values()))))
+    problems = [
+        f"{key}: the environment variable {name} is not set on the cluster's machines; submit the run"
+        f" with {job_variables.OPTION} {name}, or set it where `ray start` runs"
+        for key, name in named.items()
+        if name in unset
+    ]
+    if problems:
+        raise ConfigError("\n".join([*problems, "nothing was started."]))
+
+
+@ray.remote(num_cpus=0)
+def _unset(names: list[str]) -> list[str]:
+    """Those that a worker's process does not have."""
+    prepare()
+    return [name for name in names if not os.environ.get(name)]
+
+
+def check_fits(size: RunSize, *, what: str = "") -> None:
+    """Raises `ConfigError` where the whole cluster has less; `what` names the run."""
+    supply = ray.cluster_resources()
+    problems: list[str] = []
+    for resource, needed, keys in (
+        ("CPU", size.cpus, "actors.cpus_per_actor, learner.cpus_per_rank, reward models' cpus"),
+        ("GPU", size.gpus, "actors.gpus_per_actor, learner.gpus_per_rank, reward models' gpus"),
+    ):
+        has = supply.get(resource, 0.0)
+        if needed > has:
+            problems.append(
+                f"{what + ': ' if what else ''}{needed:g} {resource}s are needed"
+                f" ({size.num_actors} rollout actors and {size.num_ranks} learner ranks), the"
+                f" cluster has {has:g}; lower actors.num_actors, learner.num_ranks, {keys}, or add"
+                " nodes"
+            )
+    if problems:
+        raise ConfigError("\n".join([*problems, "nothing was started."]))
