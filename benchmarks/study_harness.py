@@ -1,7 +1,7 @@
 """One training run in one process: learner, replay and episodes of the product, no Ray.
 
 The sampler is a transformers engine that holds, at every step, exactly the weights of `lag` policy
-versions ago, proven as in production. Runs are seeded: the same seed gives the same run.
+versions ago, verified as in production. Runs are seeded: the same seed gives the same run.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from raylearner.types import (
     TrajectoryGroup,
     WeightUpdate,
 )
-from raylearner.weights.proof import probe_tokens
+from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import discard_weights, write_weights
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -55,7 +55,7 @@ HARNESS = (
 )
 """What every run changes in the quickstart."""
 
-PROOF_TOLERANCE = 1e-4
+VERIFY_TOLERANCE = 1e-4
 """Largest difference between learner and sampler in the log-probability of a probe token."""
 
 EVALUATE_EVERY, NUM_LATE = 10, 3
@@ -212,7 +212,7 @@ class Harness:
             probe=Probe(
                 token_ids=token_ids,
                 logprobs=tuple(map(tuple, self.learner.probe_logprobs(token_ids))),
-                tolerance=PROOF_TOLERANCE,
+                tolerance=VERIFY_TOLERANCE,
             ),
         )
         self._snapshots.append(update)

@@ -79,7 +79,7 @@ class TooManyFailures(RaylearnerError):
 
 
 class WeightTransferError(RaylearnerError):
-    """Weights did not arrive, or the proof says that they are not the learner's."""
+    """Weights did not arrive, or could not be verified to be the learner's."""
 
 
 class PushBroken(WeightTransferError):

@@ -441,7 +441,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Fixed prompts with the learner's log-probabilities, which an engine must find again."""
+    """Prompts with the learner's log-probabilities, which an engine must reproduce."""
 
     token_ids: tuple[tuple[int, ...], ...]
     """Sequences of at least 2 tokens, as engines take them: one placeholder for each image."""
@@ -481,11 +481,13 @@ class WeightReceipt:
     """An engine's acknowledgement of one push."""
 
     policy_version: PolicyVersion
-    proof_gap: float
+    logprob_error: float
+    """|engine - learner| log-probability on the probe, in nats."""
     pause_s: float
     update_s: float
-    proof_s: float
+    probe_s: float
+    """Time to score the probe."""
     verify_s: float = 0.0
-    """In which the engine compared the checksums of what it holds."""
+    """Time to compare the checksums of all parameters."""
     num_verified: int = 0
-    """Tensors whose checksums the engine's parameters have, as the learner sent them."""
+    """Number of tensors whose checksums match those sent."""

@@ -196,7 +196,7 @@ async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[
     await engine.start()
     say(engine=name, start_s=time.monotonic() - started)
     learner: Any = Seeing(folder, dtype=dtype, device=device)
-    weights = WeightsSection.model_validate({"proof_tolerance": 0.25, "proof_statistic": "mean"})
+    weights = WeightsSection.model_validate({"verify_tolerance": 0.25, "verify_statistic": "mean"})
     writer = WeightWriter(learner, weights, folder=str(out / "pushed"), dtype=dtype, seed=0)
     found: dict[str, Any] = {}
     try:
@@ -206,7 +206,7 @@ async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[
                 update = writer.write()
                 assert update is not None
                 receipt = await engine.receive(update)
-                found["proof_gap"] = receipt.proof_gap
+                found["logprob_error"] = receipt.logprob_error
                 found["verified"] = {"tensors": receipt.num_verified, "seconds": receipt.verify_s}
             for kind, num_images in (("images", 2), ("text", 0)):
                 rng = np.random.default_rng(len(when))

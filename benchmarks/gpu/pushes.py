@@ -213,7 +213,7 @@ async def run(arguments: Any, result: Result) -> None:
         extra_arguments={"load_format": "dummy"},
     )
     weights = WeightsSection(
-        transport=transport, deadline_s=120, proof_tolerance=1e-3 if cpu else 2.0
+        transport=transport, deadline_s=120, verify_tolerance=1e-3 if cpu else 2.0
     )
     learner = PushGroup(
         LearnerSection(
@@ -271,8 +271,8 @@ async def run(arguments: Any, result: Result) -> None:
                     raise
                 whole = time.monotonic() - started
                 numbers = dict(publisher.metrics)
-                apart = numbers["weights/proof_s"]
-                pushes.append(numbers | {"whole_s": whole, "without_proof_s": whole - apart})
+                apart = numbers["weights/probe_s"]
+                pushes.append(numbers | {"whole_s": whole, "without_probe_s": whole - apart})
                 if has_load:
                     await asyncio.sleep(0.7)
             result.add(**{label: pushes, "condemned": condemned})
@@ -280,8 +280,8 @@ async def run(arguments: Any, result: Result) -> None:
                 done = await asyncio.gather(*(_answer(e.finish.remote()) for e in engines.values()))
                 result.add(load=done)
         result.add(
-            best_loaded_s=min(p["without_proof_s"] for p in result.content["loaded"]),
-            mean_loaded_s=mean([p["without_proof_s"] for p in result.content["loaded"]]),
+            best_loaded_s=min(p["without_probe_s"] for p in result.content["loaded"]),
+            mean_loaded_s=mean([p["without_probe_s"] for p in result.content["loaded"]]),
             learner_peak_gib=await learner.peak_gib(),
         )
         result.done()

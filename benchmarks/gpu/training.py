@@ -32,8 +32,8 @@ KEYS = (
     "weights/pause_s",
     "weights/update_s",
     "weights/send_s",
-    "weights/proof_s",
-    "weights/proof_gap",
+    "weights/probe_s",
+    "weights/logprob_error",
     "weights/verify_s",
     "weights/verify_tensors",
 )

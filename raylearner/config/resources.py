@@ -14,7 +14,7 @@ SHARE_STEP = 0.05
 """Shares of a GPU are rounded down to multiples of this, so that they always fit."""
 
 TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_HALF = 1e-3, 0.05, 0.25
-"""Of the proof: float32 on CPUs, float32 on GPUs (whose kernels may use TF32), half precision."""
+"""Default `weights.verify_tolerance` in nats: float32 on CPUs, float32 on GPUs (whose kernels may use TF32), half precision."""
 
 AWAKE_SHARE = 0.75
 """Of a GPU, for all engines on it that sleep while the learner steps; it keeps its state meanwhile."""
@@ -58,11 +58,11 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
         weights = weights.model_copy(update={"transport": transport})
         decisions.append(f"weights travel by {transport}")
     is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
-    if weights.proof_statistic == "auto":
-        weights = weights.model_copy(update={"proof_statistic": "mean" if is_half else "max"})
-    if weights.proof_tolerance == "auto":
+    if weights.verify_statistic == "auto":
+        weights = weights.model_copy(update={"verify_statistic": "mean" if is_half else "max"})
+    if weights.verify_tolerance == "auto":
         tolerance = TOLERANCE_HALF if is_half else TOLERANCE_GPU if per_actor else TOLERANCE_CPU
-        weights = weights.model_copy(update={"proof_tolerance": tolerance})
+        weights = weights.model_copy(update={"verify_tolerance": tolerance})
     resolved = config.model_copy(
         update={
             "learner": config.learner.model_copy(update={"gpus_per_rank": per_rank}),

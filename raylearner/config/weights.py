@@ -17,10 +17,10 @@ class WeightsSection(Section):
     should_clear_caches: bool = True
     """Running requests are recomputed under the new weights; off keeps stale key-values."""
     deadline_s: PositiveFloat = 120.0
-    """An engine that has not acknowledged by then is condemned and replaced."""
-    proof_tolerance: PositiveFloat | Literal["auto"] = "auto"
-    """Most |learner - engine| log-probability on the probe prompts, in nats; auto goes by precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 0.25 in half precision."""
-    proof_statistic: Literal["auto", "max", "mean"] = "auto"
-    """Which statistic of it over the probe's tokens; auto is the mean in half precision, where single tokens differ by more than a nat, and the maximum in float32."""
+    """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
+    verify_tolerance: PositiveFloat | Literal["auto"] = "auto"
+    """Maximum |learner - engine| log-probability on the probe prompts, in nats, for a weight update to count as verified; auto depends on precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 0.25 in half precision."""
+    verify_statistic: Literal["auto", "max", "mean"] = "auto"
+    """Statistic of that difference over the probe's tokens; auto is the mean in half precision, where single tokens differ by more than a nat, and the maximum in float32."""
     num_probe_tokens: PositiveInt = 32
     """Length of a probe prompt."""

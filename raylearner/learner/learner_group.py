@@ -163,7 +163,7 @@ class LearnerGroup:
     async def write(
         self, policy_version: PolicyVersion, members: Sequence[str] = ()
     ) -> WeightUpdate:
-        """The weights as they are now, `policy_version` or later, with the proof of their arrival.
+        """The weights as they are now, `policy_version` or later, with the probe that verifies them.
 
         With `nccl` the ranks begin to send as soon as this returns: the members must receive, and
         `settle` says how it went.

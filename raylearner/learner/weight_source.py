@@ -1,4 +1,4 @@
-"""The learner's side of a push: full weights on their way, with the proof that they must meet."""
+"""The learner's side of a push: the weights and the probe that verifies them."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from raylearner.learner.model.images import ImageReader
 from raylearner.types import PolicyVersion, Probe, WeightUpdate
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.group import WeightGroup
-from raylearner.weights.proof import probe_tokens
+from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_adapter, write_weights
 
 log = logging.getLogger(__name__)
@@ -193,13 +193,13 @@ def make_probe(source: WeightSource, config: WeightsSection, *, seed: int) -> Pr
         *others, last = token_ids
         token_ids = (*others, (*block, *last))
         images = (*((),) * len(others), (image,))
-    tolerance = config.proof_tolerance
+    tolerance = config.verify_tolerance
     return Probe(
         token_ids=token_ids,
         logprobs=tuple(map(tuple, source.probe_logprobs(token_ids, images))),
         tolerance=TOLERANCE_CPU if tolerance == "auto" else tolerance,
         images=images,
-        statistic="mean" if config.proof_statistic == "mean" else "max",
+        statistic="mean" if config.verify_statistic == "mean" else "max",
     )
 
 

@@ -29,8 +29,8 @@ PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
         ("weights/pause_s", "engines paused {{run}}"),
         ("weights/write_s", "write {{run}}"),
     )),
-    ("Gaps to the engine", "short", "Log-probabilities of learner and engine, in nats.", (
-        ("weights/proof_gap", "proof {{run}}"),
+    ("Engine vs. learner", "short", "Log-probabilities of learner and engine, in nats.", (
+        ("weights/logprob_error", "probe {{run}}"),
         ("learner/logprob_gap/mean", "sampled tokens {{run}}"),
     )),
     ("Tool latency", "s", "Of the slowest actor.", (

@@ -165,13 +165,13 @@ class RunActors:
                 await self.fleet.sleep()
 
     async def assert_current(self) -> None:
-        """The last version reaches every engine, with its proof, before the run calls itself done."""
+        """Publish the last version to every engine and log that it was verified."""
         await self.publish()
         logger.info(
-            "every engine (%d) holds policy version %d, proof gap %.1e",
+            "every engine (%d) holds policy version %d, log-probability error %.1e",
             len(self.publisher.members),
             self.publisher.policy_version,
-            self.publisher.metrics["weights/proof_gap"],
+            self.publisher.metrics["weights/logprob_error"],
         )
 
     def lend(self, actor_id: str) -> None:

@@ -1,7 +1,7 @@
 """Whether an engine's parameters hold just what the learner sent: checksums, tensor by tensor.
 
 The learner's are made of what it sends, the engine's of its own parameters after they were loaded,
-each rank's part of each tensor by itself. What checksums cannot see is left to the probe (`proof`).
+each rank's part of each tensor by itself. What checksums do not cover is left to the probe (`probe`).
 """
 
 import logging

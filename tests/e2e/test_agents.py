@@ -172,7 +172,7 @@ def test_an_agent_plays_trains_and_keeps_what_it_wrote(
     assert f"with {agent.engine} runs as process" in output
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert max(row["weights/proof_gap"] for row in metrics) < 1e-3
+    assert max(row["weights/logprob_error"] for row in metrics) < 1e-3
     on_policy = metrics if agent.is_on_policy else metrics[:1]
     assert max(row["learner/logprob_gap/max"] for row in on_policy) < 1e-4
     assert [row["step"] for row in rows(folder / "eval.jsonl")] == [0, 3]

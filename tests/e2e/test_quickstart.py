@@ -48,8 +48,8 @@ def test_the_run_was_asynchronous_and_every_engine_is_vllm_at_the_last_version(
     metrics = rows(folder / "metrics.jsonl")
     assert mean([row["buffer/staleness/mean"] for row in metrics]) > 0
     assert max(row["buffer/staleness/max"] for row in metrics) <= 2
-    assert max(row["weights/proof_gap"] for row in metrics) < 1e-4
-    assert "every engine (2) holds policy version 60, proof gap" in output
+    assert max(row["weights/logprob_error"] for row in metrics) < 1e-4
+    assert "every engine (2) holds policy version 60, log-probability error" in output
     trajectories = read_trajectories(folder)
     mixed = [t for t in trajectories if len({v for v in t["policy_versions"] if v >= 0}) > 1]
     assert len(mixed) >= 0.05 * len(trajectories)

@@ -56,7 +56,7 @@ async def test_memory_is_free_in_sleep_and_running_requests_go_on(
         update = make_update(policy, share)
         receipt = await engine.receive(update)
         log.info("%s", receipt)
-        assert receipt.proof_gap < 0.05
+        assert receipt.logprob_error < 0.05
         share.release()
         assert torch.cuda.mem_get_info()[0] / GIB < awake / GIB + 1
         completions = await asyncio.gather(*running)

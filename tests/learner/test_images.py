@@ -498,7 +498,7 @@ def test_ranks_of_which_some_show_images_equal_one_rank(
 
 
 @pytest.mark.parametrize("should_clear_caches", [True, False])
-def test_a_proof_shows_an_image_that_caches_must_not_keep(
+def test_a_probe_shows_an_image_that_caches_must_not_keep(
     qwen2_5_folder: Path, should_clear_caches: bool
 ) -> None:
     """The same one at every push where caches are cleared, and else one that none of them has seen."""

@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from raylearner.types import Probe
-from raylearner.weights.proof import probe_tokens
+from raylearner.weights.probe import probe_tokens
 
 PAD, END = "<|pad|>", "<|end|>"
 WHOLE = "</t>!"

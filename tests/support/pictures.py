@@ -131,7 +131,7 @@ def make_update(
     source: Any = Source(
         model=model, image_reader=reader, model_folder=folder, policy_version=version
     )
-    config = WeightsSection.model_validate({"proof_tolerance": tolerance})
+    config = WeightsSection.model_validate({"verify_tolerance": tolerance})
     weights = list(model.named_weights(torch.float32))
     return WeightUpdate(
         policy_version=version,

@@ -31,7 +31,7 @@ FIXED = [
     "learner/idle_fraction",
     "weights/publish_s",
     "weights/pause_s",
-    "weights/proof_gap",
+    "weights/logprob_error",
 ]
 
 

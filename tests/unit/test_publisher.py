@@ -37,10 +37,10 @@ class Receiver:
         self.versions.append(update.policy_version)
         return WeightReceipt(
             policy_version=update.policy_version + self.version_offset,
-            proof_gap=1e-6 * len(self.versions),
+            logprob_error=1e-6 * len(self.versions),
             pause_s=0.25,
             update_s=0.125,
-            proof_s=0.0625,
+            probe_s=0.0625,
         )
 
 
@@ -103,7 +103,7 @@ async def test_publish_returns_once_every_member_has_acknowledged() -> None:
     assert lab.publisher.policy_version == 1
     assert lab.publisher.metrics["weights/num_engines"] == 2
     assert lab.publisher.metrics["weights/pause_s"] == 0.25
-    assert lab.publisher.metrics["weights/proof_gap"] == 1e-6
+    assert lab.publisher.metrics["weights/logprob_error"] == 1e-6
     assert set(lab.publisher.metrics) == {
         f"weights/{name}"
         for name in (
@@ -111,8 +111,8 @@ async def test_publish_returns_once_every_member_has_acknowledged() -> None:
             "write_s",
             "pause_s",
             "update_s",
-            "proof_s",
-            "proof_gap",
+            "probe_s",
+            "logprob_error",
             "num_engines",
         )
     }
@@ -186,18 +186,18 @@ async def test_whoever_misses_the_deadline_is_condemned() -> None:
 
 async def test_when_all_fail_the_push_fails_with_the_cause() -> None:
     lab = Lab()
-    lab.add("a", fault=WeightTransferError("proof failed"))
-    with pytest.raises(WeightTransferError, match=r"none of 1 engines.*proof failed"):
+    lab.add("a", fault=WeightTransferError("refused"))
+    with pytest.raises(WeightTransferError, match=r"none of 1 engines.*refused"):
         await lab.publisher.publish(1)
     assert lab.publisher.policy_version is None
 
 
 async def test_a_failure_in_the_background_surfaces_at_the_next_call() -> None:
     lab = Lab()
-    lab.add("a", fault=WeightTransferError("proof failed"))
+    lab.add("a", fault=WeightTransferError("refused"))
     lab.publisher.start(1)
     await until(lambda: not lab.publisher.is_publishing)
-    with pytest.raises(WeightTransferError, match="proof failed"):
+    with pytest.raises(WeightTransferError, match="refused"):
         lab.publisher.start(2)
 
 
@@ -308,9 +308,9 @@ async def test_a_joiner_that_fails_does_not_count_and_tells_the_caller() -> None
     lab = Lab()
     lab.add("a")
     await lab.publisher.publish(1)
-    with pytest.raises(WeightTransferError, match="proof failed"):
+    with pytest.raises(WeightTransferError, match="refused"):
         await lab.publisher.admit(
-            "joiner", lab.receiver(fault=WeightTransferError("proof failed")).receive
+            "joiner", lab.receiver(fault=WeightTransferError("refused")).receive
         )
     assert lab.publisher.members == {"a"}
     assert lab.condemned == {}
@@ -403,9 +403,9 @@ async def test_a_member_that_fails_breaks_a_collective_push_and_the_next_meets_w
     assert lab.publisher.policy_version == 2
 
 
-async def test_a_failed_proof_after_the_weights_arrived_condemns_only_its_engine() -> None:
+async def test_a_failed_verification_after_the_weights_arrived_condemns_only_its_engine() -> None:
     lab = Collective()
-    lab.add("failing", fault=WeightTransferError("proof failed"))
+    lab.add("failing", fault=WeightTransferError("refused"))
     slow = lab.add("slow", is_open=False)
     lab.publisher.start(1)
     await until(lambda: "failing" in lab.condemned)

@@ -30,7 +30,7 @@ def shares(num_gpus: float, **changes: Any) -> tuple[float, float, str]:
 
 def test_without_gpus_everything_runs_on_the_cpu() -> None:
     assert shares(0) == (0, 0, "shared_files")
-    assert resolve(config(), num_gpus=0).config.weights.proof_tolerance == 1e-3
+    assert resolve(config(), num_gpus=0).config.weights.verify_tolerance == 1e-3
 
 
 def test_enough_gpus_give_one_to_each() -> None:
@@ -124,5 +124,5 @@ def test_transports_that_cannot_work_are_refused() -> None:
 
 def test_half_precision_loosens_the_proof() -> None:
     resolved = resolve(config(actors__engine__dtype="bfloat16"), num_gpus=3).config
-    assert resolved.weights.proof_tolerance == 0.25
-    assert resolved.weights.proof_statistic == "mean"
+    assert resolved.weights.verify_tolerance == 0.25
+    assert resolved.weights.verify_statistic == "mean"

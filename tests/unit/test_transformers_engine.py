@@ -61,7 +61,7 @@ def plain_logprobs(folder: Path, token_ids: list[int], temperature: float = 1.0)
 def update_from(
     folder: Path, target: Path, *, version: int, scale: float = 1.0, **changes: bool
 ) -> WeightUpdate:
-    """Weights of `folder` times `scale`, written to `target`, with a proof that holds."""
+    """Weights of `folder` times `scale`, written to `target`, with a probe that holds."""
     shutil.copytree(folder, target / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -253,7 +253,7 @@ async def test_an_update_lands_under_running_requests(
     versions = completion.policy_versions.tolist()
     split = versions.index(5)
     assert (receipt.policy_version, engine.policy_version) == (5, 5)
-    assert receipt.proof_gap < 1e-4
+    assert receipt.logprob_error < 1e-4
     assert 3 <= split < 100
     assert versions == [0] * split + [5] * (100 - split)
     token_ids, size = PROMPTS[3] + completion.token_ids.tolist(), len(PROMPTS[3])
@@ -264,9 +264,7 @@ async def test_an_update_lands_under_running_requests(
     assert (gap < 1e-5) == should_clear_caches  # keys and values of old weights show
 
 
-async def test_weights_that_do_not_prove_themselves_condemn_the_engine(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_an_engine_whose_weights_are_not_verified_fails(folder: Path, tmp_path: Path) -> None:
     engine = make_engine(folder)
     await engine.start()
     update = update_from(folder, tmp_path, version=1, scale=1.1)
@@ -274,7 +272,7 @@ async def test_weights_that_do_not_prove_themselves_condemn_the_engine(
     wrong = replace(update, probe=replace(update.probe, logprobs=(other,)))
     running = asyncio.ensure_future(engine.generate(PROMPTS[3], Sampling(max_tokens=100)))
     await tokens_flow(engine)
-    with pytest.raises(WeightTransferError, match="proof of policy version 1 failed"):
+    with pytest.raises(WeightTransferError, match="policy version 1"):
         await engine.receive(wrong)
     for call in (running, engine.generate(PROMPTS[0], Sampling()), engine.resume()):
         with pytest.raises(EngineError, match="did not arrive"):

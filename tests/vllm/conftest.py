@@ -17,7 +17,7 @@ from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
 from raylearner.weights.checksums import Checksum
-from raylearner.weights.proof import probe_tokens
+from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_weights
 
 

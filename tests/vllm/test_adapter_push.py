@@ -16,7 +16,7 @@ from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.model import lora
 from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
-from raylearner.weights.proof import probe_tokens
+from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import discard_weights, write_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -60,7 +60,7 @@ class AdapterLab:
             gaps.append(np.abs(mine - completion.logprobs)[own].max())
         return float(max(gaps))
 
-    async def push(self, version: int, *, proof_of: int | None = None) -> WeightReceipt:
+    async def push(self, version: int, *, probe_of: int | None = None) -> WeightReceipt:
         ids = probe_tokens(
             seed=0,
             policy_version=version,
@@ -68,10 +68,10 @@ class AdapterLab:
             special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
             num_tokens=32,
         )
-        proof_version = version if proof_of is None else proof_of
+        probe_version = version if probe_of is None else probe_of
         probe = Probe(
             token_ids=ids,
-            logprobs=tuple(tuple(self.logprobs(proof_version, row, 1).tolist()) for row in ids),
+            logprobs=tuple(tuple(self.logprobs(probe_version, row, 1).tolist()) for row in ids),
             tolerance=1e-4,
         )
         self.set_version(version)
@@ -116,7 +116,7 @@ async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) ->
     completions = await asyncio.gather(*running)
     assert any(len(np.unique(c.policy_versions)) >= 2 for c in completions)
     assert max(lab.gap(prompt, c) for c in completions) < 1e-4
-    assert max(receipt.proof_gap for receipt in receipts) < 1e-4
+    assert max(receipt.logprob_error for receipt in receipts) < 1e-4
     assert all(0 < receipt.update_s < receipt.pause_s for receipt in receipts)
     later = await lab.engine.generate(prompt, RUNNING)
     assert set(later.policy_versions.tolist()) == {version}
@@ -159,7 +159,7 @@ async def test_adapters_are_verified_in_the_places_where_they_are_held(lab: Adap
     assert [name for name in names if name in str(caught.value)] == [names[3]]
 
 
-async def test_the_proof_tells_another_adapter(lab: AdapterLab) -> None:
-    """The last test of this engine, which it condemns."""
-    with pytest.raises(WeightTransferError, match="proof of policy version 1001 failed"):
-        await lab.push(1001, proof_of=1000)
+async def test_the_probe_detects_another_adapter(lab: AdapterLab) -> None:
+    """The last test of this engine, which then has failed."""
+    with pytest.raises(WeightTransferError, match="policy version 1001"):
+        await lab.push(1001, probe_of=1000)

@@ -77,7 +77,7 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         sent = update.payload["checksums"]
         assert receipt.num_verified == len(sent) == len(weights)
         reports = await engine._llm.collective_rpc("weight_report")
-        assert receipt.proof_gap < 0.05
+        assert receipt.logprob_error < 0.05
         completions = await asyncio.gather(*running)
         assert {v for c in completions for v in c.policy_versions.tolist()} == {0, 1}
         refuse_withheld_shards(sent, reports)

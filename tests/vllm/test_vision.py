@@ -63,7 +63,7 @@ async def test_images_score_alike_before_and_after_a_push_that_changes_the_tower
         )
         change_tower(model)
         receipt = await engine.receive(make_update(model, reader, folder, 1, tolerance=TOLERANCE))
-        assert 0 < receipt.proof_gap < TOLERANCE
+        assert 0 < receipt.logprob_error < TOLERANCE
         after = await play(engine, renderer, temperature=0.7)
         second = learner_logprobs(model, reader, after, temperature=0.7)
         np.testing.assert_allclose(

@@ -10,8 +10,8 @@ class Engine(Protocol):
     """Samples tokens under a policy version and takes new weights under running generations.
 
     `generate` never re-tokenises and returns log-probabilities of the distribution sampled from.
-    `receive` raises `WeightTransferError` when anything between start and finish of an update
-    fails or its proof does: the engine is then condemned, `close` is the only call still allowed.
+    `receive` raises `WeightTransferError` when a weight update fails or cannot be
+    verified: the engine has then failed, and `close` is the only call still allowed.
     """
 
     @property

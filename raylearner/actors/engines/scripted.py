@@ -111,10 +111,10 @@ class ScriptedEngine:
         self._version = update.policy_version
         return WeightReceipt(
             policy_version=update.policy_version,
-            proof_gap=0.0,
+            logprob_error=0.0,
             pause_s=0.0,
             update_s=0.0,
-            proof_s=0.0,
+            probe_s=0.0,
         )
 
     async def sleep(self) -> None:

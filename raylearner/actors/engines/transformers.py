@@ -35,8 +35,8 @@ from raylearner.types import (
     WeightReceipt,
     WeightUpdate,
 )
-from raylearner.weights import proof
 from raylearner.weights.checksums import Checksums, plain
+from raylearner.weights.probe import verify_logprobs
 from raylearner.weights.verification import refuse_differences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -362,16 +362,16 @@ class TransformersEngine:
         loaded = time.monotonic()
         num_verified = self._verify(update)
         verified = time.monotonic()
-        found = proof.check(
+        logprob_error = verify_logprobs(
             self._probe_logprobs(update.probe), update.probe, policy_version=update.policy_version
         )
         finished = time.monotonic()
         return WeightReceipt(
             policy_version=update.policy_version,
-            proof_gap=found,
+            logprob_error=logprob_error,
             pause_s=finished - paused,
             update_s=loaded - started,
-            proof_s=finished - verified,
+            probe_s=finished - verified,
             verify_s=verified - loaded,
             num_verified=num_verified,
         )

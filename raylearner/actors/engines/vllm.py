@@ -28,7 +28,7 @@ from raylearner.types import (
     WeightReceipt,
     WeightUpdate,
 )
-from raylearner.weights import proof
+from raylearner.weights.probe import NUM_PROBE_SEQUENCES, verify_logprobs
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -42,7 +42,7 @@ NUM_RESENDS = 5
 """Of a request with images that vLLM's two caches of them disagree on. They do so after a request that
 was cancelled on its way and after a sleep; the core tells what it lacks, and gets it with the next."""
 PROBE_PRIORITY = -1
-"""The least number goes first: a proof does not wait behind requests that are prefilled again."""
+"""The smallest number goes first: a probe does not wait behind requests that are prefilled again."""
 EXTENSION = "raylearner.weights.receiver.WorkerExtension"
 
 
@@ -201,7 +201,7 @@ class VllmEngine:
             "dtype": config.dtype,
             "max_model_len": config.max_model_tokens,
             # Probes find a place also while every other is taken, and go first.
-            "max_num_seqs": config.max_sequences + proof.NUM_PROBE_SEQUENCES,
+            "max_num_seqs": config.max_sequences + NUM_PROBE_SEQUENCES,
             "scheduling_policy": "priority",
             "gpu_memory_utilization": config.memory_fraction,
             "tensor_parallel_size": config.tensor_parallel_size,
@@ -294,21 +294,21 @@ class VllmEngine:
             self._is_asleep = False
         await llm.resume_generation()
         resumed = time.monotonic()
-        proof_gap = proof.check(
+        logprob_error = verify_logprobs(
             await self._probe_logprobs(update.probe),
             update.probe,
             policy_version=update.policy_version,
         )
-        proof_s = time.monotonic() - resumed
+        probe_s = time.monotonic() - resumed
         if self._is_paused:
             await llm.pause_generation(mode="keep", clear_cache=False)
         self._policy_version = update.policy_version
         return WeightReceipt(
             policy_version=update.policy_version,
-            proof_gap=proof_gap,
+            logprob_error=logprob_error,
             pause_s=resumed - paused,
             update_s=loaded - started,
-            proof_s=proof_s,
+            probe_s=probe_s,
             verify_s=verified - loaded,
             num_verified=num_verified,
         )
