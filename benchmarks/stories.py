@@ -95,7 +95,7 @@ def config(
     }
     if not cpu and graphs:
         # CUDA graphs of whole decode steps without compilation: most of the speed, little start.
-        engine["is_eager"] = False
+        engine["eager"] = False
         engine["extra_arguments"] = {
             "compilation_config": {
                 "mode": 0,

@@ -52,7 +52,7 @@ def main() -> None:
         graphs=not arguments.eager,
         **sections,
     )
-    found["actors"]["engine"]["should_sleep"] = mode == "colocated"
+    found["actors"]["engine"]["sleep"] = mode == "colocated"
     if not cpu:
         found["actors"]["max_concurrent_episodes"] = 64
     started = time.monotonic()

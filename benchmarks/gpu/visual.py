@@ -135,7 +135,7 @@ def large(out: Path, tokenizer_folder: str, *, num_steps: int, cpu: bool) -> dic
                 "dtype": "float32" if cpu else "bfloat16",
                 "max_model_tokens": 2048,
                 "max_sequences": 8 if cpu else 128,
-                "is_eager": True,
+                "eager": True,
             },
         },
         "replay": {

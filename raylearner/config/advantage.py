@@ -126,7 +126,7 @@ class CriticAdvantage(Section):
     """Discount per step."""
     lam: Fraction = 1.0
     """Decay of the trace per step."""
-    should_bootstrap: bool = False
+    bootstrap: bool = False
     """Episodes that ran out of tokens end with the critic's value, as if they went on, and not with 0."""
     normalize: bool = True
     """Whiten the advantages over the trained tokens of the batch."""

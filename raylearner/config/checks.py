@@ -185,7 +185,7 @@ def _layout(config: RunConfig) -> Iterator[Finding]:
         )
     if config.engines_sleep and config.replay.max_staleness:
         yield Finding(
-            "actors.engine.should_sleep",
+            "actors.engine.sleep",
             "needs replay.max_staleness 0, got "
             f"{config.replay.max_staleness}: engines that sleep while the learner steps make "
             "nothing ahead of it; turn it off for asynchronous runs",

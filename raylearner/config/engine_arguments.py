@@ -126,8 +126,8 @@ SAFE = (
 
 OWN_KEYS = {
     "dtype": "actors.engine.dtype",
-    "enforce_eager": "actors.engine.is_eager",
-    "enable_sleep_mode": "actors.engine.should_sleep",
+    "enforce_eager": "actors.engine.eager",
+    "enable_sleep_mode": "actors.engine.sleep",
     "gpu_memory_utilization": "actors.engine.memory_fraction",
     "limit_mm_per_prompt": "renderer.images",
     "max_model_len": "actors.engine.max_model_tokens",

@@ -70,7 +70,7 @@ class KlSection(Section):
     """With d = log current - log reference: d, d^2 / 2, e^-d - 1 + d, |d|."""
     straight_through: bool = False
     """Keep the value, take the gradient of k2, whose expectation is that of the KL. In the loss only."""
-    is_weighted: bool = False
+    weighted: bool = False
     """Multiply by the ratio current/proximal, which unbiases it off-policy (2512.02556). In the loss only."""
     value_limit: PositiveFloat | None = 10.0
     """Bound of a token's k3; None for none, as in TRL."""

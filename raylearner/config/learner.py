@@ -31,7 +31,7 @@ class LearnerSection(Section):
     """Learner actors, one rank each."""
     shard_size: PositiveInt | None = None
     """Ranks that share one copy of the parameters; with fewer than `num_ranks` each group of so many holds one (HSDP), as within a node whose links are faster. Default: all ranks."""
-    should_offload: bool = False
+    offload: bool = False
     """Masters, moments and gradients live in host memory, 16 bytes a parameter, and CPUs make the updates; weights cross to the GPU for every micro-batch's forward and backward."""
     context_parallel_size: PositiveInt = 1
     """Neighbouring ranks that share each micro-batch, a slice of its tokens each, for trajectories too long for one. Divides `num_ranks` and the attention heads; fewer key-value heads are repeated."""
@@ -69,9 +69,9 @@ class LearnerSection(Section):
     """Kernel for packed sequences; auto takes flash-attn where installed, else torch's own varlen kernel, and SDPA where neither runs."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward recomputes: nothing, all but matrix products and attention, or whole blocks."""
-    should_compile: bool = False
+    compile: bool = False
     """Compiles each transformer block but a vision tower's: minutes at the start, faster steps after."""
-    should_reshard: bool = True
+    reshard: bool = True
     """Frees a block's gathered weights after its forward; off gathers once less in each micro-batch and keeps 2 bytes a parameter more."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
@@ -91,7 +91,7 @@ class LearnerSection(Section):
     """The policy that ratios are taken to: the learner's at the start of the step, the one that sampled, or a guess between that and the current one from the age of a token, without a forward pass."""
     corrections: tuple[CorrectionSection, ...] = ()
     """Applied in order to off-policy tokens: weights multiply, a token trains if all keep it."""
-    should_count_rejected: bool = True
+    count_rejected: bool = True
     """Whether rejected tokens and rows stay in the denominators of the loss."""
     kl: KlSection | None = None
     """Present: a pull toward a reference policy."""
@@ -101,7 +101,7 @@ class LearnerSection(Section):
     """How token losses become one number, always by global counts. Losses by row take their mean."""
     aggregation_scale: PositiveFloat | None = None
     """Token divisor of sequence_mean_of_sums_scaled: the longest completion allowed."""
-    should_mask_truncated: bool = False
+    mask_truncated: bool = False
     """Episodes that were cut off train nothing; their rewards stay in the baselines."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Entropy bonus."""

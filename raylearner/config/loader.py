@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from raylearner.config import shape
+from raylearner.config.changed_keys import changed_keys
 from raylearner.config.checks import check
 from raylearner.config.document import parse
 from raylearner.config.kind import kind_tag
@@ -21,9 +22,6 @@ from raylearner.config.section import FILE_NAME, ONE_OR_MORE
 from raylearner.config.tree import DEFAULTS, Node, merge
 from raylearner.config.variables import check_variables
 from raylearner.config.words import admits_null, ambiguous_words, is_null_word
-
-REMOVED_KEYS: dict[str, str] = {}
-"""Dotted keys that are gone, each with one line of advice."""
 
 
 def load(
@@ -51,9 +49,10 @@ def load(
     if overlays:  # merged among themselves first: the order of a section's kind and keys is free
         tree = merge(tree, reduce(merge, overlays))
     tree = _over_defaults(tree, RunConfig)
-    removed = _removed(tree)
+    changed = changed_keys(tree)
     config, found = _validate(tree, RunConfig)
-    problems += removed + [problem for problem in found if problem.key not in REMOVED_KEYS]
+    known = {problem.key for problem in changed}
+    problems += changed + [problem for problem in found if problem.key not in known]
     problems += ambiguous_words(tree, RunConfig)
     if config is not None and not problems:
         lacking = () if environment is None else check_variables(config, environment)
@@ -174,17 +173,6 @@ def _over_defaults(node: Node, annotation: Any) -> Node:
             child = Node([child], child.where, is_lone=True)
         entries[name] = _over_defaults(child, field.annotation)
     return Node(entries, node.where)
-
-
-def _removed(tree: Node) -> list[Problem]:
-    problems: list[Problem] = []
-    for key, advice in REMOVED_KEYS.items():
-        node: Node | None = tree
-        for part in key.split("."):
-            node = node.child(part) if node is not None else None
-        if node is not None:
-            problems.append(Problem(node.where, key, f"was removed; {advice}"))
-    return problems
 
 
 def _validate(tree: Node, root: type[_Section]) -> tuple[_Section | None, list[Problem]]:

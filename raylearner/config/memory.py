@@ -137,7 +137,7 @@ class MemoryEstimate:
             )
         if self.least <= free:
             return None
-        offload = "" if self.is_offloaded else "learner.should_offload: true, "
+        offload = "" if self.is_offloaded else "learner.offload: true, "
         return (
             f"it does not fit: without any activations a learner rank takes {self.least / GIB:.1f} GiB,"
             f" and {free / GIB:.1f} GiB of its device are free; {self}. Set {offload}a larger"
@@ -196,7 +196,7 @@ def estimate(
         trained += critic.num_trained(is_tower_frozen=is_tower_frozen)
     of_reference = 0 if reference is None else reference.num_parameters
     whole = GATHERED_BLOCKS * size.num_block + size.num_rest
-    if not config.should_reshard:
+    if not config.reshard:
         whole = size.num_parameters
     unreduced = size.num_block * compute + size.num_rest * master if config.lora is None else 0
     kept = _kept_per_token(size, config.activation_checkpointing)
@@ -213,7 +213,7 @@ def estimate(
         gathered=whole * compute + unreduced,
         activations=tokens * compute * kept,
         logits=LOGIT_COPIES * chunk * size.vocab_size * master,
-        is_offloaded=config.should_offload,
+        is_offloaded=config.offload,
     )
 
 

@@ -58,7 +58,7 @@ class TinyModel(Section):
     """Width of the feed-forward part."""
     max_length: PositiveInt = 512
     """Longest sequence, in tokens."""
-    is_tied: bool = True
+    tie_embeddings: bool = True
     """Whether the output head shares the input embedding."""
     vision: TinyVision | None = None
     """Present: the model sees images."""

@@ -99,15 +99,15 @@ def _baselines(config: RunConfig) -> Iterator[Finding]:
             "bounds the weighted sum, and learner.advantage.kind 'gdpo' looks at each reward function "
             "alone; remove it, and bound their rewards by learner.reward.clip_low and clip_high",
         )
-    if advantage.kind == "remax" and not replay.should_play_greedy:
+    if advantage.kind == "remax" and not replay.play_greedy:
         yield Finding(
             "learner.advantage.kind",
             "'remax' subtracts the reward of a greedy episode, and none is played; "
-            "set replay.should_play_greedy to true, or take 'rloo'",
+            "set replay.play_greedy to true, or take 'rloo'",
         )
-    if replay.should_play_greedy and advantage.kind != "remax":
+    if replay.play_greedy and advantage.kind != "remax":
         yield Finding(
-            "replay.should_play_greedy",
+            "replay.play_greedy",
             f"plays episodes that learner.advantage.kind {advantage.kind!r} has no use for; "
             "set it to false, or take 'remax'",
         )
@@ -185,7 +185,7 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
     if kl.place == "reward":
         for key, value in (
             ("straight_through", kl.straight_through),
-            ("is_weighted", kl.is_weighted),
+            ("weighted", kl.weighted),
         ):
             if value:
                 yield Finding(
@@ -233,8 +233,8 @@ def _corrections(config: RunConfig) -> Iterator[Finding]:
     for index, section in enumerate(learner.corrections):
         if isinstance(section, Tis | Icepop | Mis) and section.normalize != "none":
             yield from _needs_recomputed(config, f"learner.corrections.{index}.normalize")
-    if not learner.should_count_rejected and learner.corrections:
-        yield from _needs_recomputed(config, "learner.should_count_rejected")
+    if not learner.count_rejected and learner.corrections:
+        yield from _needs_recomputed(config, "learner.count_rejected")
     if learner.advantage.kind == "vtrace" and learner.loss.kind in BEHAVIOR_WEIGHTED:
         yield Finding(
             "learner.loss.kind",

@@ -16,7 +16,7 @@ class CompletionsSection(Section):
     """At most one row a prompt."""
     max_characters: PositiveInt = 400
     """Longer prompts and completions are cut in the middle."""
-    should_log: bool = False
+    log: bool = False
     """Also writes the table to the log; TensorBoard has it anyway."""
 
 
@@ -25,9 +25,9 @@ class ProfileSection(Section):
 
     steps: tuple[PositiveInt, ...]
     """Learner steps to profile; the first step after a start is slower than the rest."""
-    should_record_memory: bool = False
+    record_memory: bool = False
     """Also records allocations."""
-    should_record_stacks: bool = False
+    record_stacks: bool = False
     """Also records Python stacks; larger files and a slower step."""
 
 

@@ -14,7 +14,7 @@ class ReplaySection(Section):
     """Episodes of one prompt."""
     extra: NaturalInt = 0
     """Episodes started beyond `group_size`; the first `group_size` done make the group."""
-    should_play_greedy: bool = False
+    play_greedy: bool = False
     """One more episode of each prompt, sampled greedily. It never trains; its reward is the baseline of remax."""
     max_staleness: NaturalInt = 2
     """Most versions between sampling a token and training on it; 0 is synchronous."""
@@ -26,7 +26,7 @@ class ReplaySection(Section):
     """A group still incomplete after so long is closed by the partial-group rule."""
     partial_groups: Literal["train", "drop"] = "train"
     """At the time limit: train on what is done (at least two episodes), or drop the group."""
-    should_drop_zero_variance: bool = False
+    drop_zero_variance: bool = False
     """Groups whose rewards are all equal are dropped and refilled."""
     max_filtered_groups: PositiveInt = 1000
     """So many filtered groups in a row end the run with the reason."""

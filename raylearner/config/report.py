@@ -22,7 +22,7 @@ def derived(config: RunConfig) -> list[tuple[str, str]]:
     """Name and value of everything that follows from the configuration."""
     actors, learner, replay = config.actors, config.learner, config.replay
     episodes, longest = config.episodes_per_step, config.max_sequence_tokens
-    per_group = replay.group_size + replay.extra + replay.should_play_greedy
+    per_group = replay.group_size + replay.extra + replay.play_greedy
     started = replay.groups_per_step * per_group
     in_flight = min(
         actors.num_actors * actors.max_concurrent_episodes,

@@ -41,7 +41,7 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
     if isinstance(engine, VllmEngine) and 0 < per_actor < 1:
         if "memory_fraction" not in engine.model_fields_set:
             share = per_actor
-            if engine.should_sleep:
+            if engine.sleep:
                 share = AWAKE_SHARE / config.engines_per_rank
             fraction = round(engine.memory_fraction * share, 4)
             engine = engine.model_copy(update={"memory_fraction": fraction})

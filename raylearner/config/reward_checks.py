@@ -36,9 +36,9 @@ def _section(config: RunConfig) -> Iterator[Finding]:
                 f"rewards.functions.{index}.name",
                 f"{name!r} is the environment's part of a reward; choose another",
             )
-    if rewards.sees_groups and config.replay.should_play_greedy:
+    if rewards.sees_groups and config.replay.play_greedy:
         yield Finding(
-            "replay.should_play_greedy",
+            "replay.play_greedy",
             "the greedy episode is in no group, so functions that see groups would give it nothing"
             " to compare with; set it to false, or take functions that see episodes",
         )

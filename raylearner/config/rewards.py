@@ -272,7 +272,7 @@ class PairwiseJudge(_Endpoint):
         " <winner>tie</winner>."
     )
     """The request, with `{prompt}`, `{first}`, `{second}` and `{answer}`."""
-    should_swap: bool = True
+    swap: bool = True
     """Asks for each pair in both orders, which cancels a liking for the first place."""
 
     @property

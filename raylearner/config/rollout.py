@@ -83,9 +83,9 @@ class VllmEngine(Section):
     """Key-value cache on CPUs, in GiB."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one engine."""
-    is_eager: bool = True
+    eager: bool = True
     """Without CUDA graphs and compilation: starts faster, runs slower."""
-    should_sleep: bool = False
+    sleep: bool = False
     """Free the engine's GPU memory while the learner steps, and wake with the next weights (vLLM's sleep mode, level 2): for synchronous runs that share GPUs (`replay.max_staleness: 0`, `weights.transport: ipc`). On CPUs engines only pause."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict)
     """Other AsyncEngineArgs of vLLM, of those that change speed, memory and reports alone."""

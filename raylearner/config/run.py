@@ -18,7 +18,7 @@ class RunSection(Section):
     """A checkpoint is written every so many steps and at the last one; 0 keeps the last only."""
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are removed once a newer one is whole."""
-    should_checkpoint_async: bool = True
+    checkpoint_async: bool = True
     """Training stands still only while state is copied to host memory, 12 bytes a trained parameter, and goes on while that is written; false waits until all is on disk."""
     watchdog_s: PositiveFloat = 600.0
     """The run ends, naming who waits for whom, after so many seconds without any progress of episodes, in a learner step, or without an answer of the replay actor."""

@@ -151,7 +151,7 @@ class RunConfig(Section):
     def engines_sleep(self) -> bool:
         """Whether engines give their memory back while the learner steps."""
         engine = self.actors.engine
-        return isinstance(engine, VllmEngine) and engine.should_sleep
+        return isinstance(engine, VllmEngine) and engine.sleep
 
     @property
     def gpus_needed(self) -> float:

@@ -14,7 +14,7 @@ class WeightsSection(Section):
     """`nccl` broadcasts between separate GPUs, `ipc` shares memory on GPUs where every learner rank lives beside engines, `shared_files` writes safetensors to memory-backed storage on one machine, `adapter` writes LoRA adapters there and nothing else; the others carry them merged, to engines in float32; auto chooses by where actors are."""
     folder: str = "/dev/shm"
     """Where shared files live; a folder of the run's own is made inside and removed at the end."""
-    should_clear_caches: bool = True
+    clear_caches: bool = True
     """Running requests are recomputed under the new weights; off keeps stale key-values."""
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""

@@ -32,8 +32,8 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         with profile(
             activities=activities,
-            profile_memory=self._config.should_record_memory,
-            with_stack=self._config.should_record_stacks,
+            profile_memory=self._config.record_memory,
+            with_stack=self._config.record_stacks,
             record_shapes=True,
         ) as profiler:
             yield

@@ -101,7 +101,7 @@ class WeightWriter:
             transport=self._transport,
             payload=payload,
             probe=probe,
-            should_clear_caches=self._config.should_clear_caches,
+            should_clear_caches=self._config.clear_caches,
             is_collective=self._transport in ("nccl", "ipc"),
         )
 
@@ -188,7 +188,7 @@ def make_probe(source: WeightSource, config: WeightsSection, *, seed: int) -> Pr
     images: tuple[tuple[bytes, ...], ...] = ()
     if source.image_reader is not None:
         # The same image again and again, where nothing made of it may outlive a push.
-        image_seed = [seed] if config.should_clear_caches else [seed, version]
+        image_seed = [seed] if config.clear_caches else [seed, version]
         image, block = source.image_reader.probe(image_seed)
         *others, last = token_ids
         token_ids = (*others, (*block, *last))

@@ -166,7 +166,7 @@ class Recorder:
         if _is_due(self._config.completions.every_steps, step):
             table = completions.rows(trajectories, self._config.completions, advantages=advantages)
             texts["rollout/completions"] = completions.markdown(table)
-            if self._config.completions.should_log:
+            if self._config.completions.log:
                 logger.info("completions of step %d\n%s", step, completions.plain(table))
         samples = completions.samples(trajectories, policy_version=policy_version)
         self._write(StepRecord(step=step, scalars={}, samples=samples, texts=texts))

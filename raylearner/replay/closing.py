@@ -95,7 +95,7 @@ class GroupCloser:
             self.drop(group, "all_failed")
         elif group.greedy_index is not None and self._greedy_reward(group) is None:
             self.drop(group, "no_baseline")
-        elif self._config.should_drop_zero_variance and min(scored) == max(scored):
+        elif self._config.drop_zero_variance and min(scored) == max(scored):
             self.drop(group, "zero_variance")
         else:
             if group.group_id in self._ledger.running:

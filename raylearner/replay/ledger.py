@@ -297,7 +297,7 @@ class Ledger:
             admitted_at_s=now_s,
             samples=[
                 SampleRecord(attempt=self._first_attempt, is_greedy=index >= size)
-                for index in range(size + self.config.should_play_greedy)
+                for index in range(size + self.config.play_greedy)
             ],
         )
         self.next_group_id += 1

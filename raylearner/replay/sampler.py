@@ -27,7 +27,7 @@ class SeenGroup:
     index: int
     group: TrajectoryGroup
     is_trained: bool
-    """False where all its rewards were equal and `replay.should_drop_zero_variance` dropped it."""
+    """False where all its rewards were equal and `replay.drop_zero_variance` dropped it."""
 
 
 class Sampler(Protocol):

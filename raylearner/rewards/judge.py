@@ -70,7 +70,7 @@ class PairwiseReward:
         pairs = [
             (first, second)
             for first, second in permutations(range(len(episodes)), 2)
-            if self._section.should_swap or first < second
+            if self._section.swap or first < second
         ]
         points = await _gathered([self._ask(episodes[a], episodes[b]) for a, b in pairs])
         won, played = [0.0] * len(episodes), [0] * len(episodes)

@@ -112,7 +112,7 @@ class Controller:
             learner=actors.learner,
             replay=actors.replay,
             keep_last=config.run.keep_last,
-            should_defer=config.run.should_checkpoint_async,
+            should_defer=config.run.checkpoint_async,
             tracer=self._tracer,
         )
         with self._recorder.stage(
@@ -177,7 +177,7 @@ class Controller:
                 num_ranks=config.learner.num_data_ranks,
                 max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
                 num_mini_batches=config.learner.num_mini_batches,
-                should_mask_truncated=config.learner.should_mask_truncated,
+                should_mask_truncated=config.learner.mask_truncated,
             )
         await actors.let_engines_sleep()
         with self._tracer.span("step", step=self.step + 1):

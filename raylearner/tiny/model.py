@@ -32,7 +32,7 @@ def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_heads,
         max_position_embeddings=config.max_length,
-        tie_word_embeddings=config.is_tied,
+        tie_word_embeddings=config.tie_embeddings,
         attention_dropout=0.0,
         initializer_range=0.5 * config.hidden_size**-0.5,
         use_sliding_window=False,

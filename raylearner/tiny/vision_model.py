@@ -60,7 +60,7 @@ def make_tiny_vision_model(
         video_token_id=ids[VIDEO],
         vision_start_token_id=ids[VISION_START],
         vision_end_token_id=ids[VISION_END],
-        tie_word_embeddings=config.is_tied,
+        tie_word_embeddings=config.tie_embeddings,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def _text(config: TinyModel, vocab_size: int, *, end: int, pad: int) -> dict[str
         "bos_token_id": None,
         "eos_token_id": end,
         "pad_token_id": pad,
-        "tie_word_embeddings": config.is_tied,
+        "tie_word_embeddings": config.tie_embeddings,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000.0,

@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GIB = 2**30
 
 
-@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("eager", [True, False])
 async def test_memory_is_free_in_sleep_and_running_requests_go_on(
-    tmp_path: Path, *, is_eager: bool
+    tmp_path: Path, *, eager: bool
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", is_tied=True)
     section = VllmEngineSection(
@@ -33,8 +33,8 @@ async def test_memory_is_free_in_sleep_and_running_requests_go_on(
         max_model_tokens=512,
         max_sequences=32,
         memory_fraction=0.3,
-        should_sleep=True,
-        is_eager=is_eager,
+        sleep=True,
+        eager=eager,
     )
     engine = VllmEngine(
         section, model_path=str(checkpoint), seed=0, weight_transport="ipc", actor_id="engine"

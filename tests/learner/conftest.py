@@ -94,7 +94,7 @@ def _tiny(folder: Path, *, is_tied: bool) -> Path:
         num_heads=2,
         intermediate_size=96,
         max_length=128,
-        is_tied=is_tied,
+        tie_embeddings=is_tied,
     )
     return make_tiny_model(config, folder, seed=0)
 

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": {},
         "max_grad_norm": 0.01,
     },
-    "copies_of_pairs": {"shard_size": 2, "context_parallel_size": 2, "should_offload": True},
+    "copies_of_pairs": {"shard_size": 2, "context_parallel_size": 2, "offload": True},
     "copies_alone": {"shard_size": 1, "lora": {"rank": 3}},
 }
 

@@ -126,7 +126,7 @@ def test_each_family_scores_as_transformers_does_or_is_refused(
     make_tokenizer().save_pretrained(folder)
     with pytest.raises(ConfigError, match=rf"\({values['model_type']}\).* nats"):
         Learner(
-            LearnerSection(compute_dtype="float32", should_compile=False),
+            LearnerSection(compute_dtype="float32", compile=False),
             model_path=str(folder),
             num_steps=1,
         )

@@ -505,7 +505,7 @@ def test_a_probe_shows_an_image_that_caches_must_not_keep(
     reader = ImageReader.from_pretrained(str(qwen2_5_folder))
     assert reader is not None
     model = load_model(str(qwen2_5_folder), dtype=torch.float32)
-    config = WeightsSection(should_clear_caches=should_clear_caches, num_probe_tokens=16)
+    config = WeightsSection(clear_caches=should_clear_caches, num_probe_tokens=16)
     first, second = (
         make_probe(
             Source(

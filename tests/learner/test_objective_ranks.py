@@ -32,7 +32,7 @@ BASE: dict[str, Any] = {
 }
 FROZEN = {"kind": "refreshed", "every_steps": 1, "mix": 0.5}
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "gae": {"advantage": {"kind": "gae", "should_bootstrap": True}, "critic": {}},
+    "gae": {"advantage": {"kind": "gae", "bootstrap": True}, "critic": {}},
     "shared_gae": {"advantage": {"kind": "bilevel_gae"}, "critic": {"trunk": "shared"}},
     "vtrace": {
         "advantage": {"kind": "vtrace"},
@@ -52,7 +52,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rejected": {
         "loss": {"kind": "gspo", "form": "sequence"},
         "corrections": [{"kind": "rejection", "high": 8.0}],
-        "should_count_rejected": False,
+        "count_rejected": False,
     },
     "gmpo": {"loss": {"kind": "gmpo"}},
     "lora": {

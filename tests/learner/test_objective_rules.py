@@ -310,7 +310,7 @@ def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(
             tiny_folder,
             loss=loss,
             corrections=corrections,
-            should_count_rejected=counts,
+            count_rejected=counts,
         )
         found[counts] = step(learner, [make_group(rows)], max_tokens_per_micro_batch=512).metrics
     # The weights are the same, over 79 tokens in place of 80.
@@ -406,7 +406,7 @@ def test_all_segments_of_a_cut_episode_go_on_where_the_last_one_ended() -> None:
         parts=one.new_zeros((1, 0)),
         part_weights=one.new_zeros(0),
     )
-    section = GaeAdvantage(kind="gae", should_bootstrap=True, normalize=False)
+    section = GaeAdvantage(kind="gae", bootstrap=True, normalize=False)
     found = token_advantages(section, table, whole, torch.zeros(2, dtype=torch.float64))
     # What follows the episode is worth 2 to both: 1 + 2 - 0.5, and 1 + 2 - 0.25.
     assert found.advantages.tolist() == pytest.approx([2.5, 2.75])

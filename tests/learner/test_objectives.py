@@ -222,14 +222,14 @@ def epochs(
     return losses, norms
 
 
-@pytest.mark.parametrize("should_bootstrap", [False, True])
+@pytest.mark.parametrize("bootstrap", [False, True])
 def test_gae_and_ppo_with_a_critic(
-    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups, should_bootstrap: bool
+    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups, bootstrap: bool
 ) -> None:
     """Two epochs, so that clips act; the critic's values are not all 0, since its second step sees them."""
     groups = cut_some(make_groups(0))
     data, naive = pad(groups), Naive(tiny_folder)
-    if not should_bootstrap:
+    if not bootstrap:
         data.is_truncated[:] = False
     critic = Naive(untied_folder, learning_rate=3e-3)
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_gae_and_ppo_with_a_critic(
         groups,
         num_epochs=2,
         loss={"kind": "ppo"},
-        advantage={"kind": "gae", "gamma": 0.97, "lam": 0.9, "should_bootstrap": should_bootstrap},
+        advantage={"kind": "gae", "gamma": 0.97, "lam": 0.9, "bootstrap": bootstrap},
         critic={"path": str(untied_folder), "learning_rate": 3e-3},
     )
     assert_equal(found, naive, losses, norms)
@@ -416,7 +416,7 @@ def test_the_kl_loss_and_the_entropy_bonus(
         entropy_coefficient=0.1,
         kl={
             "coefficient": 0.3,
-            "is_weighted": True,
+            "weighted": True,
             "value_limit": None,
             "reference": {"kind": "frozen", "path": str(untied_folder)},
         },
@@ -454,7 +454,7 @@ def test_ppo_around_the_behavior_policy_and_rejected_tokens_out_of_the_count(
         num_epochs=2,
         loss={"kind": "ppo"},
         corrections=[{"kind": "rejection", "high": 4}],
-        should_count_rejected=False,
+        count_rejected=False,
     )
     assert_equal(found, naive, losses, norms)
 

@@ -26,7 +26,7 @@ def play(folder: Path, steps: list[list[TrajectoryGroup]], device: str, **change
 def test_the_update_is_the_same_to_the_bit(tiny_folder: Path, make_groups: MakeGroups) -> None:
     steps = [make_groups(seed, policy_version=seed) for seed in range(2)]
     kept, offloaded = (
-        full_state(play(tiny_folder, steps, "cpu", should_offload=is_offloaded))
+        full_state(play(tiny_folder, steps, "cpu", offload=is_offloaded))
         for is_offloaded in (False, True)
     )
     assert kept["num_updates"] == 2
@@ -41,7 +41,7 @@ def test_on_a_gpu_shards_stay_on_the_host_and_numbers_close(
 ) -> None:
     steps = [make_groups(seed, policy_version=seed) for seed in range(2)]
     kept = play(tiny_folder, steps, "cuda")
-    offloaded = play(tiny_folder, steps, "cuda", should_offload=True)
+    offloaded = play(tiny_folder, steps, "cuda", offload=True)
     assert {p.device.type for p in offloaded._model.parameters()} == {"cpu"}
     assert {
         tensor.device.type

@@ -59,7 +59,7 @@ def test_four_ranks_are_resumed_by_two_and_those_by_one(
     assert np.abs(of_four["exp_avg.lm_head.weight"]).max() > 0
     of_two = run(tmp_path / "two", 2, **model, batches=[], restored=tmp_path / "four" / "saved")
     assert_equal(of_two, of_four)
-    section = LearnerSection(**CONFIG, should_offload=True)
+    section = LearnerSection(**CONFIG, offload=True)
     learner = Learner(section, model_path=str(untied_folder), num_steps=10)
     learner.restore(tmp_path / "two" / "saved")
     assert_equal(full_state(learner), of_four)

@@ -297,7 +297,7 @@ def test_failed_members_do_not_make_a_partial_group() -> None:
 
 
 def test_groups_without_variance_are_dropped_and_refilled() -> None:
-    buffer = make_buffer(should_drop_zero_variance=True, max_staleness=0)
+    buffer = make_buffer(drop_zero_variance=True, max_staleness=0)
     fill(buffer, 2, reward=1.0)
     assert buffer.metrics()["buffer/dropped/zero_variance"] == 2
     assert buffer.take(2, 0) is None
@@ -313,7 +313,7 @@ def test_groups_whose_members_all_failed_are_dropped() -> None:
 
 
 def test_too_many_filtered_groups_in_a_row_end_the_run_with_the_reason() -> None:
-    buffer = make_buffer(should_drop_zero_variance=True, max_filtered_groups=3)
+    buffer = make_buffer(drop_zero_variance=True, max_filtered_groups=3)
     fill(buffer, 2, reward=0.0)
     fill(buffer, 1)
     fill(buffer, 2, reward=0.0)
@@ -542,7 +542,7 @@ def test_length_distributions_show_what_started_finished_and_trained() -> None:
 
 def busy_buffer() -> ReplayBuffer:
     """Something in every state: trained, dropped, leased, held, running with one done, pending."""
-    buffer = make_buffer(group_size=3, groups_per_step=3, should_drop_zero_variance=True)
+    buffer = make_buffer(group_size=3, groups_per_step=3, drop_zero_variance=True)
     fill(buffer, 1, reward=1.0)
     fill(buffer, 3)
     buffer.take(1, 0)
@@ -578,7 +578,7 @@ def digest(folder: Path) -> dict[str, str]:
 def test_load_gives_back_what_was_saved(tmp_path: Path) -> None:
     buffer = busy_buffer()
     snapshot.cut(buffer).save(tmp_path)
-    resumed = make_buffer(group_size=3, groups_per_step=3, should_drop_zero_variance=True)
+    resumed = make_buffer(group_size=3, groups_per_step=3, drop_zero_variance=True)
     snapshot.load(resumed, tmp_path)
     assert sorted(resumed.ledger.held) == [2, 3], "leased is done again"
     assert resumed.ledger.counts.reissued == 2
@@ -687,7 +687,7 @@ def test_a_resume_with_edited_rows_drops_the_groups_of_these_rows_alone(
 
 def busy_config(prompts: list[Prompt]) -> ReplayBuffer:
     config = ReplaySection(
-        groups_per_step=3, group_size=3, max_staleness=1, should_drop_zero_variance=True
+        groups_per_step=3, group_size=3, max_staleness=1, drop_zero_variance=True
     )
     return ReplayBuffer(config, prompts, seed=0, clock=Clock())
 

@@ -36,8 +36,8 @@ def test_the_defaults_clash_with_nothing() -> None:
         ),
         ({"weights": {"every_steps": 4}}, "weights.every_steps", "<= replay.max_staleness + 1 = 3"),
         (
-            {"actors": {"engine": {"kind": "vllm", "max_model_tokens": 512, "should_sleep": True}}},
-            "actors.engine.should_sleep",
+            {"actors": {"engine": {"kind": "vllm", "max_model_tokens": 512, "sleep": True}}},
+            "actors.engine.sleep",
             "needs replay.max_staleness 0, got 2",
         ),
         (

@@ -44,7 +44,7 @@ def make_controller(
                 num_data_ranks=1,
                 max_tokens_per_micro_batch=1,
                 num_mini_batches=1,
-                should_mask_truncated=False,
+                mask_truncated=False,
                 num_ranks=1,
             ),
             actors=NAME(num_actors=1),

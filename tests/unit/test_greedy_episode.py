@@ -12,7 +12,7 @@ PROMPTS = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(4)]
 
 
 def make_buffer(**values: object) -> ReplayBuffer:
-    options = {"groups_per_step": 1, "group_size": 2, "should_play_greedy": True} | values
+    options = {"groups_per_step": 1, "group_size": 2, "play_greedy": True} | values
     return ReplayBuffer(ReplaySection.model_validate(options), PROMPTS, seed=0)
 
 
@@ -84,7 +84,7 @@ def test_a_group_without_a_baseline_is_dropped(reward: object) -> None:
 
 
 def test_equal_rewards_of_the_members_are_zero_variance_whatever_the_greedy_one_got() -> None:
-    buffer = make_buffer(should_drop_zero_variance=True)
+    buffer = make_buffer(drop_zero_variance=True)
     claims = buffer.claim("a", 0, 3).claims
     for claim, reward in zip(claims, (1.0, 1.0, 0.0), strict=True):
         buffer.put(make_episode(claim, reward=reward))

@@ -90,10 +90,10 @@ def test_a_complete_group_trains_only_with_its_scores() -> None:
 
 
 def test_zero_variance_is_judged_by_the_final_rewards() -> None:
-    buffer = make_buffer(should_drop_zero_variance=True)
+    buffer = make_buffer(drop_zero_variance=True)
     buffer.put_scores(play(buffer, reward=1.0), scores(0.0, 1.0))
     assert buffer.take(1, 0) is not None
-    buffer = make_buffer(should_drop_zero_variance=True)
+    buffer = make_buffer(drop_zero_variance=True)
     buffer.put_scores(play(buffer), scores(1.0, 1.0))
     assert buffer.metrics()["buffer/dropped/zero_variance"] == 1
 

@@ -1,14 +1,17 @@
 """The loader: merging, YAML's numbers, and every problem at once with its place."""
 
+import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from raylearner.config import loader
+from raylearner.config.changed_keys import REMOVED_KEYS, RENAMED_KEYS, changed_keys
+from raylearner.config.document import parse
 from raylearner.config.loader import load
-from raylearner.config.problems import ConfigProblems
+from raylearner.config.problems import ConfigProblems, Where
 from raylearner.config.report import derived, resolved_yaml, worst_staleness
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import ConfigError
@@ -75,7 +78,7 @@ def test_a_whole_number_may_be_written_with_an_exponent(base: str) -> None:
 
 @pytest.mark.parametrize("text", ["yes", "on", "1", "'true'"])
 def test_only_true_and_false_are_booleans(base: str, text: str) -> None:
-    (line,) = problems([base], [f"weights.should_clear_caches={text}"])
+    (line,) = problems([base], [f"weights.clear_caches={text}"])
     assert "must be true or false, got" in line
 
 
@@ -162,7 +165,7 @@ actors:
         f"{path}:15 replay.learning_rate: unknown key; did you mean 'learner.learning_rate'?",
         f"{path}:19 actors.engine.frobnicate: unknown key; valid here: kind, dtype, "
         "head_dtype, max_model_tokens, max_sequences, memory_fraction, kv_cache_gib, tensor_parallel_size, "
-        "is_eager, should_sleep, extra_arguments",
+        "eager, sleep, extra_arguments",
         "override learner.loss.clip_high=no: must be a number, got 'no'",
         "override nonsense: must read section.key=value",
         "override run.keep_last=[1: is not valid YAML: expected ',' or ']', but got '<stream end>'",
@@ -273,8 +276,25 @@ def test_what_never_ends_is_refused_and_what_a_shell_gives_is_read(tmp_path: Pat
     os.close(reading)
 
 
-def test_a_removed_key_gives_its_advice_alone(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loader.REMOVED_KEYS, "replay.pause", "set replay.max_staleness: 0")
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_an_old_key_is_refused_with_its_line_and_new_name(old: str, new: str) -> None:
+    parts = old.replace("*", "0").split(".")
+    value: Any = "true"
+    for part in reversed(parts):
+        value = [value] if part == "0" else {part: value}
+    tree, _ = parse(json.dumps(value), Where(0, 0, "old.yaml"))
+    assert tree is not None
+    (problem,) = changed_keys(tree)
+    assert (str(problem.where), problem.key) == ("old.yaml:1", ".".join(parts))
+    assert repr(".".join([*parts[:-1], new])) in problem.message
+
+
+def test_a_renamed_and_a_removed_key_are_reported_once(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = problems([base], ["replay.should_play_greedy=true"])
+    assert line.endswith("was renamed to 'replay.play_greedy'")
+    monkeypatch.setitem(REMOVED_KEYS, "replay.pause", "set replay.max_staleness: 0")
     (line,) = problems([base], ["replay.pause=true"])
     assert line == "override replay.pause=true: was removed; set replay.max_staleness: 0"
 

@@ -186,13 +186,13 @@ def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> N
     assert found.refusal(found.least, free_on_host=0) is None
     said = found.refusal(found.least - 1, free_on_host=0)
     assert said is not None
-    for word in ("does not fit", "should_offload", "num_ranks", "learner.lora"):
+    for word in ("does not fit", "offload", "num_ranks", "learner.lora"):
         assert word in said
     assert found.advice(found.total) is None
     assert "activation_checkpointing" in str(found.advice(found.total - 1))
-    section = LearnerSection(should_offload=True)
+    section = LearnerSection(offload=True)
     offloaded = estimate(section, size_of(folder))
     assert offloaded.least == found.gathered
     assert offloaded.refusal(found.gathered, free_on_host=found.state) is None
     assert "of each rank's host" in str(offloaded.refusal(GIB, free_on_host=found.state - 1))
-    assert "should_offload" not in str(offloaded.refusal(0, free_on_host=GIB))
+    assert "offload" not in str(offloaded.refusal(0, free_on_host=GIB))

@@ -88,8 +88,8 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
             "learner.kl.place to 'loss'",
         ),
         (
-            {"kl": {"place": "reward", "is_weighted": True, "reference": FROZEN}},
-            "learner.kl.is_weighted",
+            {"kl": {"place": "reward", "weighted": True, "reference": FROZEN}},
+            "learner.kl.weighted",
             "set it to false",
         ),
         (
@@ -151,9 +151,9 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
                 "loss": PPO,
                 "proximal": "behavior",
                 "corrections": [REJECTION],
-                "should_count_rejected": False,
+                "count_rejected": False,
             },
-            "learner.should_count_rejected",
+            "learner.count_rejected",
             "before its first update",
         ),
         (
@@ -164,7 +164,7 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
         (
             {"advantage": {"kind": "remax"}},
             "learner.advantage.kind",
-            "set replay.should_play_greedy to true",
+            "set replay.play_greedy to true",
         ),
         (
             {"resampling": {}, "num_mini_batches": 2},
@@ -235,9 +235,9 @@ def test_a_group_baseline_needs_a_group(kind: str) -> None:
 
 
 def test_a_greedy_episode_needs_remax() -> None:
-    replay = {"should_play_greedy": True}
+    replay = {"play_greedy": True}
     (finding,) = check(make_config({}, replay=replay))
-    assert finding.key == "replay.should_play_greedy"
+    assert finding.key == "replay.play_greedy"
     assert check(make_config({"advantage": {"kind": "remax"}}, replay=replay)) == []
 
 

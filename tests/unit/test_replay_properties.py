@@ -76,14 +76,14 @@ class ReplayMachine(RuleBasedStateMachine):
         groups_per_step=st.integers(1, 3),
         group_size=st.integers(1, 3),
         extra=st.integers(0, 2),
-        should_drop_zero_variance=st.booleans(),
+        drop_zero_variance=st.booleans(),
         partial_groups=st.sampled_from(["train", "drop"]),
         max_concurrent_groups=st.sampled_from([None, 1, 2]),
         max_attempts=st.integers(1, 3),
     )
     def start(self, **values) -> None:
         if values["group_size"] == 1:  # one reward never varies
-            values["should_drop_zero_variance"] = False
+            values["drop_zero_variance"] = False
         self.config = ReplaySection(
             group_time_limit_s=TIME_LIMIT_S,
             error_window=100_000,
@@ -401,7 +401,7 @@ def test_long_random_walks(seed: int) -> None:
         groups_per_step=dice.randint(1, 3),
         group_size=dice.randint(1, 3),
         extra=dice.randint(0, 2),
-        should_drop_zero_variance=dice.random() < 0.5,
+        drop_zero_variance=dice.random() < 0.5,
         partial_groups=dice.choice(["train", "drop"]),
         max_concurrent_groups=dice.choice([None, 1, 2]),
         max_attempts=dice.randint(1, 3),

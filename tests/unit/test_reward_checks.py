@@ -107,7 +107,7 @@ def test_functions_that_cannot_be_imported_are_named_before_anything_starts(base
         (
             [
                 "rewards.functions=[{kind: mine:reward, per: group}]",
-                "replay.should_play_greedy=true",
+                "replay.play_greedy=true",
                 "learner.advantage.kind=remax",
             ],
             "the greedy episode is in no group",

@@ -252,7 +252,7 @@ def test_a_users_sampler_is_saved_with_the_replay() -> None:
 
 
 def test_a_group_dropped_without_variance_is_seen_as_well() -> None:
-    buffer = make_buffer(should_drop_zero_variance=True)
+    buffer = make_buffer(drop_zero_variance=True)
     assert play(buffer, 1.0, 1.0) == "a0"
     assert play(buffer, 1.0, 1.0) == "a1"
 

@@ -247,7 +247,7 @@ def test_a_hostile_episode_is_packed_recorded_and_logged(
     assert "rollout/logged/reward/max/mean" not in metrics
     assert metrics["rollout/logged_non_finite"] == 5.0 * len([good, failed])
     config = ObservabilitySection(
-        tensorboard=False, completions=CompletionsSection(every_steps=1, should_log=True)
+        tensorboard=False, completions=CompletionsSection(every_steps=1, log=True)
     )
     handler = logs.ConsoleHandler()
     logging.getLogger("raylearner").addHandler(handler)

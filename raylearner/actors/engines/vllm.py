@@ -138,7 +138,7 @@ class VllmEngine:
     async def sleep(self) -> None:
         """Freeze running requests and free weights and caches, until `receive` brings new weights.
 
-        Requests are recomputed then. Only with `should_sleep` is memory freed, and only on GPUs.
+        Requests are recomputed then. Only with `sleep` is memory freed, and only on GPUs.
         """
         async with self._receiving:
             llm = self._alive()
@@ -205,7 +205,7 @@ class VllmEngine:
             "scheduling_policy": "priority",
             "gpu_memory_utilization": config.memory_fraction,
             "tensor_parallel_size": config.tensor_parallel_size,
-            "enforce_eager": config.is_eager,
+            "enforce_eager": config.eager,
             "seed": self._seed,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
@@ -219,9 +219,9 @@ class VllmEngine:
         if config.tensor_parallel_size > 1:
             # vLLM would otherwise ask Ray for GPUs, which this actor holds already.
             arguments["distributed_executor_backend"] = "mp"
-        if config.should_sleep:
+        if config.sleep:
             arguments |= vllm_process.sleep_arguments()
-        if config.memory_fraction < SHARED_BELOW or config.should_sleep:
+        if config.memory_fraction < SHARED_BELOW or config.sleep:
             arguments |= vllm_process.cache_arguments(
                 self._model_path, memory_fraction=config.memory_fraction
             )

@@ -77,7 +77,7 @@ def loss_share(
             kind=kl.estimator,
             straight_through=kl.straight_through,
             value_limit=kl.value_limit,
-            proximal_logprobs=inputs.proximal_logprobs if kl.is_weighted else None,
+            proximal_logprobs=inputs.proximal_logprobs if kl.weighted else None,
         )
         share, metrics = share + kl_coefficient * tokens(values), metrics | found
     if config.critic is not None and scores.state_values is not None:

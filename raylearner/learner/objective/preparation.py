@@ -101,7 +101,7 @@ def needs_start_logprobs(config: LearnerSection) -> bool:
         or (config.critic is not None and config.critic.trunk == "shared")
         or (kl is not None and kl.place == "reward" and kl.coefficient > 0)
         or any(map(needs_whole_batch, config.corrections))
-        or (not config.should_count_rejected and bool(config.corrections))
+        or (not config.count_rejected and bool(config.corrections))
     )
 
 
@@ -153,7 +153,7 @@ def prepare(
     )
     table = replace(table, copies=_copies(config, table, seed))
     means = _with_second_moments(config, flat, layout, means)
-    if not config.should_count_rejected and config.corrections:
+    if not config.count_rejected and config.corrections:
         flat = [_without_rejected(config, p, means) for p in flat]
     return _counted(flat, [len(part) for part in parts], table, layout, means, measured)
 
@@ -239,7 +239,7 @@ def _row_columns(
     config: LearnerSection, p: Prepared, state_values: Tensor | None
 ) -> dict[str, Tensor]:
     section = config.advantage
-    if not isinstance(section, CriticAdvantage) or not section.should_bootstrap:
+    if not isinstance(section, CriticAdvantage) or not section.bootstrap:
         return {}
     assert state_values is not None
     return {"bootstrap": end_values(state_values, p.micro)}

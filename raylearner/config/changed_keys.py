@@ -1,0 +1,56 @@
+"""Keys of the previous release that have another name now, or none."""
+
+from collections.abc import Iterator
+
+from raylearner.config.problems import Problem
+from raylearner.config.tree import Node
+
+RENAMED_KEYS = {
+    "actors.engine.is_eager": "eager",
+    "actors.engine.should_sleep": "sleep",
+    "learner.advantage.should_bootstrap": "bootstrap",
+    "learner.kl.is_weighted": "weighted",
+    "learner.should_compile": "compile",
+    "learner.should_count_rejected": "count_rejected",
+    "learner.should_mask_truncated": "mask_truncated",
+    "learner.should_offload": "offload",
+    "learner.should_reshard": "reshard",
+    "model.is_tied": "tie_embeddings",
+    "observability.completions.should_log": "log",
+    "observability.profile.should_record_memory": "record_memory",
+    "observability.profile.should_record_stacks": "record_stacks",
+    "replay.should_drop_zero_variance": "drop_zero_variance",
+    "replay.should_play_greedy": "play_greedy",
+    "rewards.functions.*.should_swap": "swap",
+    "run.should_checkpoint_async": "checkpoint_async",
+    "weights.should_clear_caches": "clear_caches",
+}
+"""Dotted keys, `*` for any item of a list, and the name that took the last part's place."""
+
+REMOVED_KEYS: dict[str, str] = {}
+"""Dotted keys and what to do without them."""
+
+
+def changed_keys(tree: Node) -> list[Problem]:
+    """A problem for each old key in the tree, with its new name or the reason it was removed."""
+    problems: list[Problem] = []
+    for pattern, name in RENAMED_KEYS.items():
+        for path, node in _matches(tree, tuple(pattern.split("."))):
+            new = tree.key((*path[:-1], name))
+            problems.append(Problem(node.where, tree.key(path), f"was renamed to {new!r}"))
+    for pattern, advice in REMOVED_KEYS.items():
+        for path, node in _matches(tree, tuple(pattern.split("."))):
+            problems.append(Problem(node.where, tree.key(path), f"was removed; {advice}"))
+    return problems
+
+
+def _matches(
+    node: Node, pattern: tuple[str, ...], path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Node]]:
+    if not pattern:
+        yield path, node
+    elif pattern[0] == "*" and isinstance(node.value, list):
+        for index, item in enumerate(node.value):
+            yield from _matches(item, pattern[1:], (*path, index))
+    elif (child := node.child(pattern[0])) is not None:
+        yield from _matches(child, pattern[1:], (*path, pattern[0]))
