@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raylearner.config.tools import MIB, SandboxSection
+from raylearner.config.environment import MIB, SandboxSection
 from raylearner.sandbox.bubblewrap import FIRST_USER
 from raylearner.sandbox.sandbox import Sandbox, SandboxResult
 

@@ -5,7 +5,8 @@ import json
 import re
 from pathlib import Path
 
-from raylearner.config import reference
+from raylearner.config import report
+from raylearner.jobs.sweep.section import SweepSection
 from raylearner.observability import grafana, metric_table
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +18,7 @@ def documents() -> dict[Path, str]:
     observability = ROOT / "docs" / "observability.md"
     text = observability.read_text(encoding="utf-8")
     return {
-        ROOT / "docs" / "configuration.md": reference.markdown(),
+        ROOT / "docs" / "configuration.md": report.markdown(SweepSection),
         observability: TABLE.sub(lambda _: metric_table.markdown(), text),
         ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
         + "\n",

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from raylearner.config.document import Node
 from raylearner.config.problems import Problem
-from raylearner.config.tree import Node
 
 RENAMED_KEYS = {
     "actors.engine.is_eager": "eager",

@@ -7,23 +7,128 @@ looked at.
 from collections.abc import Iterator
 from pathlib import Path
 
-from raylearner.config.context_checks import check_context
-from raylearner.config.data_checks import check_data
-from raylearner.config.environment_checks import check_environment
-from raylearner.config.finding import Finding
+from raylearner.config.engine_checks import check_sampling
+from raylearner.config.episode_checks import check_data, check_environment, check_rewards
 from raylearner.config.image_checks import check_images, image_notes
-from raylearner.config.model_checks import check_model
+from raylearner.config.model_files import check_model, read_json
 from raylearner.config.objective_checks import check_objective, objective_notes
-from raylearner.config.reward_checks import check_rewards
-from raylearner.config.sampling_checks import check_sampling
-from raylearner.config.schedule_checks import check_schedule, schedule_notes
+from raylearner.config.problems import Finding
 from raylearner.config.schema import (
+    PretrainedModel,
     RunConfig,
     TinyModel,
     TransformersEngine,
     VllmEngine,
 )
 from raylearner.config.section import number
+
+
+def num_policy_updates(config: RunConfig) -> int:
+    """Optimizer updates of the policy in a whole run."""
+    learner = config.learner
+    critic_only = 0 if learner.critic is None else learner.critic.warmup_steps
+    steps = max(0, config.run.num_steps - critic_only)
+    return steps * learner.num_epochs * learner.num_mini_batches
+
+
+def check_schedule(config: RunConfig) -> Iterator[Finding]:
+    """A warm-up that never reaches its peak."""
+    learner, updates = config.learner, num_policy_updates(config)
+    if learner.learning_rate > 0 and learner.warmup_steps > updates > 0:
+        reached = learner.learning_rate * updates / learner.warmup_steps
+        yield Finding(
+            "learner.warmup_steps",
+            f"must be <= {updates}, the run's optimizer updates ({_terms(config)}), got"
+            f" {learner.warmup_steps}: the learning rate would end at {reached:g}, before its peak"
+            f" {learner.learning_rate:g}; shorten the warm-up, or raise run.num_steps",
+        )
+
+
+def schedule_notes(config: RunConfig) -> Iterator[str]:
+    """A warm-up that is the whole run."""
+    learner, updates = config.learner, num_policy_updates(config)
+    if learner.learning_rate > 0 and learner.warmup_steps == updates > 0:
+        decay = (
+            ""
+            if learner.schedule == "constant"
+            else f", and the {learner.schedule} decay never begins"
+        )
+        yield (
+            f"learner.warmup_steps: the warm-up of {learner.warmup_steps} is the whole run"
+            f" ({_terms(config)} = {updates} updates): the last update alone has the peak rate"
+            f" {learner.learning_rate:g}{decay}"
+        )
+
+
+def _terms(config: RunConfig) -> str:
+    learner = config.learner
+    steps = "run.num_steps"
+    if learner.critic is not None and learner.critic.warmup_steps:
+        steps = "(run.num_steps - learner.critic.warmup_steps)"
+    return f"{steps} * learner.num_epochs * learner.num_mini_batches"
+
+
+CONTEXT_KEY = "learner.context_parallel_size"
+
+SEES_IMAGES = "must be 1 for a model that sees images: its image features are not cut into slices; set it to 1"
+
+SLICED_LAYERS = ("full_attention", "sliding_attention")
+"""What layers may be: others look past a slice of tokens without the attention that is exchanged."""
+
+
+def check_context(config: RunConfig) -> Iterator[Finding]:
+    """Clashes with the ranks, and with the model as far as files on this machine tell."""
+    size, num_ranks = config.learner.context_parallel_size, config.learner.num_ranks
+    if size == 1:
+        return
+    if num_ranks % size:
+        yield Finding(
+            CONTEXT_KEY,
+            f"must divide learner.num_ranks = {num_ranks}, got {size}: ranks share micro-batches in"
+            f" groups of that size; set it to one of {_listed(_divisors(num_ranks))}",
+        )
+    if (fault := _fault(config)) is not None:
+        yield Finding(CONTEXT_KEY, fault)
+
+
+def heads_fault(size: int, *, num_heads: int, num_kv_heads: int) -> str | None:
+    """Why so many ranks cannot deal out a model's attention heads, if they cannot."""
+    if _fits(size, num_heads, num_kv_heads):
+        return None
+    fitting = [n for n in range(1, num_heads + 1) if _fits(n, num_heads, num_kv_heads)]
+    return (
+        f"must divide the model's {num_heads} attention heads, and divide its {num_kv_heads}"
+        f" key-value heads or be a multiple of them, got {size}; set it to one of {_listed(fitting)}"
+    )
+
+
+def _fits(size: int, num_heads: int, num_kv_heads: int) -> bool:
+    return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+
+
+def _fault(config: RunConfig) -> str | None:
+    model, size = config.model, config.learner.context_parallel_size
+    if not isinstance(model, PretrainedModel):
+        if model.vision is not None:
+            return SEES_IMAGES
+        return heads_fault(size, num_heads=model.num_heads, num_kv_heads=model.num_heads)
+    found = read_json(Path(model.path).expanduser() / "config.json")
+    if "vision_config" in found:
+        return SEES_IMAGES
+    num_heads = found.get("num_attention_heads")
+    if not isinstance(num_heads, int):
+        return None
+    num_kv_heads = found.get("num_key_value_heads") or num_heads
+    return heads_fault(size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
 
 HALF_DTYPES = ("bfloat16", "float16")
 """Precisions of engines that LoRA adapters are not merged into."""

@@ -5,14 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from raylearner.config.kind import OPEN_KIND, Reference, kind_tag
 from raylearner.config.rewards import MetricName
 from raylearner.config.section import (
     ONE_OR_MORE,
+    OPEN_KIND,
     NaturalInt,
     PositiveFloat,
     PositiveInt,
+    Reference,
     Section,
+    kind_tag,
 )
 
 

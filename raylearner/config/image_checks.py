@@ -5,15 +5,19 @@ of a checkpoint on this machine tell; others are looked at when a run starts.
 from collections.abc import Iterator
 from pathlib import Path
 
+from raylearner.config.actors import ImagesSection
 from raylearner.config.data import HubData, JsonlData, ParquetData
-from raylearner.config.files import read_json
-from raylearner.config.finding import Finding
-from raylearner.config.images import ImagesSection
+from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
+from raylearner.config.model_files import (
+    folder_faults,
+    folder_pixel_range,
+    processor_values,
+    read_json,
+)
+from raylearner.config.problems import Finding
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
-from raylearner.config.tools import PageFetchTool, PageSearchTool
-from raylearner.config.vision_files import folder_faults, folder_pixel_range, processor_values
 from raylearner.errors import ConfigError
 
 BLIND_BESIDE = "reads text alone, and the policy sees images; name a model of the policy's family"

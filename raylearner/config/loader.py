@@ -1,27 +1,34 @@
 """From YAML files and `key=value` overrides to a `RunConfig`, with all problems at once."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from stat import S_ISDIR, S_ISFIFO, S_ISREG
-from typing import Any, TypeAlias, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from raylearner.config import shape
 from raylearner.config.changed_keys import changed_keys
 from raylearner.config.checks import check
-from raylearner.config.document import parse
-from raylearner.config.kind import kind_tag
+from raylearner.config.document import DEFAULTS, NULL_WORDS, Node, merge, parse
 from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean, shown
+from raylearner.config.resources import check_variables
 from raylearner.config.schema import RunConfig
-from raylearner.config.section import FILE_NAME, ONE_OR_MORE
-from raylearner.config.tree import DEFAULTS, Node, merge
-from raylearner.config.variables import check_variables
-from raylearner.config.words import admits_null, ambiguous_words, is_null_word
+from raylearner.config.section import (
+    FILE_NAME,
+    ONE_OR_MORE,
+    KeyPath,
+    dotted_keys,
+    item_type,
+    kind_tag,
+    section_for,
+    sections_by_kind,
+    user_path,
+)
 
 
 def load(
@@ -154,11 +161,11 @@ def _over_defaults(node: Node, annotation: Any) -> Node:
     Where one or more sections may stand, a single one becomes a list of one.
     """
     if isinstance(node.value, list):
-        inner = shape.item(annotation)
+        inner = item_type(annotation)
         return replace(node, value=[_over_defaults(child, inner) for child in node.value])
     if not isinstance(node.value, dict):
         return node
-    model = shape.section_for(annotation, node.plain())
+    model = section_for(annotation, node.plain())
     if model is None:
         return node
     entries = dict(node.value)
@@ -185,7 +192,7 @@ def _validate(tree: Node, root: type[_Section]) -> tuple[_Section | None, list[P
     for detail in details:
         value = detail["input"]
         if detail["type"] == "int_type" and isinstance(value, float) and value.is_integer():
-            path, _ = shape.user_path(root, detail["loc"])
+            path, _ = user_path(root, detail["loc"])
             tree, is_rounded = tree.with_value(path, int(value)), True
     if is_rounded:
         return _validate(tree, root)
@@ -197,7 +204,7 @@ def _validate(tree: Node, root: type[_Section]) -> tuple[_Section | None, list[P
 
 
 def _problem(detail: ErrorDetails, tree: Node, root: type[BaseModel]) -> Problem:
-    path, annotation = shape.user_path(root, detail["loc"])
+    path, annotation = user_path(root, detail["loc"])
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, "kind")
     key = tree.key(path)
@@ -205,7 +212,7 @@ def _problem(detail: ErrorDetails, tree: Node, root: type[BaseModel]) -> Problem
 
 
 def _say(
-    detail: ErrorDetails, path: shape.Path, annotation: Any, tree: Node, root: type[BaseModel]
+    detail: ErrorDetails, path: KeyPath, annotation: Any, tree: Node, root: type[BaseModel]
 ) -> str:
     value: Any = detail["input"]
     context = detail.get("ctx", {})
@@ -215,10 +222,10 @@ def _say(
         case "missing":
             return _missing(path, annotation)
         case "union_tag_invalid":
-            found, choices = context["tag"], list(shape.kinds(annotation))
+            found, choices = context["tag"], list(sections_by_kind(annotation))
             return f"unknown kind {found!r}; must be one of {_listed(choices)}{did_you_mean(found, choices)}"
         case "union_tag_not_found":
-            return f"required, but missing; must be one of {_listed(shape.kinds(annotation))}"
+            return f"required, but missing; must be one of {_listed(sections_by_kind(annotation))}"
         case "literal_error":
             expected = str(context["expected"])
             choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
@@ -284,32 +291,104 @@ def _listed(choices: Any) -> str:
     return ", ".join(repr(choice) for choice in choices)
 
 
-def _missing(path: shape.Path, annotation: Any) -> str:
+def _missing(path: KeyPath, annotation: Any) -> str:
     if isinstance(path[-1], int):
         return "required, but the list ends before it"
-    options = list(shape.kinds(annotation))
+    options = list(sections_by_kind(annotation))
     return "required, but missing" + (f"; a section of kind {_listed(options)}" if options else "")
 
 
-def _unknown_key(path: shape.Path, tree: Node, root: type[BaseModel]) -> str:
+def _unknown_key(path: KeyPath, tree: Node, root: type[BaseModel]) -> str:
     """Names the nearest key of the section, or else the section that has this key."""
     node: Node = tree
     annotation: Any = root
     for part in path[:-1]:
-        model = shape.section_for(annotation, node.plain())
-        annotation = model.model_fields[str(part)].annotation if model else shape.item(annotation)
+        model = section_for(annotation, node.plain())
+        annotation = model.model_fields[str(part)].annotation if model else item_type(annotation)
         child = node.child(part)
         assert child is not None
         node = child
-    model = shape.section_for(annotation, node.plain())
+    model = section_for(annotation, node.plain())
     assert model is not None, path
     name, valid = str(path[-1]), list(model.model_fields)
     if near := did_you_mean(name, valid):
         return f"unknown key{near}"
-    elsewhere = [key for key in shape.dotted_keys(root) if key.rsplit(".", 1)[-1] == name]
+    elsewhere = [key for key in dotted_keys(root) if key.rsplit(".", 1)[-1] == name]
     if tree.key(path) in elsewhere:
         kind = kind_tag(node.plain())
         return f"unknown key for kind {kind!r}, another kind has it; valid here: {', '.join(valid)}"
     if elsewhere:
         return f"unknown key; did you mean {min(elsewhere, key=lambda key: key.count('.'))!r}?"
     return f"unknown key; valid here: {', '.join(valid)}"
+
+
+def ambiguous_words(
+    tree: Node, root: type[BaseModel], *, allows_lower_case: bool = False
+) -> list[Problem]:
+    """A problem for each of these words that stands where text or anything may stand.
+
+    Text that may be null is never such a word for null, in quotes or not; elsewhere quotes say that
+    the word itself is meant. With `allows_lower_case`, `none` counts as a choice of that name.
+    """
+    return [
+        Problem(tree.place(path), tree.key(path), text)
+        for path, text in _ambiguous_in(tree, root, (), allows_lower_case)
+    ]
+
+
+def is_null_word(value: object) -> bool:
+    """Whether text is a word for nothing."""
+    return isinstance(value, str) and value.strip().lower() in NULL_WORDS
+
+
+def admits_null(annotation: Any) -> bool:
+    """Whether null may stand there."""
+    return NoneType in _alternatives(annotation)
+
+
+def _ambiguous_in(
+    node: Node, annotation: Any, path: KeyPath, allows_lower_case: bool
+) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(node.value, dict):
+        model = section_for(annotation, node.plain())
+        for key, child in node.value.items():
+            if model is None:
+                inner = Any if annotation is Any else item_type(annotation)
+            else:
+                field = model.model_fields.get(key)
+                inner = field.annotation if field is not None else None
+            yield from _ambiguous_in(child, inner, (*path, key), allows_lower_case)
+    elif isinstance(node.value, list):
+        inner = Any if annotation is Any else item_type(annotation)
+        for index, child in enumerate(node.value):
+            yield from _ambiguous_in(child, inner, (*path, index), allows_lower_case)
+    elif isinstance(node.value, str):
+        text = _ambiguity(node.value, node.is_bare, _alternatives(annotation), allows_lower_case)
+        if text is not None:
+            yield path, text
+
+
+def _ambiguity(
+    value: str, is_bare: bool, alternatives: frozenset[Any], allows_lower_case: bool
+) -> str | None:
+    if value in alternatives or not alternatives & {str, Any}:
+        return None
+    is_nullable_text = NoneType in alternatives and Any not in alternatives
+    if is_null_word(value) and (is_nullable_text or is_bare):
+        if allows_lower_case and value == value.lower():
+            return None
+        quoted = "" if is_nullable_text else ", or put it in quotes for the word itself"
+        return f"{value!r} is a word in YAML, not null; write null{quoted}"
+    return None
+
+
+def _alternatives(annotation: Any) -> frozenset[Any]:
+    """Plain types and literal values that an annotation admits."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return frozenset(found for part in get_args(annotation) for found in _alternatives(part))
+    if origin is Literal:
+        return frozenset(get_args(annotation))
+    return frozenset({annotation})

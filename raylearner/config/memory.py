@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.config.kl import AdapterOffReference, FrozenReference
-from raylearner.config.learner import LearnerSection
-from raylearner.config.lora import LoraSection
+from raylearner.config.learner import LearnerSection, LoraSection
 
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -8,7 +8,6 @@ from raylearner.config.advantage import (
     VtraceAdvantage,
 )
 from raylearner.config.correction import WEIGHING, Icepop, Mis, Rejection, Tis
-from raylearner.config.finding import Finding
 from raylearner.config.kl import (
     AdapterOffReference,
     AdaptiveCoefficient,
@@ -24,6 +23,7 @@ from raylearner.config.loss import (
     Ppo,
     Reinforce,
 )
+from raylearner.config.problems import Finding
 from raylearner.config.schema import RunConfig
 
 ROW_LOSSES = frozenset({"sequence_ratio", "gmpo", "luspo"})

@@ -73,3 +73,11 @@ def shown(value: object, *, limit: int = 80) -> str:
     """`repr`, cut in the middle where it is long."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 20]}...{text[-17:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A key that clashes with others, why, and the nearest choice that would do."""
+
+    key: str
+    text: str

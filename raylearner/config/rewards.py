@@ -5,14 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from raylearner.config.kind import OPEN_KIND, Reference, kind_tag
 from raylearner.config.section import (
+    OPEN_KIND,
     HttpUrl,
     NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Reference,
     Section,
+    kind_tag,
 )
 
 

@@ -5,7 +5,17 @@ The sections live in the modules beside this one, which names them all in one pl
 """
 
 import math
+from typing import Literal
 
+from raylearner.config.actors import (
+    ActorsSection,
+    EngineSection,
+    RendererSection,
+    SamplingSection,
+    ScriptedEngine,
+    TransformersEngine,
+    VllmEngine,
+)
 from raylearner.config.advantage import AdvantageSection, GrpoAdvantage, RlooAdvantage
 from raylearner.config.correction import CorrectionSection
 from raylearner.config.critic import CriticSection
@@ -17,39 +27,186 @@ from raylearner.config.environment import (
     SingleTurn,
     ToolUse,
 )
-from raylearner.config.evaluation import EvaluationSection
 from raylearner.config.kl import KlSection
 from raylearner.config.learner import LearnerSection
 from raylearner.config.loss import DecoupledPpo, LossSection
 from raylearner.config.model import ModelSection, PretrainedModel, TinyModel, WarmStart
-from raylearner.config.observability import (
-    CompletionsSection,
-    ObservabilitySection,
-    ProfileSection,
-    WandbSection,
-)
-from raylearner.config.replay import ReplaySection
 from raylearner.config.rewards import RewardFunction, RewardSection
-from raylearner.config.rollout import (
-    ActorsSection,
-    EngineSection,
-    RendererSection,
-    SamplingSection,
-    ScriptedEngine,
-    TransformersEngine,
-    VllmEngine,
-)
-from raylearner.config.run import ClusterSection, RunSection
 from raylearner.config.section import (
     Fraction,
+    Name,
     NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
     number,
 )
-from raylearner.config.weights import WeightsSection
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Name = "run"
+    """Names the run directory; shown in logs, on the Ray dashboard and in job metadata."""
+    dir: str | None = None
+    """Run directory; it must not exist yet. Default: `runs/<name>-<time>`."""
+    num_steps: PositiveInt = 100
+    """Learner steps to commit before the run ends."""
+    seed: Seed = 0
+    """Seeds prompt order, model initialisation and the scripted parts; vLLM samples unseeded."""
+    checkpoint_every_steps: NaturalInt = 50
+    """A checkpoint is written every so many steps and at the last one; 0 keeps the last only."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are removed once a newer one is whole."""
+    checkpoint_async: bool = True
+    """Training stands still only while state is copied to host memory, 12 bytes a trained parameter, and goes on while that is written; false waits until all is on disk."""
+    watchdog_s: PositiveFloat = 600.0
+    """The run ends, naming who waits for whom, after so many seconds without any progress of episodes, in a learner step, or without an answer of the replay actor."""
+    deadline: str | None = None
+    """When the machines are taken away: ISO 8601, or seconds since 1970. Default: RAYLEARNER_DEADLINE, or SLURM_JOB_END_TIME, of the environment."""
+    deadline_margin_s: PositiveFloat = 300.0
+    """So long before the deadline the run writes a checkpoint and stops."""
+    max_learner_restarts: NaturalInt = 2
+    """How often a learner that died is restored from the last checkpoint before the run ends."""
+
+
+class ClusterSection(Section):
+    """The Ray cluster the run uses."""
+
+    address: str | None = None
+    """Address of an existing cluster; empty starts a local one (RAY_ADDRESS, set by jobs, wins)."""
+    num_cpus: PositiveInt | None = None
+    """CPUs that a local cluster offers. Default: those of the machine."""
+    object_store_bytes: PositiveInt = 400_000_000
+    """Object store of a local cluster, in bytes."""
+    dashboard: bool = False
+    """Starts Ray's dashboard on 127.0.0.1 with a local cluster."""
+
+
+class ReplaySection(Section):
+    """Admission, staleness and groups."""
+
+    groups_per_step: PositiveInt = 16
+    """Groups in one take."""
+    group_size: PositiveInt = 8
+    """Episodes of one prompt."""
+    extra: NaturalInt = 0
+    """Episodes started beyond `group_size`; the first `group_size` done make the group."""
+    play_greedy: bool = False
+    """One more episode of each prompt, sampled greedily. It never trains; its reward is the baseline of remax."""
+    max_staleness: NaturalInt = 2
+    """Most versions between sampling a token and training on it; 0 is synchronous."""
+    on_stale: Literal["mask", "drop", "wait", "train"] = "mask"
+    """What happens to what is too old at `take`; see docs/architecture.md."""
+    max_concurrent_groups: PositiveInt | None = None
+    """Groups running at once. Default: bounded by staleness alone."""
+    group_time_limit_s: PositiveFloat = 600.0
+    """A group still incomplete after so long is closed by the partial-group rule."""
+    partial_groups: Literal["train", "drop"] = "train"
+    """At the time limit: train on what is done (at least two episodes), or drop the group."""
+    drop_zero_variance: bool = False
+    """Groups whose rewards are all equal are dropped and refilled."""
+    max_filtered_groups: PositiveInt = 1000
+    """So many filtered groups in a row end the run with the reason."""
+    max_attempts: PositiveInt = 3
+    """Times one sample is started, when its actor dies, before it counts as failed."""
+    max_error_fraction: Fraction = 0.5
+    """The run ends when more of the last `error_window` episodes failed."""
+    max_tool_failure_fraction: Fraction = 0.9
+    """The run ends when a tool failed more of its calls in the last `error_window` episodes that called it. Counts failures that are shown to the policy; 1 never ends a run."""
+    error_window: PositiveInt = 64
+    """Episodes over which failures are counted."""
+
+
+class WeightsSection(Section):
+    """How weights reach the engines."""
+
+    every_steps: PositiveInt = 1
+    """Every k-th policy version is published."""
+    transport: Literal["auto", "shared_files", "nccl", "ipc", "adapter"] = "auto"
+    """`nccl` broadcasts between separate GPUs, `ipc` shares memory on GPUs where every learner rank lives beside engines, `shared_files` writes safetensors to memory-backed storage on one machine, `adapter` writes LoRA adapters there and nothing else; the others carry them merged, to engines in float32; auto chooses by where actors are."""
+    folder: str = "/dev/shm"
+    """Where shared files live; a folder of the run's own is made inside and removed at the end."""
+    clear_caches: bool = True
+    """Running requests are recomputed under the new weights; off keeps stale key-values."""
+    deadline_s: PositiveFloat = 120.0
+    """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
+    verify_tolerance: PositiveFloat | Literal["auto"] = "auto"
+    """Maximum |learner - engine| log-probability on the probe prompts, in nats, for a weight update to count as verified; auto depends on precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 0.25 in half precision."""
+    verify_statistic: Literal["auto", "max", "mean"] = "auto"
+    """Statistic of that difference over the probe's tokens; auto is the mean in half precision, where single tokens differ by more than a nat, and the maximum in float32."""
+    num_probe_tokens: PositiveInt = 32
+    """Length of a probe prompt."""
+
+
+class EvaluationSection(Section):
+    """Evaluation on held-out prompts."""
+
+    every_steps: NaturalInt = 0
+    """Also every k steps, on one actor beside training; step 0 and the end always. 0: those two only."""
+    num_prompts: PositiveInt = 128
+    """Prompts of one evaluation."""
+    sampling: SamplingSection = SamplingSection(temperature=0.0)
+    """Greedy by default."""
+
+
+class CompletionsSection(Section):
+    """A table of a few completions: prompt, completion, rewards, advantage, logged numbers."""
+
+    every_steps: NaturalInt = 1
+    """Every so many steps; 0 never."""
+    num_completions: PositiveInt = 4
+    """Rows, spread from the worst reward to the best."""
+    unique_prompts: bool = False
+    """At most one row a prompt."""
+    max_characters: PositiveInt = 400
+    """Longer prompts and completions are cut in the middle."""
+    log: bool = False
+    """Also writes the table to the log; TensorBoard has it anyway."""
+
+
+class ProfileSection(Section):
+    """Profiles of chosen learner steps by torch's profiler, one file a rank."""
+
+    steps: tuple[PositiveInt, ...]
+    """Learner steps to profile; the first step after a start is slower than the rest."""
+    record_memory: bool = False
+    """Also records allocations."""
+    record_stacks: bool = False
+    """Also records Python stacks; larger files and a slower step."""
+
+
+class WandbSection(Section):
+    """Weights & Biases; the package is installed by whoever wants it."""
+
+    project: str = "raylearner"
+    """Project there."""
+    entity: str | None = None
+    """Team or user; empty is the account's default."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes files to upload later."""
+
+
+class ObservabilitySection(Section):
+    """What is recorded."""
+
+    tensorboard: bool = True
+    """Writes `tensorboard/`."""
+    ray_metrics: bool = True
+    """Exports every number through Ray's metrics, for Prometheus and Grafana."""
+    wandb: WandbSection | None = None
+    """Present: numbers also go to Weights & Biases."""
+    trajectories_every_steps: NaturalInt = 1
+    """Writes `trajectories/step_NNNNNN.jsonl` every k steps; 0 never."""
+    completions: CompletionsSection = CompletionsSection()
+    """Completions as text."""
+    trace: bool = True
+    """Writes `trace.json` (Chrome trace)."""
+    profile: ProfileSection | None = None
+    """Present: chosen learner steps are profiled into `profile/`."""
+
 
 __all__ = [
     "ActorsSection",

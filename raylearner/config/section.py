@@ -1,10 +1,15 @@
-"""What all sections of the configuration share."""
+"""What all sections share: types of values, open unions by `kind`, and lookups in the schema."""
 
-from typing import Annotated, Any, Literal
+import importlib
+from collections.abc import Callable, Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from raylearner.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
@@ -67,3 +72,132 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+OPEN_KIND = "module:name"
+"""Stands in lists of kinds for all that a user may name."""
+
+
+def kind_tag(value: Any) -> str | None:
+    """The tag that chooses a member of an open union: its kind, or `OPEN_KIND` for the user's own."""
+    is_mapping = isinstance(value, dict)
+    kind: Any = value.get("kind") if is_mapping else getattr(value, "kind", None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(kind, str):
+        return None
+    return OPEN_KIND if ":" in kind else kind
+
+
+def _two_parts(value: str) -> str:
+    module, _, name = value.partition(":")
+    if not module or not name or ":" in name:
+        raise ValueError(f"must be written {OPEN_KIND}")
+    return value
+
+
+Reference = Annotated[str, AfterValidator(_two_parts)]
+"""`module:name`, importable where the run is started and where its actors live."""
+
+
+def load_reference(path: str) -> Callable[..., Any]:
+    """The callable at `module:name`. Raises `ConfigError` with the cause, without naming a key."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigError(
+            f"{path!r} cannot be imported: {type(error).__name__}: {said}; modules are looked for"
+            " in the working directory and on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{path!r} is not callable")
+    return cast(Callable[..., Any], found)
+
+
+KeyPath = tuple[str | int, ...]
+
+
+def section_types(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that an annotation admits, `None` and metadata left out."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return section_types(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [model for part in get_args(annotation) for model in section_types(part)]
+    return [annotation] if _is_section(annotation) else []
+
+
+def sections_by_kind(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Sections by the `kind` that chooses them; those without one are left out.
+
+    The section for what the user names has `OPEN_KIND`.
+    """
+    found: dict[str, type[BaseModel]] = {}
+    for model in section_types(annotation):
+        field = model.model_fields.get("kind")
+        if field is not None and get_origin(field.annotation) is Literal:
+            found |= {str(kind): model for kind in get_args(field.annotation)}
+        elif field is not None and field.annotation is str:
+            found[OPEN_KIND] = model
+    return found
+
+
+def section_for(annotation: Any, value: Any) -> type[BaseModel] | None:
+    """The section class that a mapping is meant for; None while its kind is missing or unknown."""
+    models = section_types(annotation)
+    if len(models) == 1:
+        return models[0]
+    tag = kind_tag(value) if isinstance(value, dict) else None
+    return None if tag is None else sections_by_kind(annotation).get(tag)
+
+
+def item_type(annotation: Any) -> Any:
+    """What a list, tuple or mapping holds; None where it holds nothing with a shape."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return item_type(arguments[0])
+    if origin in (Union, UnionType):
+        parts = [part for part in arguments if part is not NoneType]
+        return item_type(parts[0]) if len(parts) == 1 else None
+    if origin in (list, tuple) and arguments:
+        return arguments[0]
+    return arguments[1] if origin is dict else None
+
+
+def user_path(root: type[BaseModel], location: KeyPath) -> tuple[KeyPath, Any]:
+    """The user's path behind a pydantic location, and the annotation at its end.
+
+    Pydantic puts the tag of a discriminated union into the location; the user wrote no such key.
+    """
+    annotation: Any = root
+    path: KeyPath = ()
+    for part in location:
+        models = section_types(annotation)
+        if len(models) > 1:
+            annotation = sections_by_kind(annotation).get(str(part))
+            continue
+        if models:
+            path = (*path, part)
+            field = models[0].model_fields.get(str(part))
+            annotation = field.annotation if field is not None else None
+            continue
+        inner = item_type(annotation)
+        if inner is None:
+            break
+        path, annotation = (*path, part), inner
+    return path, annotation
+
+
+def dotted_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the schema, sections of every kind included."""
+    for name, field in root.model_fields.items():
+        key = f"{prefix}{name}"
+        yield key
+        for model in section_types(field.annotation):
+            yield from dotted_keys(model, f"{key}.")
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from PIL import UnidentifiedImageError
 
-from raylearner.config.tools import ImageSection
+from raylearner.config.environment import ImageSection
 from raylearner.errors import ConfigError
 from raylearner.tools.image import BadImage, check_image
 from raylearner.types import IMAGE_MARK, Message, Prompt

@@ -5,16 +5,17 @@ import sys
 from collections.abc import Sequence
 
 from raylearner.cleanup import clean_up
+from raylearner.config.actors import ReasoningTags
 from raylearner.config.environment import (
+    CalculatorTool,
     CustomEnvironment,
     EnvironmentSection,
+    FunctionTool,
     JsonCallsDialect,
     SingleTurn,
     ToolUse,
 )
-from raylearner.config.kind import load_reference
-from raylearner.config.rollout import ReasoningTags
-from raylearner.config.tools import CalculatorTool, FunctionTool
+from raylearner.config.section import load_reference
 from raylearner.environments.custom import HostedEnvironment
 from raylearner.environments.dialect import (
     Dialect,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from raylearner import job_variables
-from raylearner.config import variables
 from raylearner.config.report import git_revision
+from raylearner.config.resources import HUB_TOKEN, WANDB_KEY, named_variables, wants_wandb_key
 from raylearner.config.schema import PretrainedModel, RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
 from raylearner.jobs import jobs
@@ -122,17 +122,15 @@ def _lacking(configs: Sequence[RunConfig], handed_on: Sequence[str]) -> Iterator
     """Variables that runs need, and that a job has only where the cluster's machines set them."""
     needed: dict[str, str] = {}
     for config in configs:
-        for key, name in variables.named_variables(config):
+        for key, name in named_variables(config):
             needed.setdefault(name, f"{key} names {name}")
-        if variables.wants_wandb_key(config):
-            needed.setdefault(
-                variables.WANDB_KEY, f"observability.wandb needs {variables.WANDB_KEY}"
-            )
+        if wants_wandb_key(config):
+            needed.setdefault(WANDB_KEY, f"observability.wandb needs {WANDB_KEY}")
         is_hub = isinstance(config.model, PretrainedModel) and not os.path.isdir(config.model.path)
-        if is_hub and os.environ.get(variables.HUB_TOKEN):
+        if is_hub and os.environ.get(HUB_TOKEN):
             needed.setdefault(
-                variables.HUB_TOKEN,
-                f"model.path is on the hub, and {variables.HUB_TOKEN} is set here",
+                HUB_TOKEN,
+                f"model.path is on the hub, and {HUB_TOKEN} is set here",
             )
     for name in needed.keys() - set(handed_on):
         yield (

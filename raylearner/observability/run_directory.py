@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from raylearner.config.run import RunSection
+from raylearner.config.schema import RunSection
 from raylearner.errors import ConfigError, summary
 
 logger = logging.getLogger(__name__)

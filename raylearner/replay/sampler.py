@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raylearner.config.data import ByDifficulty, SamplerSection, Shuffle
-from raylearner.config.kind import load_reference
+from raylearner.config.section import load_reference
 from raylearner.errors import ConfigError
 from raylearner.types import Prompt, TrajectoryGroup
 

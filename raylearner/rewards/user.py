@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from raylearner.config.kind import load_reference
 from raylearner.config.rewards import RewardSection, UserFunction
+from raylearner.config.section import load_reference
 from raylearner.data.dialogue import wire
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.functions import EpisodeView, RewardLog

@@ -11,8 +11,9 @@ import ray
 from raylearner import job_variables
 from raylearner.actors.process import prepare, reach_nodes_directly
 from raylearner.cleanup import clean_up_now
-from raylearner.config import resources, variables
+from raylearner.config import resources
 from raylearner.config.checks import notes
+from raylearner.config.resources import named_variables
 from raylearner.config.schema import ClusterSection, RunConfig
 from raylearner.errors import ConfigError, StartError, summary
 from raylearner.network import check_reachable, refuse_bad_authentication
@@ -110,7 +111,7 @@ def check_variables(config: RunConfig) -> None:
 
     A local cluster has those of this process.
     """
-    named = dict(variables.named_variables(config))
+    named = dict(named_variables(config))
     if not named or not (os.environ.get("RAY_ADDRESS") or config.cluster.address):
         return
     look: Any = _unset

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
-from raylearner.config.run import RunSection
-from raylearner.config.schema import RunConfig, VllmEngine
+from raylearner.config.schema import RunConfig, RunSection, VllmEngine
 from raylearner.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
-from raylearner.config.lora import lora_rank
+from raylearner.config.learner import lora_rank
 from raylearner.config.schema import ActorsSection, RunConfig, SamplingSection
 from raylearner.config.section import number
 from raylearner.errors import (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from raylearner.config.tools import SandboxSection
+from raylearner.config.environment import SandboxSection
 from raylearner.errors import ConfigError
 from raylearner.sandbox import bubblewrap, seccomp
 from raylearner.sandbox import supervisor as sandbox_supervisor

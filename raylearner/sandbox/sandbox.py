@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
-from raylearner.config.tools import SandboxSection
+from raylearner.config.environment import SandboxSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.sandbox.box import Box, Call
 from raylearner.text import encodable

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 
-from raylearner.config.tools import SandboxSection
+from raylearner.config.environment import SandboxSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.sandbox.sandbox import Sandbox, SandboxResult, SandboxStatus
 from raylearner.services.server import make_app, parser, serve

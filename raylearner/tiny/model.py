@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from raylearner.config.model_checks import head_faults
+from raylearner.config.model_files import head_faults
 from raylearner.config.schema import TinyModel
 from raylearner.errors import ConfigError
 from raylearner.tiny.tokenizer import END_OF_TURN, PAD, TAGS, make_tokenizer

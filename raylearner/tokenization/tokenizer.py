@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from raylearner.config.files import read_json
+from raylearner.config.model_files import read_json
 
 QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 QWEN_TYPES = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl")

@@ -16,15 +16,15 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from raylearner.config.files import read_json
-from raylearner.config.images import ImagesSection
-from raylearner.config.vision_files import (
+from raylearner.config.actors import ImagesSection
+from raylearner.config.model_files import (
     CURE,
     SIZES,
     config_faults,
     pixel_range,
     processor_faults,
     processor_file,
+    read_json,
     token_keys,
 )
 from raylearner.errors import ConfigError, RenderError

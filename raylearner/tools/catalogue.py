@@ -1,6 +1,6 @@
 """Tools by the `kind` that the YAML uses."""
 
-from raylearner.config.tools import (
+from raylearner.config.environment import (
     CalculatorTool,
     CodeExecutionTool,
     FunctionTool,

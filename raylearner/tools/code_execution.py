@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from raylearner.config.tools import CodeExecutionTool
+from raylearner.config.environment import CodeExecutionTool
 from raylearner.sandbox.sandbox import Sandbox
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import BadReply, Service, ToolMetrics

@@ -9,8 +9,8 @@ from typing import Any, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from raylearner.config.kind import load_reference
-from raylearner.config.tools import FunctionTool
+from raylearner.config.environment import FunctionTool
+from raylearner.config.section import load_reference
 from raylearner.errors import ConfigError, ToolError
 from raylearner.observability.sinks import jsonl
 from raylearner.text import encodable_values

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from raylearner import strict_json
-from raylearner.config.tools import HttpSection
+from raylearner.config.environment import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.text import encodable_json
 from raylearner.tools.connection import BadHttp, Connections, TooLong

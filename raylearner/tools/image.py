@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from PIL import Image
 
-from raylearner.config.tools import ImageSection
+from raylearner.config.environment import ImageSection
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 SEVERAL = "MPO"

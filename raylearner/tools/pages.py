@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from raylearner.config.tools import PageFetchTool, PageSearchTool
+from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import Batcher, Service, ToolMetrics

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from raylearner.config.tools import SearchTool
+from raylearner.config.environment import SearchTool
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import Batcher, Service, ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument

@@ -13,7 +13,7 @@ from checkpoints import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylearner.config.checks import check
-from raylearner.config.files import scoring_faults
+from raylearner.config.model_files import scoring_faults
 from raylearner.config.schema import LearnerSection, RunConfig
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from raylearner.config.tools import MIB, SandboxSection
+from raylearner.config.environment import MIB, SandboxSection
 from raylearner.errors import ConfigError
 from raylearner.sandbox import bubblewrap, seccomp
 from raylearner.sandbox import sandbox as sandbox_module

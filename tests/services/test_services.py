@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raylearner.config.tools import (
+from raylearner.config.environment import (
     CodeExecutionTool,
     PageFetchTool,
     PageSearchTool,

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from raylearner.config.tools import CodeExecutionTool
+from raylearner.config.environment import CodeExecutionTool
 from raylearner.errors import ToolError
 from raylearner.tools.code_execution import CodeExecution
 from raylearner.types import Prompt

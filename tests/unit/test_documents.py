@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from raylearner.config import reference, shape
+from raylearner.config.report import markdown
 from raylearner.config.schema import RunConfig
+from raylearner.config.section import dotted_keys
+from raylearner.jobs.sweep.section import SweepSection
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +29,8 @@ def test_a_generated_file_is_current(path: Path) -> None:
 
 
 def test_every_key_and_kind_of_the_schema_is_documented() -> None:
-    text = reference.markdown()
-    for key in shape.dotted_keys(RunConfig):
+    text = markdown(SweepSection)
+    for key in dotted_keys(RunConfig):
         name = key.rsplit(".", 1)[-1]
         assert name == "kind" or f"| `{name}` |" in text or f"## `{key}`" in text, key
     for loss in ("gspo", "decoupled_ppo"):
@@ -36,7 +38,7 @@ def test_every_key_and_kind_of_the_schema_is_documented() -> None:
 
 
 def test_no_key_is_without_a_meaning() -> None:
-    rows = [line for line in reference.markdown().splitlines() if re.match(r"\| `", line)]
+    rows = [line for line in markdown(SweepSection).splitlines() if re.match(r"\| `", line)]
     assert [row for row in rows if row.endswith("|  |")] == []
 
 

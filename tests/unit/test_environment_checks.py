@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.config import schema
-from raylearner.config.environment_checks import check_environment
+from raylearner.config.episode_checks import check_environment
 from raylearner.config.schema import RunConfig
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.environments.protocol import Environment

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from raylearner.config.tools import FunctionTool
+from raylearner.config.environment import FunctionTool
 from raylearner.errors import ConfigError, ToolError
 from raylearner.tools.function import Function
 from raylearner.tools.protocol import Observation

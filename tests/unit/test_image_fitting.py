@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pictures import make_image
 
-from raylearner.config.images import ImagesSection
+from raylearner.config.actors import ImagesSection
 from raylearner.tokenization import vision as vision_module
 from raylearner.tokenization.images import TargetSize, fit_image
 from raylearner.tokenization.vision import ImageFitter, Vision

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from minimal import MINIMAL
 
-from raylearner.config.run import RunSection
-from raylearner.config.schema import RunConfig
+from raylearner.config.schema import RunConfig, RunSection
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint import checkpoint
 from raylearner.observability import run_directory

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from raylearner.config import report
-from raylearner.config.learner import LearnerSection
-from raylearner.config.lora import LoraSection
+from raylearner.config.learner import LearnerSection, LoraSection
 from raylearner.config.memory import GIB, ModelSize, estimate, estimate_of
 from raylearner.config.schema import RunConfig
 

@@ -8,7 +8,7 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-from raylearner.config.files import model_faults
+from raylearner.config.model_files import model_faults
 from raylearner.errors import ConfigError
 from raylearner.learner.model.loading import load_model
 

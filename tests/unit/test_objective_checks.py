@@ -7,9 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
-from raylearner.config import shape
 from raylearner.config.advantage import (
     CRITIC_ESTIMATORS,
     GROUP_BASELINES,
@@ -26,6 +24,7 @@ from raylearner.config.loss import (
     LossSection,
 )
 from raylearner.config.schema import RunConfig
+from raylearner.config.section import sections_by_kind
 from raylearner.learner.objective.aggregation import AggregationMode
 from raylearner.learner.objective.losses import POLICY_LOSSES
 
@@ -286,10 +285,6 @@ def test_the_documented_configuration_is_valid() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert check(make_config(yaml.safe_load(shown)["learner"])) == []
-
-
-def sections_by_kind(union: object) -> dict[str, type[BaseModel]]:
-    return shape.kinds(union)
 
 
 def test_the_options_of_a_loss_are_those_of_its_function() -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from PIL import Image, PngImagePlugin
 
-from raylearner.config.tools import ImageSection, PageFetchTool, PageSearchTool
+from raylearner.config.environment import ImageSection, PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
 from raylearner.tools.image import BadImage, ImageCheck, check_image
 from raylearner.tools.pages import NOTHING_FOUND, PageFetch, PageSearch

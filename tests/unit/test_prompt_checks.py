@@ -12,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from raylearner import cli
-from raylearner.config.images import ImagesSection
+from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
 from raylearner.errors import ConfigError

@@ -98,7 +98,7 @@ def test_engines_that_sleep_share_what_the_learner_leaves_of_memory() -> None:
     changes = {
         "weights__transport": "ipc",
         "replay__max_staleness": 0,
-        "actors__engine__should_sleep": True,
+        "actors__engine__sleep": True,
     }
     engine = resolve(config(**changes), num_gpus=1).config.actors.engine
     assert engine.kind == "vllm"

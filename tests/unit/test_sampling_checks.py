@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raylearner.config.checks import check
-from raylearner.config.engine_arguments import SAFE
+from raylearner.config.engine_checks import SAFE
 from raylearner.config.schema import RunConfig
 
 VLLM = {"kind": "vllm", "max_model_tokens": 512}

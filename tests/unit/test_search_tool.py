@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from raylearner.config.tools import SearchTool
+from raylearner.config.environment import SearchTool
 from raylearner.tools.search import NOTHING_FOUND, Search
 from raylearner.types import Prompt
 

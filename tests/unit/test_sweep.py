@@ -12,11 +12,11 @@ from minimal import MINIMAL
 
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
-from raylearner.config.sweep import AshaSection, SweepMetric, SweepSection
 from raylearner.errors import ConfigError
 from raylearner.jobs.sweep import plan, progress, results
 from raylearner.jobs.sweep.early_stopping import Asha
 from raylearner.jobs.sweep.points import points
+from raylearner.jobs.sweep.section import AshaSection, SweepMetric, SweepSection
 from raylearner.jobs.sweep.state import Status, SweepState
 
 ROOT = Path(__file__).parents[2]

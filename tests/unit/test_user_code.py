@@ -22,8 +22,8 @@ from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.actors.proxy.program import FunctionProgram
 from raylearner.actors.rollout_worker import RolloutWorker
 from raylearner.config import schema
+from raylearner.config.environment import FunctionTool
 from raylearner.config.rewards import RewardSection
-from raylearner.config.tools import FunctionTool
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import RewardError, ToolError, UserCodeStuck
 from raylearner.observability.spans import Tracer

@@ -11,7 +11,7 @@ import torch
 from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
 
 from raylearner.actors.engines.vllm import VllmEngine
-from raylearner.config.lora import LoraSection
+from raylearner.config.learner import LoraSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.model import lora

@@ -17,7 +17,7 @@ import psutil
 from raylearner.actors.engines import vllm_process, vllm_requests
 from raylearner.actors.engines.vllm_vision import vision_arguments
 from raylearner.actors.engines.vllm_weights import WeightEntrance, lora_arguments
-from raylearner.config.images import ImagesSection
+from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import (

@@ -14,7 +14,7 @@ import psutil
 
 from raylearner import network, strict_json
 from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
-from raylearner.config.kind import load_reference
+from raylearner.config.section import load_reference
 from raylearner.data.dialogue import wire
 from raylearner.errors import EnvironmentFault
 from raylearner.text import encodable

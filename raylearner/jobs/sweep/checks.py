@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
+from raylearner.config.document import Node
 from raylearner.config.problems import Problem, did_you_mean, shown
-from raylearner.config.sweep import AxisSection, Choice, IntUniform, SweepSection
-from raylearner.config.tree import Node
+from raylearner.jobs.sweep.section import AxisSection, Choice, IntUniform, SweepSection
 from raylearner.observability import run_directory
 from raylearner.observability.metrics import METRICS, spec_of
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from raylearner.config.sweep import AshaSection, SweepMetric
 from raylearner.errors import ConfigError
+from raylearner.jobs.sweep.section import AshaSection, SweepMetric
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raylearner.config.document import parse
+from raylearner.config.document import Node, parse
 from raylearner.config.loader import load, load_section
 from raylearner.config.problems import ConfigProblems, Problem, Where
 from raylearner.config.schema import RunConfig, TinyModel
-from raylearner.config.sweep import SweepSection
-from raylearner.config.tree import Node
 from raylearner.errors import ConfigError
 from raylearner.jobs.sweep.checks import check
 from raylearner.jobs.sweep.points import Values, points
+from raylearner.jobs.sweep.section import SweepSection
 
 UNKNOWN = "unknown key"
 """Problems that begin so are certain even where some axes could not be read."""

@@ -5,8 +5,15 @@ import math
 import random
 from typing import Any
 
-from raylearner.config.sweep import AxisSection, Choice, Draw, IntUniform, LogUniform, SweepSection
 from raylearner.errors import ConfigError
+from raylearner.jobs.sweep.section import (
+    AxisSection,
+    Choice,
+    Draw,
+    IntUniform,
+    LogUniform,
+    SweepSection,
+)
 
 SIGNIFICANT_DIGITS = 4
 """Of numbers that are drawn: enough, and they read well."""

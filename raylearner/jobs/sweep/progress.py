@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raylearner.config.sweep import SweepMetric
+from raylearner.jobs.sweep.section import SweepMetric
 
 EVALUATION = "evaluation/"
 

@@ -33,9 +33,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
-from raylearner.config import context_checks
-from raylearner.config.files import LENGTH_DEPENDENT, model_faults, rope_types, scoring_faults
-from raylearner.config.lora import LoraSection
+from raylearner.config.checks import CONTEXT_KEY, SEES_IMAGES, SLICED_LAYERS, heads_fault
+from raylearner.config.learner import LoraSection
+from raylearner.config.model_files import LENGTH_DEPENDENT, model_faults, rope_types, scoring_faults
 from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
 from raylearner.learner.model import attention, lora
@@ -353,19 +353,19 @@ def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None
     text: Any = config.get_text_config()
     num_heads: int = text.num_attention_heads
     kinds = sorted(rope_types(config.to_dict()) & {*LENGTH_DEPENDENT})
-    fault = context_checks.heads_fault(
+    fault = heads_fault(
         size,
         num_heads=num_heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
     )
     if _sees(config):
-        fault = context_checks.SEES_IMAGES
-    elif others := set(getattr(text, "layer_types", None) or ()) - set(context_checks.LAYERS):
+        fault = SEES_IMAGES
+    elif others := set(getattr(text, "layer_types", None) or ()) - set(SLICED_LAYERS):
         fault = f"must be 1 for a model with layers of {', '.join(sorted(others))}; set it to 1"
     elif kinds:
         fault = f"must be 1 for rotary embeddings of type {kinds[0]}; set it to 1"
     if fault is not None:
-        raise ConfigError(f"{context_checks.KEY}: {folder}: {fault}")
+        raise ConfigError(f"{CONTEXT_KEY}: {folder}: {fault}")
 
 
 ModelT = TypeVar("ModelT", bound=PackedModel)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from raylearner.config.lora import LoraSection, lora_rank
+from raylearner.config.learner import LoraSection, lora_rank
 from raylearner.errors import ConfigError
 from raylearner.learner.model.gather import gathered
 

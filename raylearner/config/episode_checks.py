@@ -1,0 +1,278 @@
+"""Check data, environment and rewards beyond single keys. The user's modules are imported."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raylearner.config.data import DataSource, JsonlData, ParquetData, ReasoningGymData, UserSampler
+from raylearner.config.environment import (
+    PROGRAM_KEYWORDS,
+    CustomEnvironment,
+    OpenAiProxy,
+    ToolUse,
+)
+from raylearner.config.model_files import is_missing_directory
+from raylearner.config.problems import Finding
+from raylearner.config.rewards import (
+    Judge,
+    PairwiseJudge,
+    RewardModel,
+    ToolUseShaping,
+    UserFunction,
+)
+from raylearner.config.schema import RunConfig
+from raylearner.config.section import load_reference
+from raylearner.errors import ConfigError
+
+
+def check_data(config: RunConfig) -> list[Finding]:
+    """Clashes of sources, files that are not there, and a sampler that cannot be imported."""
+    return [*_evaluation(config), *_sources(config), *_sampler(config)]
+
+
+def _evaluation(config: RunConfig) -> Iterator[Finding]:
+    every = config.evaluation.every_steps
+    if every > 0 and config.data.evaluation is None:
+        yield Finding(
+            "evaluation.every_steps",
+            f"{every} needs held-out prompts in data.evaluation; add that section, or set this to 0",
+        )
+
+
+def _sources(config: RunConfig) -> Iterator[Finding]:
+    for part, sources in (("train", config.data.train), ("evaluation", config.data.evaluation)):
+        if sources == ():
+            yield Finding(f"data.{part}", "is an empty list; name a source")
+        counts = Counter(source.source_name for source in sources or ())
+        for index, source in enumerate(sources or ()):
+            key = f"data.{part}.{index}"
+            if counts[source.source_name] > 1:
+                yield Finding(
+                    f"{key}.source",
+                    f"{counts[source.source_name]} sources are reported as"
+                    f" {source.source_name!r}; give each a `source` of its own",
+                )
+            yield from _source(key, source)
+
+
+def _source(key: str, source: DataSource) -> Iterator[Finding]:
+    if isinstance(source, JsonlData | ParquetData):
+        if not Path(source.path).expanduser().is_file():
+            yield Finding(f"{key}.path", f"no such file {source.path!r}")
+    elif isinstance(source, ReasoningGymData):
+        for name in ("size", "seed"):
+            if name in source.parameters:
+                yield Finding(
+                    f"{key}.parameters.{name}",
+                    f"is set by {key}.{'num_prompts' if name == 'size' else 'seed'}; remove it here",
+                )
+
+
+def _sampler(config: RunConfig) -> Iterator[Finding]:
+    sampler = config.data.sampler
+    if isinstance(sampler, UserSampler):
+        try:
+            load_reference(sampler.kind)
+        except ConfigError as error:
+            yield Finding("data.sampler.kind", str(error))
+
+
+ASYNC_METHODS = ("reset", "step", "close")
+METHODS = ("outcome",)
+ATTRIBUTES = ("stop", "tool_schemas")
+
+
+def check_environment(config: RunConfig) -> list[Finding]:
+    """Programs that cannot be called and classes that are no environment; both are imported."""
+    match config.environment:
+        case OpenAiProxy() as proxy:
+            return list(_proxy(proxy))
+        case CustomEnvironment() as custom:
+            return list(_custom(custom))
+        case ToolUse() as tool_use:
+            return list(_tools(tool_use))
+        case _:
+            return []
+
+
+def _tools(tool_use: ToolUse) -> Iterator[Finding]:
+    """Names and tags that a turn could not tell apart; those of functions are known at the start."""
+    for attribute in ("name", "tag"):
+        first: dict[str, int] = {}
+        for index, tool in enumerate(tool_use.tools):
+            value: str | None = getattr(tool, attribute)
+            other = index if value is None else first.setdefault(value, index)
+            if other != index:
+                yield Finding(
+                    f"environment.tools.{index}.{attribute}",
+                    f"{value!r} is that of environment.tools.{other} already; give each its own",
+                )
+
+
+def _proxy(proxy: OpenAiProxy) -> Iterator[Finding]:
+    if (proxy.program is None) == (not proxy.command):
+        both = "one of the two" if proxy.command else "environment.program or environment.command"
+        yield Finding("environment", f"an openai_proxy plays one program; give {both}")
+        return
+    if proxy.program is None:
+        if proxy.arguments:
+            yield Finding(
+                "environment.arguments",
+                "are passed to a function; give a command its own in environment.command",
+            )
+        return
+    if proxy.answer_from == "stdout":
+        yield Finding(
+            "environment.answer_from",
+            "'stdout' is for a command; environment.program returns its answer",
+        )
+    for name in sorted(set(PROGRAM_KEYWORDS) & set(proxy.arguments)):
+        yield Finding(f"environment.arguments.{name}", "is given by raylearner; use another name")
+        return
+    yield from _callable("environment.program", proxy.program, PROGRAM_KEYWORDS, proxy.arguments)
+
+
+def _custom(custom: CustomEnvironment) -> Iterator[Finding]:
+    key = "environment.path"
+    try:
+        found = load_reference(custom.path)
+    except ConfigError as error:
+        yield Finding(key, str(error))
+        return
+    if not inspect.isclass(found):
+        yield Finding(key, f"{custom.path!r} must be a class, got {type(found).__name__}")
+        return
+    missing = [
+        name
+        for name in (*ASYNC_METHODS, *METHODS, *ATTRIBUTES)
+        if getattr(found, name, None) is None
+    ]
+    if missing:
+        yield Finding(
+            key,
+            f"{custom.path!r} has no {', '.join(missing)}; an environment has the async methods "
+            f"{', '.join(ASYNC_METHODS)}, the method {METHODS[0]}, and the attributes "
+            f"{' and '.join(ATTRIBUTES)} (raylearner.environments.protocol.Environment)",
+        )
+        return
+    for name in ASYNC_METHODS:
+        if not inspect.iscoroutinefunction(getattr(found, name)):
+            yield Finding(key, f"{custom.path!r}: {name} must be written `async def`")
+            return
+    yield from _callable(key, custom.path, (), custom.arguments)
+
+
+def _callable(
+    key: str, path: str, given: Iterable[str], arguments: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """What keeps `path` from being called with these names."""
+    names = [*given, *arguments]
+    try:
+        function: Callable[..., Any] = load_reference(path)
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except ConfigError as error:
+        yield Finding(key, str(error))
+    except (TypeError, ValueError) as error:
+        said = ", ".join(names) or "no arguments"
+        yield Finding(key, f"{path!r} cannot be called with {said}: {error}")
+
+
+PENALTY_NAME = "invalid_action_penalty"
+
+
+def check_rewards(config: RunConfig) -> list[Finding]:
+    """Functions that cannot be imported, ranges that are empty, and what has no part in a run."""
+    return [*_section(config), *_functions(config), *_needs(config)]
+
+
+def _section(config: RunConfig) -> Iterator[Finding]:
+    rewards = config.rewards
+    if not rewards.functions:
+        yield Finding("rewards.functions", "is empty: no episode would have a reward; name one")
+    if rewards.clip is not None and rewards.clip[0] >= rewards.clip[1]:
+        low, high = rewards.clip
+        yield Finding("rewards.clip", f"must rise, got {low:g} to {high:g}")
+    for index, name in enumerate(rewards.names):
+        if name == PENALTY_NAME:
+            yield Finding(
+                f"rewards.functions.{index}.name",
+                f"{name!r} is the environment's part of a reward; choose another",
+            )
+    if rewards.sees_groups and config.replay.play_greedy:
+        yield Finding(
+            "replay.play_greedy",
+            "the greedy episode is in no group, so functions that see groups would give it nothing"
+            " to compare with; set it to false, or take functions that see episodes",
+        )
+
+
+def _functions(config: RunConfig) -> Iterator[Finding]:
+    for index, function in enumerate(config.rewards.functions):
+        key = f"rewards.functions.{index}"
+        match function:
+            case Judge() | PairwiseJudge() if problem := _overridden(function):
+                yield Finding(f"{key}.extra_arguments", problem)
+            case UserFunction():
+                try:
+                    load_reference(function.kind)
+                except ConfigError as error:
+                    yield Finding(f"{key}.kind", str(error))
+            case ToolUseShaping() if function.min > function.max:
+                yield Finding(
+                    f"{key}.min", f"must be <= max = {function.max:g}, got {function.min:g}"
+                )
+            case Judge() if function.min_score >= function.max_score:
+                yield Finding(
+                    f"{key}.min_score",
+                    f"must be < max_score = {function.max_score:g}, got {function.min_score:g}",
+                )
+            case RewardModel() if is_missing_directory(function.path):
+                yield Finding(
+                    f"{key}.path",
+                    f"no such directory {function.path!r}; name a checkpoint directory or a hub id",
+                )
+            case RewardModel() if function.device == "cuda" and function.gpus == 0:
+                yield Finding(f"{key}.gpus", "must be > 0 for device 'cuda', got 0")
+            case _:
+                pass
+
+
+def _overridden(function: Judge | PairwiseJudge) -> str | None:
+    """Fields of a request that have keys of their own, or that would change the form of the reply."""
+    own = ["model", "messages", "temperature", function.max_tokens_parameter, "stream", "n"]
+    if function.max_tokens_parameter in own[:3]:
+        return f"max_tokens_parameter must not be {function.max_tokens_parameter!r}"
+    found = [name for name in own if name in function.extra_arguments]
+    return f"must not hold {', '.join(found)}; the judge's other keys set these" if found else None
+
+
+def _needs(config: RunConfig) -> Iterator[Finding]:
+    """Rewards that no prompt of the run could get."""
+    kinds = {source.kind for source in config.data.train}
+    for index, function in enumerate(config.rewards.functions):
+        if function.kind == "reasoning_gym" and "reasoning_gym" not in kinds:
+            yield Finding(
+                f"rewards.functions.{index}.kind",
+                "'reasoning_gym' scores prompts of data.train sources of that kind, and there is"
+                " none",
+            )
+        if function.kind == "tool_use" and config.environment.kind == "single_turn":
+            yield Finding(
+                f"rewards.functions.{index}.kind",
+                "'tool_use' needs tool calls, and environment.kind is 'single_turn'",
+            )
+        if function.kind == "retrieval_hit" and not _shows_pages(config):
+            yield Finding(
+                f"rewards.functions.{index}.kind",
+                "'retrieval_hit' looks at pages that tools showed, and none shows any; give"
+                " environment.tools a page_search or a page_fetch",
+            )
+
+
+def _shows_pages(config: RunConfig) -> bool:
+    environment = config.environment
+    if isinstance(environment, ToolUse):
+        return any(tool.kind in ("page_search", "page_fetch") for tool in environment.tools)
+    return isinstance(environment, CustomEnvironment)
