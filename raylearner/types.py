@@ -238,7 +238,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One segment of one episode, prompt and observations included. Checked by `check` at `put`."""
+    """One segment of one episode, prompt and observations included. Checked by `validation_error` at `put`."""
 
     group_id: int
     sample_index: int
@@ -346,8 +346,8 @@ class Trajectory:
             train_mask=np.zeros_like(self.train_mask),
         )
 
-    def broken_rule(self) -> str | None:
-        """The first contract rule this trajectory breaks, in words; None when it breaks none."""
+    def validation_error(self) -> str | None:
+        """Return the first rule of the data contract that this trajectory breaks; None for a valid one."""
         size = len(self.token_ids)
         arrays = {
             "token_ids": self.token_ids,
@@ -374,8 +374,8 @@ class Trajectory:
             return "behavior_logprobs must not be positive"
         if ((self.policy_versions >= 0) != self.loss_mask).any():
             return "policy_versions must be >= 0 exactly where loss_mask is True, -1 elsewhere"
-        if (rule := self._broken_image_rule()) is not None:
-            return rule
+        if (error := self._image_error()) is not None:
+            return error
         if (self.loss_mask & self.is_placeholder).any():
             return "placeholders of images must not be sampled"
         if self.reward is not None and not np.isfinite(self.reward):
@@ -384,7 +384,7 @@ class Trajectory:
             return "stop_reason 'error' needs a cause in error"
         return None
 
-    def _broken_image_rule(self) -> str | None:
+    def _image_error(self) -> str | None:
         runs, num_images = self.placeholder_runs, len(self.images)
         if len(runs) != num_images:
             return (
@@ -395,7 +395,7 @@ class Trajectory:
             return None
         for number, (image, num_placeholders) in enumerate(zip(self.images, runs, strict=True), 1):
             if not image.startswith(PNG_MAGIC):
-                return f"image {number} of {num_images} is no PNG"
+                return f"image {number} of {num_images} is not a PNG"
             width, height = (int.from_bytes(image[at : at + 4]) for at in PNG_SIDES)
             num_features = (width // self.image_unit) * (height // self.image_unit)
             if num_features != num_placeholders:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from raylearner.codec import Shipment
+from raylearner.codec import EpisodeBatch
 from raylearner.types import Trajectory
 
 Episode = list[Trajectory]
@@ -89,7 +89,7 @@ class Outbox:
 
     async def _deliver_batch(self, batch: list[_Parcel]) -> None:
         try:
-            outcomes = await self._call(Shipment(parcel.episode for parcel in batch))
+            outcomes = await self._call(EpisodeBatch(parcel.episode for parcel in batch))
             if len(outcomes) != len(batch):
                 raise RuntimeError(f"{len(batch)} episodes sent, {len(outcomes)} outcomes received")
         except asyncio.CancelledError:

@@ -1,25 +1,73 @@
-"""When a group is complete, and whether it may train: the rules at the end of its playing."""
+"""When a group is complete, and whether it may train: the rules that close a group."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from raylearner.config.schema import ReplaySection
+from raylearner.replay.groups import OPEN_STATES, GroupRecord, SampleState
 from raylearner.replay.ledger import Ledger
-from raylearner.replay.record import OPEN_STATES, GroupRecord, SampleState
 from raylearner.replay.sampler import SeenGroup
-from raylearner.replay.scoring import ScoreDesk, ScoreRequest
+from raylearner.replay.stats import ReplayCounters
 from raylearner.replay.store import EpisodeStore
-from raylearner.replay.tally import Tally
-from raylearner.types import EpisodeScore, StopReason, TrajectoryGroup
+from raylearner.types import EpisodeScore, Prompt, StopReason, Trajectory, TrajectoryGroup
 
 MIN_PARTIAL_EPISODES = 2
-"""Scored episodes that a group needs at its time limit to train: fewer give no baseline."""
+"""Minimum number of scored episodes that a group needs at its time limit: fewer give no baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """One complete group to be scored, with a unique `number`."""
+
+    number: int
+    group_id: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+
+class PendingGroupScores:
+    """Owns the requests for rewards of whole groups: unsent ones, and those that are still valid."""
+
+    def __init__(self) -> None:
+        self._next_number = 0
+        self._new: list[ScoreRequest] = []
+        self._latest: dict[int, int] = {}  # number of the latest request, by group_id
+
+    def request(self, group_id: int, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Add a request, which replaces an earlier one for the same group."""
+        request = ScoreRequest(
+            number=self._next_number,
+            group_id=group_id,
+            prompt=prompt,
+            trajectories=tuple(trajectories),
+        )
+        self._next_number += 1
+        self._latest[group_id] = request.number
+        self._new.append(request)
+
+    def pop_new(self) -> list[ScoreRequest]:
+        """Return valid requests since the last call."""
+        new = [request for request in self._new if self.is_valid(request)]
+        self._new.clear()
+        return new
+
+    def is_valid(self, request: ScoreRequest) -> bool:
+        return self._latest.get(request.group_id) == request.number
+
+    def forget(self, group_id: int) -> None:
+        """Invalidate the request of a group that was scored or dropped."""
+        self._latest.pop(group_id, None)
+
+    def clear(self) -> None:
+        self._new.clear()
+        self._latest.clear()
 
 
 class GroupCloser:
     """Moves groups of the ledger from running to held, or drops them with their episodes.
 
-    With a desk, a complete group is held until `put_scores` brings its final rewards, and judged
-    then.
+    Where reward functions see whole groups (`pending` is given), a complete group is held until
+    `put_scores` brings its final rewards, and filtered then.
     """
 
     def __init__(
@@ -28,39 +76,39 @@ class GroupCloser:
         *,
         ledger: Ledger,
         store: EpisodeStore,
-        tally: Tally,
-        desk: ScoreDesk | None,
+        counters: ReplayCounters,
+        pending: PendingGroupScores | None,
     ) -> None:
         self._config = config
         self._ledger = ledger
         self._store = store
-        self._tally = tally
-        self._desk = desk
+        self._counters = counters
+        self._pending = pending
 
     def score_requests(self) -> list[ScoreRequest]:
-        """Groups that became complete since the last call and await `put_scores`."""
-        return [] if self._desk is None else self._desk.pop_new()
+        """Return groups that became complete since the last call and await `put_scores`."""
+        return [] if self._pending is None else self._pending.pop_new()
 
     def put_scores(self, request: ScoreRequest, scores: Mapping[int, EpisodeScore]) -> bool:
-        """The final rewards of a group; False where nobody awaits them any more."""
-        if self._desk is None or not self._desk.is_wanted(request):
+        """Store the final rewards of a group; return False where they are not awaited any more."""
+        if self._pending is None or not self._pending.is_valid(request):
             return False
-        self._desk.forget(request.group_id)
+        self._pending.forget(request.group_id)
         self._store.rescore(request.group_id, scores)
-        self._tally.count_scores(scores.values())
-        self._judge(self._ledger.held[request.group_id])
+        self._counters.count_scores(scores.values())
+        self._filter(self._ledger.held[request.group_id])
         return True
 
-    def ask_again(self) -> None:
-        """Everything that awaited scores when a dump was written; earlier requests are void."""
-        if self._desk is not None:
-            self._desk.clear()
+    def request_again(self) -> None:
+        """Request the scores of every group that awaited them at a save; earlier requests are void."""
+        if self._pending is not None:
+            self._pending.clear()
         for group in self._ledger.held_oldest_first():
             if group.awaits_scores:
                 self._close(group)
 
     def settle(self, group: GroupRecord) -> None:
-        """Closes a running group that is complete, or that nothing can complete any more."""
+        """Close a running group that is complete, or that cannot become complete any more."""
         if group.is_playing_greedy:
             return
         if group.num_in(SampleState.DONE) >= self._config.group_size:
@@ -69,27 +117,29 @@ class GroupCloser:
             self.close_incomplete(group)
 
     def close_incomplete(self, group: GroupRecord) -> None:
-        num_usable = len(self._scored_rewards(group) if self._desk is None else self._played(group))
+        num_usable = len(
+            self._scored_rewards(group) if self._pending is None else self._played(group)
+        )
         if self._config.partial_groups == "train" and num_usable >= MIN_PARTIAL_EPISODES:
             self._close(group)
         else:
             self.drop(group, "time_limit")
 
     def _close(self, group: GroupRecord) -> None:
-        """A complete group is judged, where functions see groups after these gave their scores."""
-        if self._desk is None or not self._played(group):
-            self._judge(group)
+        """Filter a complete group, after the functions that see whole groups scored it."""
+        if self._pending is None or not self._played(group):
+            self._filter(group)
             return
         if not group.awaits_scores:
             self._ledger.hold(group, is_partial=self._is_partial(group), awaits_scores=True)
-        self._desk.ask(
+        self._pending.request(
             group.group_id,
             self._ledger.prompt_of(group),
             [t for t in self.group(group).trajectories if t.stop_reason is not StopReason.ERROR],
         )
 
-    def _judge(self, group: GroupRecord) -> None:
-        """Keeps a group whose rewards are final, or drops it."""
+    def _filter(self, group: GroupRecord) -> None:
+        """Keep a group whose rewards are final, or drop it."""
         scored = self._scored_rewards(group)
         if not scored:
             self.drop(group, "all_failed")
@@ -101,14 +151,14 @@ class GroupCloser:
             if group.group_id in self._ledger.running:
                 self._ledger.hold(group, is_partial=self._is_partial(group))
             group.awaits_scores = False
-            self._tally.count_usable()
+            self._counters.count_usable()
 
     def _is_partial(self, group: GroupRecord) -> bool:
         num_episodes = len(self._store.groups[group.group_id]) - (group.greedy_index is not None)
         return num_episodes < self._config.group_size
 
     def _played(self, group: GroupRecord) -> list[int]:
-        """Members that ended without an error."""
+        """Return the members that ended without an error."""
         return [
             index
             for index, episode in self._store.groups.get(group.group_id, {}).items()
@@ -116,7 +166,7 @@ class GroupCloser:
         ]
 
     def _scored_rewards(self, group: GroupRecord) -> list[float]:
-        """One per member that has a reward."""
+        """Return the reward of each member that has one."""
         indices = (i for i, sample in enumerate(group.samples) if not sample.is_greedy)
         rewards = (self._store.reward(group.group_id, index) for index in indices)
         return [reward for reward in rewards if reward is not None]
@@ -127,15 +177,15 @@ class GroupCloser:
 
     def drop(self, group: GroupRecord, why: str) -> None:
         if why == "zero_variance":
-            self._ledger.observe([self.seen(group, is_trained=False)])
-        if self._desk is not None:
-            self._desk.forget(group.group_id)
+            self._ledger.observe([self.observed(group, is_trained=False)])
+        if self._pending is not None:
+            self._pending.forget(group.group_id)
         self._ledger.drop(group, why)
         self._store.pop_group(group.group_id)
         if why == "stale":
-            self._tally.count_stale()
+            self._counters.count_stale()
         elif why != "changed_row":
-            self._tally.count_filtered(why)
+            self._counters.count_filtered(why)
 
     def group(self, record: GroupRecord) -> TrajectoryGroup:
         return TrajectoryGroup(
@@ -151,6 +201,6 @@ class GroupCloser:
             greedy_reward=self._greedy_reward(record),
         )
 
-    def seen(self, record: GroupRecord, *, is_trained: bool) -> SeenGroup:
+    def observed(self, record: GroupRecord, *, is_trained: bool) -> SeenGroup:
         group = self.group(record)
         return SeenGroup(index=record.prompt_index, group=group, is_trained=is_trained)

@@ -1,7 +1,7 @@
-"""Who plays what: groups, samples and their states, admission, and the prompts they start from.
+"""Groups and samples and their states: admission, claims, and the prompts that episodes start from.
 
-Consumes claims and reports of what finished or failed; knows nothing of tokens. Not thread-safe:
-one owner calls it, and passes the time.
+Consumes claims and reports of finished or failed samples; tokens never reach it. Not thread-safe: its
+one caller passes the time.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raylearner.config.schema import ReplaySection
-from raylearner.replay.prompt_source import PromptSource
-from raylearner.replay.record import (
+from raylearner.errors import ReplayError
+from raylearner.replay.groups import (
     OPEN_STATES,
     GroupRecord,
     LedgerCounts,
@@ -24,7 +24,7 @@ from raylearner.replay.record import (
     group_state,
     groups_from,
 )
-from raylearner.replay.sampler import Sampler, SeenGroup
+from raylearner.replay.sampler import PromptSource, Sampler, SeenGroup
 from raylearner.types import Claim, PolicyVersion, Prompt
 
 Key = tuple[int, int, int]
@@ -32,9 +32,9 @@ Key = tuple[int, int, int]
 
 
 class Ledger:
-    """Owns every sample's state and the cursor into the prompts.
+    """Owns every sample's state, the position in the prompts, and the replay's copy of the policy version.
 
-    Promises: `admitted == running + held + leased + trained + dropped`; at most one claim of a
+    Guarantees: `admitted == running + held + leased + trained + dropped`; at most one claim of a
     sample is alive; a group is trained at most once; a claim key is never issued twice, not even
     after an earlier state was restored into this ledger.
     """
@@ -47,9 +47,9 @@ class Ledger:
         *,
         sampler: Sampler | None = None,
     ) -> None:
-        """Without a sampler, every epoch shuffles the prompts anew."""
+        """Without a sampler, every epoch shuffles the prompts again."""
         self.config = config
-        self.policy_version: PolicyVersion = 0
+        self.policy_version: PolicyVersion = 0  # the learner's, as of the last take or commit
         self.running: dict[int, GroupRecord] = {}  # in order of their time limits
         self.held: dict[int, GroupRecord] = {}
         self.leased: dict[int, GroupRecord] = {}
@@ -63,18 +63,27 @@ class Ledger:
         self._held_order: list[int] = []
         self._cancelled: dict[str, list[Key]] = {}
 
+    def advance(self, policy_version: PolicyVersion) -> None:
+        """Set the learner's version, which every take and commit passes."""
+        if policy_version < self.policy_version:
+            raise ReplayError(
+                f"the learner is at policy version {policy_version}, the replay at "
+                f"{self.policy_version}: load the replay's part of the learner's checkpoint first"
+            )
+        self.policy_version = policy_version
+
     @property
     def capacity(self) -> int:
         return (self.config.max_staleness + 1) * self.config.groups_per_step
 
     @property
     def num_steps(self) -> int:
-        """Learner steps committed, as they were counted then: a take may be of another size now."""
+        """Number of committed learner steps, whatever the size of their takes."""
         return self.counts.steps
 
     @property
     def size(self) -> int:
-        """Groups that take up capacity."""
+        """Number of groups that occupy capacity."""
         return len(self.running) + len(self.held) + len(self.leased)
 
     def prompt(self, index: int) -> Prompt:
@@ -84,7 +93,7 @@ class Ledger:
         return self._prompts[group.prompt_index]
 
     def observe(self, groups: Sequence[SeenGroup]) -> None:
-        """Tells the sampler what trained, or taught nothing."""
+        """Pass groups that trained, or gave no learning signal, to the sampler."""
         self._prompts.observe(groups)
 
     def find(self, group_id: int) -> GroupRecord | None:
@@ -95,13 +104,13 @@ class Ledger:
 
     @property
     def num_ready(self) -> int:
-        """Held groups that could be taken: their episodes have all the rewards they get."""
+        """Number of held groups that could be taken: all their rewards are final."""
         return sum(not group.awaits_scores for group in self.held.values())
 
     def why_unfit(self, engine_version: PolicyVersion) -> str | None:
-        """Why an engine at `engine_version` gets no claim at all.
+        """Return why an engine at `engine_version` gets no claim; None where it may claim.
 
-        An engine ahead of the learner holds weights that a rollback threw away.
+        An engine ahead of the learner holds weights that a rollback discarded.
         """
         lag = self.policy_version - engine_version
         if 0 <= lag <= self.config.max_staleness:
@@ -113,7 +122,7 @@ class Ledger:
         )
 
     def why_full(self) -> str | None:
-        """Why no further group is admitted."""
+        """Return why no further group is admitted; None where one may be."""
         if self.size >= self.capacity:
             return (
                 f"{len(self.running)} running + {len(self.held)} held + {len(self.leased)} leased "
@@ -127,7 +136,7 @@ class Ledger:
     def claim(
         self, actor_id: str, engine_version: PolicyVersion, max_claims: int, *, now_s: float
     ) -> list[Claim]:
-        """Up to `max_claims` samples: those of admitted groups first, oldest first, then new ones."""
+        """Claim up to `max_claims` samples: those of admitted groups first, oldest first, then new ones."""
         claims: list[Claim] = []
         if self.why_unfit(engine_version) is not None:
             return claims
@@ -143,17 +152,17 @@ class Ledger:
         return claims
 
     def pop_cancelled(self, actor_id: str) -> list[Key]:
-        """Claims of `actor_id` that are wanted no longer; each is told once."""
+        """Return claims of `actor_id` to stop; each is returned once."""
         return self._cancelled.pop(actor_id, [])
 
     def finish(self, group: GroupRecord, index: int, version: PolicyVersion | None) -> None:
-        """A running sample is done; `version` is the oldest that it trains on."""
+        """Mark a running sample as done; `version` is the oldest one that it trains on."""
         sample = group.samples[index]
         assert sample.state is SampleState.RUNNING, sample
         sample.state, sample.version = SampleState.DONE, version
 
     def give_back(self, group: GroupRecord, index: int) -> None:
-        """A running sample came to nothing: pending again, or failed for good."""
+        """Return a running sample without a result to pending, or mark it as failed after `max_attempts`."""
         sample = group.samples[index]
         assert sample.state is SampleState.RUNNING, sample
         sample.num_failures += 1
@@ -163,7 +172,7 @@ class Ledger:
             self._reissue(group, index)
 
     def fail_actor(self, actor_id: str) -> list[GroupRecord]:
-        """Gives back everything `actor_id` runs; returns the group of each such sample."""
+        """Give back all running samples of `actor_id`; return the group of each."""
         self._cancelled.pop(actor_id, None)
         touched: list[GroupRecord] = []
         for group, index, sample in self.running_samples():
@@ -179,7 +188,7 @@ class Ledger:
                     yield group, index, sample
 
     def expired(self, now_s: float) -> list[GroupRecord]:
-        """Running groups at their time limit."""
+        """Return running groups at their time limit."""
         limit_s = self.config.group_time_limit_s
         groups: list[GroupRecord] = []
         for group in self.running.values():
@@ -189,12 +198,12 @@ class Ledger:
         return groups
 
     def next_deadline_s(self) -> float | None:
-        """When the next running group reaches its time limit."""
+        """Return the time at which the next running group reaches its time limit."""
         group = next(iter(self.running.values()), None)
         return None if group is None else group.admitted_at_s + self.config.group_time_limit_s
 
     def hold(self, group: GroupRecord, *, is_partial: bool, awaits_scores: bool = False) -> None:
-        """A running group is complete: whoever still plays it is told to stop."""
+        """Mark a running group as complete, and cancel its open samples."""
         self._cancel_open(group)
         group.is_partial, group.awaits_scores = is_partial, awaits_scores
         del self.running[group.group_id]
@@ -202,7 +211,7 @@ class Ledger:
         insort(self._held_order, group.group_id)
 
     def drop(self, group: GroupRecord, why: str) -> None:
-        """A running or held group will not train; its slot is free."""
+        """Drop a running or held group, which frees its slot."""
         self._cancel_open(group)
         if self.running.pop(group.group_id, None) is None:
             del self.held[group.group_id]
@@ -217,7 +226,7 @@ class Ledger:
         self._move(group, SampleState.DONE, SampleState.LEASED)
 
     def release(self) -> None:
-        """Everything leased is done again: the learner that leased it is lost."""
+        """Mark everything leased as done again, after the learner was lost."""
         for group in self.leased.values():
             self._move(group, SampleState.LEASED, SampleState.DONE)
             self.held[group.group_id] = group
@@ -234,7 +243,7 @@ class Ledger:
         return group
 
     def state(self) -> tuple[dict[str, Any], NDArray[np.int64]]:
-        """JSON-able metadata and the order of prompts in this epoch."""
+        """Return metadata for JSON, and the order of prompts in this epoch."""
         prompts, order = self._prompts.state()
         metadata = {
             "policy_version": self.policy_version,
@@ -253,12 +262,11 @@ class Ledger:
     def restore(
         self, metadata: dict[str, Any], order: NDArray[np.int64], *, now_s: float
     ) -> frozenset[int]:
-        """Takes over a dump: what ran is pending again, what was leased is done again.
+        """Replace the state by a saved one: running samples become pending, leased groups done.
 
-        Returns the places of prompts that hold something else than when it was written.
-
-        Time limits start anew. Whoever plays under the state that is thrown away is told to stop,
-        and what it sends is late, since its attempts are never issued again.
+        Returns the indices of prompts whose content changed since the save. Time limits start again.
+        Claims issued under the discarded state are cancelled, and their episodes will be late, since
+        their attempts are never issued again.
         """
         changed = self._prompts.restore(metadata["prompts"], order)
         for group, index, sample in self.running_samples():
@@ -350,7 +358,7 @@ class Ledger:
             self._reissue(group, index)
 
     def _renumber(self) -> None:
-        """From here on only attempts that were never issued, whatever the state that they replace."""
+        """Continue with attempts that were never issued under any state."""
         self._first_attempt = self._last_attempt + 1
         self._reissue_running()
         for group in self.running.values():
@@ -382,10 +390,10 @@ class Ledger:
 
 
 def episode_seed(run_seed: int, group_id: int, sample_index: int, num_failures: int) -> int:
-    """The seed of one start, below 2**63.
+    """Return the seed of one start, below 2**63.
 
-    A start after a failure draws anew; one that a restore interrupted repeats its seed, so that a
-    resumed run plays what the uninterrupted one would have played.
+    A start after a failure gets another seed; one that a restore interrupted repeats its seed, so that
+    a resumed run plays the same episodes as an uninterrupted one.
     """
     text = f"{run_seed}/{group_id}/{sample_index}/{num_failures}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

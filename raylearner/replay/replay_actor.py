@@ -1,4 +1,4 @@
-"""The Ray shell around the replay buffer.
+"""The Ray actor around the replay buffer.
 
 Consumes claims and episodes of rollout actors; produces takes for the controller. `claim` waits for
 a free slot (unblocked by commit, drops, failures and weights landing), `take` for complete groups
@@ -19,19 +19,18 @@ from raylearner.config.data import SamplerSection, Shuffle
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import RewardError
 from raylearner.replay import snapshot
-from raylearner.replay.buffer import ReplayBuffer
+from raylearner.replay.buffer import ReplayBuffer, Take
+from raylearner.replay.closing import ScoreRequest
 from raylearner.replay.sampler import make_sampler
-from raylearner.replay.scoring import ScoreRequest
-from raylearner.replay.take import Take
 from raylearner.types import ClaimReply, EpisodeScore, Prompt, Trajectory
 
 MIN_WAIT_S = 0.001
-"""Shortest wait for a time limit, so that rounding never makes a busy loop."""
+"""Minimum wait for a time limit, so that rounding never makes a busy loop."""
 
 
 @ray.remote(num_cpus=0)
 class ReplayActor:
-    """Owns the one `ReplayBuffer` of a run. One call at a time touches it; waiting calls do not."""
+    """Owns the one `ReplayBuffer` of a run. Only one call at a time uses it; waiting calls do not."""
 
     def __init__(
         self,
@@ -68,9 +67,9 @@ class ReplayActor:
     async def claim(
         self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float
     ) -> ClaimReply:
-        """Waits until there is something to play or to stop; the reply is empty after `timeout_s`.
+        """Wait for samples to play or claims to stop; the reply is empty after `timeout_s`.
 
-        A call that its actor did not live to see answered gets nothing.
+        A call whose actor died meanwhile gets nothing.
         """
         num_deaths = self._num_deaths[actor_id]
         deadline_s = time.monotonic() + timeout_s
@@ -85,26 +84,26 @@ class ReplayActor:
             await self._wait(deadline_s)
 
     async def advance_engine(self, actor_id: str, engine_version: int) -> None:
-        """Weights landed at `actor_id`: its claim that waits goes on with the new version."""
+        """Continue a waiting claim of `actor_id` with the version that landed there."""
         self._engine_versions[actor_id] = engine_version
         self._wake()
 
     async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
-        """What became of each episode; see `ReplayBuffer.put`."""
+        """Store episodes and return the outcome of each; see `ReplayBuffer.put`."""
         outcomes = [self._buffer.put(episode) for episode in episodes]
         self._wake()
         return outcomes
 
     async def take(self, num_groups: int, policy_version: int, timeout_s: float) -> Take | None:
-        """Complete groups, leased until `commit`; None after `timeout_s`, so that callers can look
-        around and ask again. Raises `TooManyFailures` when the run should end."""
+        """Lease complete groups until `commit`; return None after `timeout_s`, so that callers can check
+        progress and call again. Raises `TooManyFailures` when the run should end."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             size = self._buffer.ledger.size
             take = self._buffer.take(num_groups, policy_version)
             if take is not None:
                 return take
-            if self._buffer.ledger.size < size:  # what was dropped made room for claims
+            if self._buffer.ledger.size < size:  # dropped groups freed slots
                 self._wake()
             if time.monotonic() >= deadline_s:
                 return None
@@ -119,7 +118,7 @@ class ReplayActor:
         self._wake()
 
     async def fail_actor(self, actor_id: str) -> int:
-        """How many running samples of a dead actor are pending again."""
+        """Return the running samples of a dead actor to pending; return their number."""
         self._num_deaths[actor_id] += 1
         num_samples = self._buffer.fail_actor(actor_id)
         self._wake()
@@ -132,24 +131,24 @@ class ReplayActor:
         return self._buffer.describe()
 
     async def progress(self) -> int:
-        """Rises with every claim, put, take and commit."""
+        """Return the number of claims, puts, takes and commits."""
         return self._buffer.num_changes
 
     async def failures(self) -> list[str]:
-        """The first failed episode of each kind since the last call, with its cause."""
-        return self._buffer.tally.drain_failures()
+        """Return the first failed episode of each kind since the last call, with its cause."""
+        return self._buffer.counters.drain_failures()
 
     async def cut(self) -> None:
-        """Keeps the state of this moment for the next `save`."""
-        self._cut = snapshot.cut(self._buffer)
+        """Keep the state of this moment for the next `save`."""
+        self._cut = snapshot.take_snapshot(self._buffer)
 
     async def save(self, folder: str) -> None:
-        """Writes the kept state, or that of this moment; calls that come meanwhile are not in it."""
-        cut, self._cut = self._cut or snapshot.cut(self._buffer), None
+        """Write the kept state, or that of this moment; later calls are not part of it."""
+        cut, self._cut = self._cut or snapshot.take_snapshot(self._buffer), None
         await asyncio.to_thread(cut.save, Path(folder))
 
     async def load(self, folder: str) -> None:
-        """Takes over a saved state; what runs is void."""
+        """Replace the state by a saved one; running episodes become late."""
         self._engine_versions.clear()
         state = await asyncio.to_thread(snapshot.read, Path(folder))
         snapshot.restore(self._buffer, *state)
@@ -164,21 +163,20 @@ class ReplayActor:
         self._changed = asyncio.Event()
 
     async def _score(self, request: ScoreRequest) -> None:
-        """The actor's own failures are those of the group's episodes; it is restarted by Ray."""
-        assert self._group_rewards is not None, "requests come only where an actor takes them"
+        """Score one group. If the reward actor died, its episodes fail; Ray restarts the actor."""
         try:
             scores: dict[int, EpisodeScore] = await self._group_rewards.score.remote(
                 request.prompt, request.trajectories
             )
         except RayError as error:
-            said = f"{RewardError.kind}: the group's rewards: {str(error).splitlines()[-1]}"
+            message = f"{RewardError.kind}: the group's rewards: {str(error).splitlines()[-1]}"
             failed = {t.sample_index for t in request.trajectories}
-            scores = {index: EpisodeScore(error=said) for index in failed}
+            scores = {index: EpisodeScore(error=message) for index in failed}
         self._buffer.put_scores(request, scores)
         self._wake()
 
     async def _wait(self, deadline_s: float) -> None:
-        """Until something changes, a group reaches its time limit, or `deadline_s`."""
+        """Wait until something changes, a group reaches its time limit, or `deadline_s`."""
         next_s = self._buffer.next_deadline_s()
         until_s = deadline_s if next_s is None else min(deadline_s, next_s)
         with suppress(TimeoutError):

@@ -1,9 +1,10 @@
-"""Which prompt comes next: shuffled epochs, a curriculum, or a class of the user's.
+"""The order of prompts: shuffled epochs, a curriculum, or a user-defined class.
 
-A sampler sees every group that trained, or that was dropped for teaching nothing, in the order in
-which that happened, and its whole state goes into each checkpoint.
+A sampler observes every group that trained, or that was dropped since its rewards were all equal, in
+order, and its whole state goes into each checkpoint.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,16 +14,17 @@ from numpy.typing import NDArray
 
 from raylearner.config.data import ByDifficulty, SamplerSection, Shuffle
 from raylearner.config.section import load_reference
-from raylearner.errors import ConfigError
+from raylearner.data.cells import HASH_CHARACTERS, content_hash
+from raylearner.errors import CheckpointError, ConfigError, ReplayError
 from raylearner.types import Prompt, TrajectoryGroup
 
 State = tuple[dict[str, Any], NDArray[np.int64]]
-"""JSON-able values, and one array of whole numbers as the sampler likes."""
+"""Values for JSON, and one array of integers in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenGroup:
-    """A group that left the replay, and the place of its prompt among all prompts."""
+    """A group that left the replay, and the index of its prompt among all prompts."""
 
     index: int
     group: TrajectoryGroup
@@ -33,18 +35,18 @@ class SeenGroup:
 class Sampler(Protocol):
     """Orders prompts without end.
 
-    A class that the YAML names is called as `Class(prompts, seed=..., weights=..., **arguments)`,
-    with all prompts of all sources and the sources' weights by name. The same calls in the same
-    order must give the same indices, and `restore` must bring back what `state` gave. A class may have
+    A user-defined class is called as `Class(prompts, seed=..., weights=..., **arguments)`, with all
+    prompts of all sources and the sources' weights by name. The same calls in the same order must give
+    the same indices, and `restore` must accept the return value of `state`. A class may have
     `forget(indices)`, called after `restore` with prompts whose rows changed since.
     """
 
     def next_index(self) -> int:
-        """The place of the next prompt among all prompts."""
+        """Return the index of the next prompt among all prompts."""
         ...
 
     def observe(self, groups: Sequence[SeenGroup]) -> None:
-        """The groups of one trained batch, or one that was dropped."""
+        """Receive the groups of one trained batch, or one that was dropped."""
         ...
 
     def state(self) -> State: ...
@@ -53,9 +55,9 @@ class Sampler(Protocol):
 
 
 class ShuffleSampler:
-    """Every prompt of a source once an epoch, shuffled anew; sources take turns by their weights.
+    """Every prompt of a source once per epoch, shuffled each time; sources take turns by their weights.
 
-    Of several sources, the one whose share lies furthest behind comes next.
+    The next prompt comes from the source that is furthest behind its share.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ShuffleSampler:
 
 
 class _Deck:
-    """The prompts of one source in the order of this epoch."""
+    """Owns the prompts of one source in the order of this epoch."""
 
     def __init__(self, indices: Sequence[int], seed: int, number: int) -> None:
         self._indices = np.asarray(indices, np.int64)
@@ -127,10 +129,10 @@ class _Deck:
 
 
 class DifficultySampler:
-    """Shuffled epochs in which prompts that taught nothing lately come up once in `keep_every`.
+    """Shuffled epochs in which prompts without a recent learning signal come up once in `keep_every`.
 
-    A prompt is held back once `min_groups` groups of it in a row had equal rewards throughout, and
-    free again with the first group that had not.
+    A prompt is held back once all rewards were equal in each of its last `min_groups` groups, and
+    released by the first group whose rewards differ.
     """
 
     def __init__(
@@ -147,12 +149,12 @@ class DifficultySampler:
         self._keep_every = keep_every
         self._min_groups = min_groups
         self._num_equal: dict[int, int] = {}
-        """Groups with equal rewards in a row, by prompt; absent at none."""
+        """Number of groups in a row with equal rewards, by prompt; absent at 0."""
         self._num_skipped: dict[int, int] = {}
-        """Turns that a prompt was passed over since it last came up; absent at none."""
+        """Number of turns that a prompt was passed over since it last came up; absent at 0."""
 
     def next_index(self) -> int:
-        """Where every prompt is held back, one comes up all the same."""
+        """Return the next prompt that is not held back, or any where all are."""
         index = self._shuffle.next_index()
         for _ in range(self._num_prompts):
             if not self._is_passed_over(index):
@@ -171,7 +173,7 @@ class DifficultySampler:
                 self._num_equal.pop(seen.index, None)
 
     def forget(self, indices: Collection[int]) -> None:
-        """Those prompts hold something else now: nothing is known of them."""
+        """Forget the history of prompts whose content changed."""
         for index in indices:
             self._num_equal.pop(index, None)
             self._num_skipped.pop(index, None)
@@ -198,7 +200,7 @@ def make_sampler(
     seed: int,
     weights: Mapping[str, float],
 ) -> Sampler:
-    """The sampler that the YAML asks for. Raises `ConfigError` for a class that cannot be taken."""
+    """Return the configured sampler. Raises `ConfigError` for a class that does not fit."""
     match section:
         case Shuffle():
             return ShuffleSampler(prompts, seed=seed, weights=weights)
@@ -211,10 +213,10 @@ def make_sampler(
                 min_groups=section.min_groups,
             )
         case _:
-            return _of_user(section.kind, prompts, seed, weights, section.arguments)
+            return _make_custom(section.kind, prompts, seed, weights, section.arguments)
 
 
-def _of_user(
+def _make_custom(
     path: str,
     prompts: Sequence[Prompt],
     seed: int,
@@ -237,3 +239,91 @@ def _of_user(
     if missing:
         raise ConfigError(f"data.sampler: {path!r} has no {', '.join(missing)}")
     return sampler
+
+
+class PromptSource:
+    """Owns the prompts and their sampler, and draws from them without end."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, *, sampler: Sampler | None = None
+    ) -> None:
+        """Without a sampler, every epoch is shuffled by the seed."""
+        if not prompts:
+            raise ValueError("at least one prompt is needed")
+        self._prompts = list(prompts)
+        self._hashes = [content_hash(prompt) for prompt in prompts]
+        self._sampler = ShuffleSampler(prompts, seed=seed) if sampler is None else sampler
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    def next_index(self) -> int:
+        """Return the index of the next prompt. Raises `ReplayError` for an index out of range."""
+        index = self._sampler.next_index()
+        if not 0 <= index < len(self._prompts):
+            raise ReplayError(
+                f"{self._name}.next_index returned {index!r}; expected one of {len(self._prompts)}"
+                " prompts, counted from 0"
+            )
+        return index
+
+    def observe(self, groups: Sequence[SeenGroup]) -> None:
+        self._sampler.observe(groups)
+
+    def state(self) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        """Return metadata for JSON, and the sampler's array."""
+        values, array = self._sampler.state()
+        metadata = {
+            "rows": "".join(self._hashes),
+            "sources": _sources(self._prompts),
+            "sampler": self._name,
+            "values": values,
+        }
+        return metadata, array
+
+    def restore(self, metadata: dict[str, Any], array: NDArray[np.int64]) -> frozenset[int]:
+        """Restore a saved state; return the indices of prompts whose content changed since.
+
+        Raises `CheckpointError` for other numbers of rows, or another sampler.
+        """
+        refuse_other_rows(metadata, self._prompts)
+        if metadata["sampler"] != self._name:
+            raise CheckpointError(
+                f"the checkpoint was written with the sampler {metadata['sampler']}, not"
+                f" {self._name}: resume with the same data.sampler"
+            )
+        self._sampler.restore(metadata["values"], array)
+        size = HASH_CHARACTERS
+        changed = frozenset(
+            index
+            for index, current in enumerate(self._hashes)
+            if metadata["rows"][index * size : (index + 1) * size] != current
+        )
+        forget = getattr(self._sampler, "forget", None)
+        if changed and forget is not None:
+            forget(changed)
+        return changed
+
+    @property
+    def _name(self) -> str:
+        return type(self._sampler).__qualname__
+
+
+def refuse_other_rows(metadata: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+    """Raise `CheckpointError` where the numbers of rows differ from the saved ones."""
+    saved, current = metadata["sources"], _sources(prompts)
+    if [count for _, count in saved] != [count for _, count in current]:
+        raise CheckpointError(
+            f"data.train: the checkpoint was written with {_listed(saved)}, and the data has"
+            f" {_listed(current)} now; resume with the same data, whose rows may be edited but not"
+            " added or removed, or start another run from the checkpoint's model"
+        )
+
+
+def _sources(prompts: Sequence[Prompt]) -> list[list[Any]]:
+    """Return name and number of rows of each source, in order."""
+    return [[name, count] for name, count in Counter(p.source for p in prompts).items()]
+
+
+def _listed(sources: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(f"{count} rows of {name!r}" for name, count in sources)

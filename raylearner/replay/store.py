@@ -1,4 +1,5 @@
-"""The replay's memory: finished episodes by group, and the images that they show, each kept once."""
+"""The memory of the replay: the rules that an episode must fulfil to be stored, the stored episodes by
+group, and the images that they show, each kept once."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -6,14 +7,42 @@ from dataclasses import replace
 
 import numpy as np
 
-from raylearner.types import EpisodeScore, StopReason, Trajectory
+from raylearner.types import EpisodeScore, PolicyVersion, StopReason, Trajectory
 
 Episode = tuple[Trajectory, ...]
 """The segments of one episode, in order."""
 
 
+def validation_error(
+    episode: Sequence[Trajectory], *, prompt_id: str, policy_version: PolicyVersion
+) -> str | None:
+    """Return the first rule that an episode breaks, in words; None for a valid one.
+
+    Weights are published after the commit that makes them, so a token of a version above
+    `policy_version` was sampled by weights that a rollback discarded.
+    """
+    key, reward = episode[0].episode_key, episode[0].reward
+    if any(segment.episode_key != key for segment in episode):
+        return "the segments of an episode must carry the same claim"
+    if len({segment.segment for segment in episode}) != len(episode):
+        return "the segments of an episode must have different numbers"
+    if any(segment.reward != reward for segment in episode):
+        return "the segments of an episode must carry the same reward"
+    for segment in episode:
+        if segment.prompt_id != prompt_id:
+            return f"prompt_id must be the claim's, {prompt_id!r}, got {segment.prompt_id!r}"
+        if segment.stop_reason is StopReason.ABORTED:
+            return "an aborted episode is not stored but played again"
+        if (error := segment.validation_error()) is not None:
+            return error
+        newest = int(segment.policy_versions.max())
+        if newest > policy_version:
+            return f"policy_versions must not be newer than the learner's, got {newest}"
+    return None
+
+
 class EpisodeStore:
-    """Owns every stored episode: copies that share no memory with what came."""
+    """Owns every stored episode: copies that share no memory with what was sent."""
 
     def __init__(self) -> None:
         self.groups: dict[int, dict[int, Episode]] = {}  # group_id, sample_index
@@ -21,8 +50,8 @@ class EpisodeStore:
         self.num_trajectories = 0
 
     def add(self, episode: Sequence[Trajectory]) -> Episode:
-        """Copies and keeps an episode; what failed trains nothing."""
-        owned = tuple(self._own(s) for s in sorted(episode, key=lambda s: s.segment))
+        """Copy and keep an episode. A failed one has no reward and no trained token."""
+        owned = tuple(self._copy(s) for s in sorted(episode, key=lambda s: s.segment))
         group_id, index, _ = owned[0].episode_key
         self.groups.setdefault(group_id, {})[index] = owned
         self.num_trajectories += len(owned)
@@ -42,28 +71,27 @@ class EpisodeStore:
         return None if episode is None else episode[0].reward
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
-        """By sample index and segment."""
+        """Return the segments of a group by sample index and segment."""
         episodes = self.groups.get(group_id, {})
         return [segment for index in sorted(episodes) for segment in episodes[index]]
 
     def rescore(self, group_id: int, scores: Mapping[int, EpisodeScore]) -> None:
-        """Gives episodes their final rewards; one whose score is an error has failed."""
+        """Set the final rewards of episodes; one whose score is an error has failed."""
         episodes = self.groups[group_id]
         for index, score in scores.items():
-            episodes[index] = tuple(_rescored(segment, score) for segment in episodes[index])
+            episodes[index] = tuple(_apply_score(segment, score) for segment in episodes[index])
 
     def restore(self, trajectories: Sequence[Trajectory]) -> None:
-        """Holds these and nothing else. They are the caller's no longer."""
+        """Replace everything stored by copies of these."""
         self.groups = {}
         self.images = ImageStore()
         self.num_trajectories = len(trajectories)
         for trajectory in trajectories:
-            owned = replace(trajectory, images=self.images.add(trajectory.images))
-            episodes = self.groups.setdefault(owned.group_id, {})
-            index = owned.sample_index
-            episodes[index] = (*episodes.get(index, ()), owned)
+            episodes = self.groups.setdefault(trajectory.group_id, {})
+            index = trajectory.sample_index
+            episodes[index] = (*episodes.get(index, ()), self._copy(trajectory))
 
-    def _own(self, trajectory: Trajectory) -> Trajectory:
+    def _copy(self, trajectory: Trajectory) -> Trajectory:
         is_error = trajectory.stop_reason is StopReason.ERROR
         train_mask = trajectory.train_mask
         return replace(
@@ -83,7 +111,7 @@ class EpisodeStore:
             self.images.remove(segment.images)
 
 
-def _rescored(segment: Trajectory, score: EpisodeScore) -> Trajectory:
+def _apply_score(segment: Trajectory, score: EpisodeScore) -> Trajectory:
     if score.error is not None:
         return segment.failed(score.error)
     return replace(
@@ -96,7 +124,7 @@ def _rescored(segment: Trajectory, score: EpisodeScore) -> Trajectory:
 
 
 class ImageStore:
-    """Owns the bytes of every image that a stored trajectory shows, counted by its references."""
+    """Owns the bytes of every image that a stored trajectory shows, with a count of its references."""
 
     def __init__(self) -> None:
         self._images: dict[str, bytes] = {}
@@ -110,7 +138,7 @@ class ImageStore:
         return sum(map(len, self._images.values()))
 
     def add(self, images: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """The same images, as the one copy of each that is kept."""
+        """Return the same images, each as the one copy that is kept."""
         kept: list[bytes] = []
         for image in images:
             name = image_name(image)
@@ -127,5 +155,5 @@ class ImageStore:
 
 
 def image_name(image: bytes) -> str:
-    """The SHA-256 of the encoded bytes."""
+    """Return the SHA-256 of the encoded bytes."""
     return hashlib.sha256(image).hexdigest()

@@ -27,7 +27,7 @@ from raylearner.observability.action_watch import ActionWatch
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
-from raylearner.replay.replay_actor import Take
+from raylearner.replay.buffer import Take
 from raylearner.run import placement
 from raylearner.run.checkpointing import CheckpointWriter
 from raylearner.run.evaluation import Evaluator, SideEvaluation

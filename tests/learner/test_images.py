@@ -223,7 +223,7 @@ def with_images(groups: list[TrajectoryGroup], vision: Vision) -> list[Trajector
             images=(image,),
             image_token_id=vision.image_token_id,
         )
-        assert seeing.broken_rule() is None
+        assert seeing.validation_error() is None
         changed.append(replace(group, trajectories=(seeing, *others)))
     return changed
 

@@ -119,7 +119,7 @@ async def test_pages_found_and_fetched_are_shown_and_recorded(model: Path, url: 
     trajectory = await play_episode(kit, make_claim(), Sampling())
     await factory.close()
     assert trajectory.error is None
-    assert trajectory.broken_rule() is None
+    assert trajectory.validation_error() is None
     assert trajectory.stop_reason is StopReason.ANSWER
     assert script.num_shown == [0, 2, 3]
     assert len(trajectory.images) == 3
@@ -139,7 +139,7 @@ async def test_an_episode_ends_cleanly_with_the_pages_that_fitted(model: Path, u
     trajectory = await play_episode(kit, make_claim(), Sampling())
     await factory.close()
     assert trajectory.error is None
-    assert trajectory.broken_rule() is None
+    assert trajectory.validation_error() is None
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert len(trajectory.images) == 1
     assert len(trajectory.shown) == 1

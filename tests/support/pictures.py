@@ -94,7 +94,7 @@ async def play(engine: VllmEngine, renderer: Renderer, *, temperature: float) ->
     trajectory = transcript.close(
         stop_reason=StopReason.END, error=None, metrics={}, started_at_s=0.0, finished_at_s=0.0
     )
-    assert trajectory.broken_rule() is None
+    assert trajectory.validation_error() is None
     assert len(trajectory.images) == 4
     return trajectory
 

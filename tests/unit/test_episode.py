@@ -72,7 +72,7 @@ def make_kit(
 
 
 def checked(trajectory: Trajectory) -> Trajectory:
-    assert trajectory.broken_rule() is None
+    assert trajectory.validation_error() is None
     return trajectory
 
 

@@ -96,7 +96,7 @@ def test_the_greedy_episode_survives_a_dump() -> None:
     claims = buffer.claim("a", 0, 3).claims
     for claim in claims[1:]:
         buffer.put(make_episode(claim, reward=0.5))
-    cut = snapshot.cut(buffer)
+    cut = snapshot.take_snapshot(buffer)
     resumed = make_buffer()
     snapshot.restore(resumed, *cut.state(), cut.images())
     (claim,) = [c for c in resumed.claim("b", 0, 1).claims if c.group_id == claims[0].group_id]

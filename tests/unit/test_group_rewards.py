@@ -14,7 +14,7 @@ from raylearner.config.rewards import RewardSection
 from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.replay.scoring import ScoreRequest
+from raylearner.replay.closing import ScoreRequest
 from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.types import (
     Claim,
@@ -80,7 +80,7 @@ def test_a_complete_group_trains_only_with_its_scores() -> None:
     assert request.prompt.prompt_id == request.trajectories[0].prompt_id
     assert buffer.take(1, 0) is None
     assert buffer.metrics()["buffer/groups/awaiting_scores"] == 1
-    assert "await the rewards of functions that see groups" in buffer.describe()[-1]
+    assert "await rewards" in buffer.describe()[-1]
     buffer.put_scores(request, scores(0.25, 0.75))
     assert buffer.metrics()["buffer/groups/awaiting_scores"] == 0
     take = buffer.take(1, 0)
@@ -143,7 +143,7 @@ def test_a_group_that_failed_as_a_whole_is_never_asked_about() -> None:
 def test_scores_that_come_after_a_restore_are_ignored_and_asked_for_again() -> None:
     buffer = make_buffer()
     request = play(buffer)
-    metadata, arrays = snapshot.cut(buffer).state()
+    metadata, arrays = snapshot.take_snapshot(buffer).state()
     snapshot.restore(buffer, json.loads(json.dumps(metadata)), arrays, {})
     buffer.put_scores(request, scores(0.0, 1.0))
     assert buffer.take(1, 0) is None

@@ -6,9 +6,9 @@ import pytest
 
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import CheckpointError
+from raylearner.replay.groups import SampleState
 from raylearner.replay.ledger import Ledger, episode_seed
-from raylearner.replay.prompt_source import PromptSource
-from raylearner.replay.record import SampleState
+from raylearner.replay.sampler import PromptSource
 from raylearner.types import Claim, Prompt
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from raylearner.config.schema import RendererSection
 from raylearner.errors import RenderError
-from raylearner.replay.tally import Tally
+from raylearner.replay.stats import ReplayCounters
 from raylearner.tiny.tokenizer import make_tokenizer
 from raylearner.tokenization import renderer as renderers
 from raylearner.tokenization.renderer import Renderer, unless_long
@@ -96,8 +96,8 @@ async def test_long_contents_are_tokenized_beside_the_loop(folder: Path) -> None
     beating.cancel()
 
 
-def make_tally(**limits: float) -> Tally:
-    return Tally(
+def make_counters(**limits: float) -> ReplayCounters:
+    return ReplayCounters(
         error_window=4,
         max_error_fraction=0.5,
         max_filtered_groups=100,
@@ -105,9 +105,9 @@ def make_tally(**limits: float) -> Tally:
     )
 
 
-def play(tally: Tally, calls: float, failures: float) -> None:
+def play(counters: ReplayCounters, calls: float, failures: float) -> None:
     metrics = {f"{CALLS}search": calls, f"{FAILURES}search": failures}
-    tally.count_accepted([Episode(metrics)])  # type: ignore[list-item]
+    counters.count_accepted([Episode(metrics)])  # type: ignore[list-item]
 
 
 class Episode:
@@ -121,30 +121,30 @@ class Episode:
 
 
 def test_a_tool_that_fails_almost_every_call_ends_the_run_by_name() -> None:
-    tally = make_tally()
+    counters = make_counters()
     for _ in range(3):
-        play(tally, 2, 2)
-        tally.count_accepted([Episode({f"{CALLS}code": 1.0, f"{FAILURES}code": 0.0})])  # type: ignore[list-item]
-    assert tally.failure is None
-    play(tally, 2, 2)
-    assert tally.failure is not None
-    assert "'search' failed 8 of its 8 calls" in tally.failure
+        play(counters, 2, 2)
+        counters.count_accepted([Episode({f"{CALLS}code": 1.0, f"{FAILURES}code": 0.0})])  # type: ignore[list-item]
+    assert counters.failure is None
+    play(counters, 2, 2)
+    assert counters.failure is not None
+    assert "'search' failed 8 of its 8 calls" in counters.failure
 
 
 def test_a_tool_that_fails_now_and_then_ends_nothing() -> None:
-    tally = make_tally()
+    counters = make_counters()
     for _ in range(20):
-        play(tally, 4, 3)
-    assert tally.failure is None
-    unlimited = make_tally(max_tool_failure_fraction=1.0)
+        play(counters, 4, 3)
+    assert counters.failure is None
+    unlimited = make_counters(max_tool_failure_fraction=1.0)
     for _ in range(20):
         play(unlimited, 1, 1)
     assert unlimited.failure is None
-    restored = make_tally()
+    restored = make_counters()
     for _ in range(3):
         play(restored, 1, 1)
     state = restored.state()
-    again = make_tally()
+    again = make_counters()
     again.restore(state)
     play(again, 1, 1)
     assert again.failure is not None

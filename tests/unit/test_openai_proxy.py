@@ -25,7 +25,7 @@ from raylearner.actors.play import play
 from raylearner.actors.proxy.agent import Agent
 from raylearner.actors.proxy.chat_server import KEPT_HEADER, ChatServer
 from raylearner.actors.proxy.program import CommandProgram, Program, Task
-from raylearner.codec import Shipment
+from raylearner.codec import EpisodeBatch
 from raylearner.config import schema
 from raylearner.observability.spans import Tracer
 from raylearner.replay import snapshot
@@ -101,7 +101,7 @@ class _Stage:
             agent=agent,
         )
         segments = await play(kit, CLAIM, Sampling(max_tokens=64, **limits))
-        assert [segment.broken_rule() for segment in segments] == [None] * len(segments)
+        assert [segment.validation_error() for segment in segments] == [None] * len(segments)
         assert [segment.segment for segment in segments] == list(range(len(segments)))
         return segments
 
@@ -607,7 +607,7 @@ async def test_functions_of_groups_see_what_functions_of_episodes_see_also_after
         segments = await made.play(program)
     assert len(segments) == 2
     assert [turn.text for turn in seen[0].turns] == ["one", "two", "three"]
-    (travelled,) = pickle.loads(pickle.dumps(Shipment([segments])))
+    (travelled,) = pickle.loads(pickle.dumps(EpisodeBatch([segments])))
     order = np.zeros(0, np.int64)
     Snapshot(metadata={}, prompt_order=order, trajectories=travelled).save(tmp_path)
     metadata, arrays, images = snapshot.read(tmp_path)

@@ -1,14 +1,11 @@
 import asyncio
-import pickle
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 
 from raylearner.actors.outbox import Outbox
-from raylearner.codec import Shipment
-from raylearner.types import CompletionStop, Trajectory, Turn
+from raylearner.types import Trajectory
 
 
 def make_episode(index: int) -> list[Trajectory]:
@@ -118,49 +115,3 @@ async def test_a_cancelled_senders_episode_still_goes() -> None:
     sender.cancel()
     assert await other == "accepted 1"
     assert replay.calls == [[0, 1]]
-
-
-def make_shipment() -> Shipment:
-    turn = Turn(
-        start=1,
-        end=2,
-        reply_end=2,
-        text="4",
-        reply="",
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
-    long = make_episode(1)[0]
-    arrays = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
-    long = replace(long, **{name: np.repeat(getattr(long, name), 5) for name in arrays})
-    long = replace(long, turns=(turn, turn), images=(b"png",), rewards={"format": None})
-    return Shipment([make_episode(0), [long, replace(long, segment=1)], make_episode(2)])
-
-
-def test_a_shipment_arrives_as_it_left_in_five_buffers() -> None:
-    shipment, buffers = make_shipment(), []
-    content = pickle.dumps(shipment, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 5
-    arrived = pickle.loads(content, buffers=buffers)
-    assert [len(episode) for episode in arrived] == [1, 2, 1]
-    for left, right in zip(chain(*shipment), chain(*arrived), strict=True):
-        for name in Trajectory.__slots__:
-            old, new = getattr(left, name), getattr(right, name)
-            if isinstance(old, np.ndarray):
-                assert old.dtype == new.dtype
-                assert np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
-            else:
-                assert old == new
-
-
-def test_what_breaks_the_contract_travels_unchanged_to_be_refused() -> None:
-    shipment = make_shipment()
-    shipment[0] = [replace(shipment[0][0], train_mask=np.zeros(9, np.int64))]
-    [[broken], _, _] = pickle.loads(pickle.dumps(shipment))
-    assert (broken.train_mask.dtype, len(broken.train_mask)) == (np.int64, 9)
-    assert broken.broken_rule() is not None
-
-
-def test_an_empty_shipment_travels() -> None:
-    assert pickle.loads(pickle.dumps(Shipment())) == []

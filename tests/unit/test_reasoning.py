@@ -19,7 +19,6 @@ from raylearner.actors.proxy.program import Task
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.observability.spans import Tracer
-from raylearner.replay.snapshot import TURN_FIELDS, _turn
 from raylearner.rewards.scorer import Scorer
 from raylearner.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer
 from raylearner.tokenization.reasoning import Reasoning
@@ -70,7 +69,7 @@ class _Stage:
             group_id=1, sample_index=0, attempt=0, prompt=prompt, policy_version=2, seed=0
         )
         (trajectory,) = await play(self.kit, claim, Sampling(max_tokens=max_tokens, seed=3))
-        assert trajectory.broken_rule() is None
+        assert trajectory.validation_error() is None
         return trajectory
 
 
@@ -140,8 +139,6 @@ def test_thoughts_are_found_from_their_opening_on(
         thoughts=thoughts.spans,
     )
     assert (turn.said, thoughts.unclosed) == (said, unclosed)
-    stored = json.loads(json.dumps([getattr(turn, name) for name in TURN_FIELDS]))
-    assert _turn(stored) == turn
 
 
 @pytest.mark.parametrize(

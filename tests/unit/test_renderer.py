@@ -147,7 +147,7 @@ def test_sampled_tokens_survive_verbatim_and_masks_cover_exactly_them(renderer: 
     trajectory = transcript.close(
         stop_reason=StopReason.ANSWER, error=None, metrics={}, started_at_s=0, finished_at_s=1
     )
-    assert trajectory.broken_rule() is None
+    assert trajectory.validation_error() is None
     assert trajectory.token_ids[trajectory.loss_mask].tolist() == first + odd
     versions = trajectory.policy_versions[trajectory.loss_mask].tolist()
     assert versions == [5] * len(first) + [6] * len(odd)

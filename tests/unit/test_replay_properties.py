@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.replay.record import OPEN_STATES, SampleState
+from raylearner.replay.groups import OPEN_STATES, SampleState
 from raylearner.types import Claim, Prompt, StopReason, Trajectory
 
 TIME_LIMIT_S = 100.0
@@ -260,7 +260,7 @@ class ReplayMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        metadata, arrays = snapshot.cut(self.buffer).state()
+        metadata, arrays = snapshot.take_snapshot(self.buffer).state()
         self.saved = (json.dumps(metadata), arrays, self.model.copy())
 
     @precondition(lambda self: self.saved is not None)

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylearner.replay.staleness import (
+    decide_staleness,
     is_mixed_version,
     over_stale,
-    rule_on_stale,
     should_wait_for,
     staleness_histogram,
     trained_versions,
@@ -52,7 +52,7 @@ def test_the_bound_is_inclusive() -> None:
 
 def test_mask_takes_over_old_tokens_out_and_keeps_the_reward() -> None:
     group = make_group(make_trajectory([-1, 1, 3]), make_trajectory([-1, 1, 1], index=1))
-    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="mask")
+    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
     assert ruling.group is not None
     assert [t.train_mask.tolist() for t in ruling.group.trajectories] == [
         [False, False, True],
@@ -65,26 +65,26 @@ def test_mask_takes_over_old_tokens_out_and_keeps_the_reward() -> None:
 
 def test_a_group_all_of_whose_tokens_are_masked_trains_nothing() -> None:
     group = make_group(make_trajectory([-1, 0]), make_trajectory([-1, 1], index=1))
-    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="mask")
+    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
     assert (ruling.group, ruling.num_masked_tokens) == (None, 2)
 
 
 def test_drop_takes_the_whole_group_for_one_old_trained_token() -> None:
     old = make_trajectory([-1, 0, 4])
-    assert rule_on_stale(make_group(old), 4, max_staleness=2, on_stale="drop").group is None
+    assert decide_staleness(make_group(old), 4, max_staleness=2, on_stale="drop").group is None
     harmless = make_group(make_trajectory([-1, 0, 4], trained=[False, False, True]))
-    assert rule_on_stale(harmless, 4, max_staleness=2, on_stale="drop").group is harmless
+    assert decide_staleness(harmless, 4, max_staleness=2, on_stale="drop").group is harmless
 
 
 def test_train_changes_nothing_but_counts() -> None:
     group = make_group(make_trajectory([-1, 0, 4]))
-    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="train")
+    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="train")
     assert (ruling.group, ruling.num_over_stale_tokens) == (group, 1)
 
 
 def test_wait_masks_what_waiting_could_not_save() -> None:
     group = make_group(make_trajectory([-1, 0, 4]))
-    ruling = rule_on_stale(group, 4, max_staleness=2, on_stale="wait")
+    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="wait")
     assert ruling.group is not None
     assert ruling.num_masked_tokens == 1
 
@@ -123,7 +123,7 @@ def test_no_trained_token_exceeds_the_bound(
     versions: list[list[int]], policy_version: int, max_staleness: int, on_stale
 ) -> None:
     group = make_group(*(make_trajectory(v, index=i) for i, v in enumerate(versions)))
-    ruling = rule_on_stale(group, policy_version, max_staleness=max_staleness, on_stale=on_stale)
+    ruling = decide_staleness(group, policy_version, max_staleness=max_staleness, on_stale=on_stale)
     if ruling.group is not None:
         histogram = staleness_histogram(
             [trained_versions(t) for t in ruling.group.trajectories], policy_version

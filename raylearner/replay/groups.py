@@ -1,4 +1,4 @@
-"""What the ledger writes down: one record per admitted group, one per sample of it."""
+"""The records of the ledger: one per admitted group, one per sample of it."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from raylearner.types import PolicyVersion
 
 
 class SampleState(StrEnum):
-    """Where one sample of a group is; every sample is in exactly one of them."""
+    """State of one sample of a group."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -24,20 +24,20 @@ OPEN_STATES = (SampleState.PENDING, SampleState.RUNNING)
 
 @dataclass(slots=True, kw_only=True)
 class SampleRecord:
-    """One sample: its state, its current attempt, and who plays it since when."""
+    """One sample: its state, its current attempt, and the actor that plays it."""
 
     attempt: int
     state: SampleState = SampleState.PENDING
     num_failures: int = 0
-    """Starts that came to nothing; restores are not counted."""
+    """Number of starts without a result; restores are not counted."""
     claimant: str | None = None
     started_at_s: float = 0.0
     version: PolicyVersion | None = None
-    """Oldest version that its trained tokens can have: the engine's at the claim, then theirs."""
+    """Oldest version that its trained tokens can have: the engine's at the claim, later their own."""
     is_failed: bool = False
-    """Done without an episode: `max_attempts` starts came to nothing."""
+    """Done without an episode, after `max_attempts` starts without a result."""
     is_greedy: bool = False
-    """Played for the group's baseline; it is no member of the group."""
+    """Played for the group's baseline; it is not a member of the group."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class GroupRecord:
     samples: list[SampleRecord]
     is_partial: bool = False
     awaits_scores: bool = False
-    """Complete, but for the rewards that functions give to whole groups."""
+    """Complete except for the rewards of functions that see whole groups."""
 
     def num_in(self, *states: SampleState) -> int:
-        """Members in one of these states."""
+        """Return the number of members in one of these states."""
         return sum(s.state in states for s in self.samples if not s.is_greedy)
 
     @property
     def greedy_index(self) -> int | None:
-        """Sample index of the greedy one."""
+        """Sample index of the greedy sample, if there is one."""
         return len(self.samples) - 1 if self.samples[-1].is_greedy else None
 
     @property
@@ -68,7 +68,7 @@ class GroupRecord:
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Oldest versions of its members, running or done."""
+        """Oldest version of each member, running or done."""
         return [s.version for s in self.samples if s.version is not None and not s.is_greedy]
 
 
@@ -101,7 +101,7 @@ class LedgerCounts:
 
 
 def group_state(group: GroupRecord) -> dict[str, Any]:
-    """JSON-able; times are left out, since they mean nothing to another process."""
+    """Return values for JSON; times are left out, since another process has another clock."""
     return {
         "group_id": group.group_id,
         "prompt_index": group.prompt_index,
@@ -124,7 +124,7 @@ def group_state(group: GroupRecord) -> dict[str, Any]:
 
 
 def groups_from(states: list[dict[str, Any]], now_s: float) -> dict[int, GroupRecord]:
-    """The inverse of `group_state`, by group id; time limits start at `now_s`."""
+    """Invert `group_state`; return groups by id. Time limits start at `now_s`."""
     return {state["group_id"]: _group_from(state, now_s) for state in states}
 
 

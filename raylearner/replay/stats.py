@@ -1,33 +1,37 @@
-"""What the replay counts: outcomes, errors with their causes, lengths, and when enough is enough."""
+"""Counters and limits of failures, metrics of the replay, and a description for the watchdog."""
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raylearner.errors import error_kind
-from raylearner.types import CALLS, FAILURES, EpisodeScore, StopReason, Trajectory
+from raylearner.replay.groups import GroupRecord, SampleRecord, SampleState
+from raylearner.replay.ledger import Ledger
+from raylearner.replay.staleness import is_mixed_version
+from raylearner.types import CALLS, FAILURES, EpisodeScore, PolicyVersion, StopReason, Trajectory
 
 LENGTH_WINDOW = 2048
-"""Episodes whose lengths make up a distribution."""
+"""Maximum number of episodes in a distribution of lengths."""
 
 EXAMPLE_CHARACTERS = 300
-"""How much of an error message is quoted."""
+"""Maximum length of a quoted error message."""
 FAILURE_CHARACTERS = 4000
-"""How much is kept of the first failure of its kind, the frames of users' code included."""
+"""Maximum length of the first failure of its kind, including the frames of users' code."""
 MAX_KINDS = 100
-"""Failures that are told apart by what they say."""
+"""Maximum number of failures that are distinguished by their message."""
 
 
 NUMBERS = re.compile(r"\d+")
 
 
-class Tally:
+class ReplayCounters:
     """Owns the counters of episodes and the windows behind distributions and failure limits.
 
-    `failure` is why the run should end, once there is a reason; it stays.
+    `failure` is the first reason to end the run.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Tally:
         self.errors: Counter[str] = Counter()
         self.failure: str | None = None
         self._seen: set[str] = set()
-        self._fresh: list[str] = []
+        self._new_failures: list[str] = []
         self._recent: deque[tuple[str, str] | None] = deque(maxlen=error_window)
         self._error_window = error_window
         self._max_error_fraction = max_error_fraction
@@ -58,7 +62,7 @@ class Tally:
         self._trained: deque[int] = deque(maxlen=LENGTH_WINDOW)
 
     def count_finished(self, episode: Iterable[Trajectory]) -> None:
-        """An episode came to its end, whatever becomes of it."""
+        """Count a finished episode, whether or not it is stored."""
         self._finished.append(sum(segment.num_tokens for segment in episode))
 
     def count_trained(self, episode: Iterable[Trajectory]) -> None:
@@ -75,7 +79,7 @@ class Tally:
             self._count_error(error_kind(error), error)
 
     def count_scores(self, scores: Iterable[EpisodeScore]) -> None:
-        """Episodes that failed after all, in a function that sees groups."""
+        """Count episodes that failed in a reward function that sees whole groups."""
         for score in scores:
             if score.error is not None:
                 self._count_error(error_kind(score.error), score.error)
@@ -85,7 +89,7 @@ class Tally:
         self._count_error("refused", rule)
 
     def count_filtered(self, why: str) -> None:
-        """A group was dropped when it closed."""
+        """Count a group that was dropped when it closed."""
         self._filtered[why] += 1
         if self._filtered.total() >= self._max_filtered_groups:
             reasons = ", ".join(f"{n} {name}" for name, n in self._filtered.most_common())
@@ -99,25 +103,25 @@ class Tally:
             )
 
     def count_usable(self) -> None:
-        """A group closed that may train."""
+        """Count a closed group that may train."""
         self._filtered.clear()
 
     def count_stale(self) -> None:
-        """A complete group was dropped for its age."""
+        """Count a complete group that was dropped as stale."""
         self._stale_in_row += 1
         if self._stale_in_row >= self._max_filtered_groups:
             self._fail(
                 f"{self._stale_in_row} complete groups in a row were dropped as stale: raise "
-                "replay.max_staleness, or see why groups take so long"
+                "replay.max_staleness, or find out why groups take so long"
             )
 
     def count_leased(self) -> None:
         self._stale_in_row = 0
 
     def drain_failures(self) -> list[str]:
-        """The first failure of each kind since the last time, whole: errors that differ in numbers
-        alone are of one kind."""
-        fresh, self._fresh = self._fresh, []
+        """Return the first failure of each kind since the last call. Errors that differ only in numbers
+        are of one kind."""
+        fresh, self._new_failures = self._new_failures, []
         return fresh
 
     def metrics(self) -> dict[str, float]:
@@ -167,7 +171,7 @@ class Tally:
         headline = NUMBERS.sub("#", message.partition("\n")[0])[:EXAMPLE_CHARACTERS]
         if headline not in self._seen and len(self._seen) < MAX_KINDS:
             self._seen.add(headline)
-            self._fresh.append(message[:FAILURE_CHARACTERS])
+            self._new_failures.append(message[:FAILURE_CHARACTERS])
         self._recent.append((kind, message[:EXAMPLE_CHARACTERS]))
         failed = [entry for entry in self._recent if entry is not None]
         size = self._error_window
@@ -181,7 +185,7 @@ class Tally:
             )
 
     def _count_tools(self, metrics: Mapping[str, float]) -> None:
-        """A tool that fails almost every call teaches nothing, though its episodes do not fail."""
+        """End the run for a tool that fails almost every call, although its episodes do not fail."""
         for key, calls in metrics.items():
             name = key.removeprefix(CALLS)
             if name == key or not calls > 0:
@@ -205,10 +209,107 @@ class Tally:
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Mean, median and 95th percentile under `name`; zeros when there is nothing yet."""
+    """Return mean, median and 95th percentile under `name`; zeros without values."""
     array = np.fromiter(values, np.float64)
     mean, p50, p95 = 0.0, 0.0, 0.0
     if len(array):
         mean = float(array.mean())
         p50, p95 = (float(x) for x in np.percentile(array, [50, 95]))
     return {f"{name}/mean": mean, f"{name}/p50": p50, f"{name}/p95": p95}
+
+
+def buffer_metrics(ledger: Ledger, *, now_s: float) -> dict[str, float]:
+    """Return groups by state, totals of the run, and ages of the episodes that run now."""
+    counts = ledger.counts
+    ages_s = [now_s - sample.started_at_s for _, _, sample in ledger.running_samples()]
+    dropped = {"stale": 0, "zero_variance": 0, "all_failed": 0, "time_limit": 0}
+    return {
+        "buffer/groups/running": len(ledger.running),
+        "buffer/groups/held": len(ledger.held),
+        "buffer/groups/awaiting_scores": len(ledger.held) - ledger.num_ready,
+        "buffer/groups/leased": len(ledger.leased),
+        "buffer/groups/admitted": counts.admitted,
+        "buffer/groups/trained": counts.trained,
+        "buffer/samples/claimed": counts.claimed,
+        "buffer/samples/reissued": counts.reissued,
+        **{f"buffer/dropped/{why}": n for why, n in (dropped | counts.dropped).items()},
+        "buffer/started/count": len(ages_s),
+        **distribution("buffer/started/age_s", ages_s),
+    }
+
+
+def take_metrics(
+    trajectories: Sequence[Trajectory],
+    versions: Sequence[NDArray[np.int32]],
+    policy_version: PolicyVersion,
+    *,
+    num_masked_tokens: int = 0,
+    num_over_stale_tokens: int = 0,
+) -> dict[str, float]:
+    """Return metrics of a take. Staleness is that of each trajectory's oldest trained token.
+
+    `versions` are those of the trained tokens of each trajectory.
+    """
+    ages = [policy_version - int(array.min()) for array in versions if len(array)]
+    num_mixed = sum(is_mixed_version(t) for t in trajectories)
+    return {
+        "buffer/staleness/mean": sum(ages) / len(ages) if ages else 0.0,
+        "buffer/staleness/max": max(ages, default=0),
+        "buffer/masked_tokens": num_masked_tokens,
+        "buffer/over_stale_trained": num_over_stale_tokens,
+        "buffer/mixed_version_fraction": num_mixed / max(len(trajectories), 1),
+    }
+
+
+def describe(
+    ledger: Ledger,
+    *,
+    now_s: float,
+    engine_versions: Mapping[str, PolicyVersion],
+    wanted: tuple[int, PolicyVersion] | None,
+) -> list[str]:
+    """Return lines on who plays what since when, and what claims and `take` wait for."""
+    by_actor: dict[str, list[tuple[float, GroupRecord, int, SampleRecord]]] = {}
+    for group, index, sample in ledger.running_samples():
+        entry = (now_s - sample.started_at_s, group, index, sample)
+        by_actor.setdefault(sample.claimant or "?", []).append(entry)
+    lines: list[str] = []
+    for actor_id in sorted(by_actor.keys() | engine_versions.keys()):
+        entries = by_actor.get(actor_id, [])
+        line = f"{actor_id} runs {len(entries)} episodes"
+        if entries:
+            age_s, group, index, sample = max(entries, key=lambda entry: entry[0])
+            key = (group.group_id, index, sample.attempt)
+            line += f", the oldest {key} for {age_s:.1f} s"
+        version = engine_versions.get(actor_id)
+        unfit = None if version is None else ledger.why_unfit(version)
+        lines.append(line if unfit is None else f"{line}; it gets no claim: {unfit}")
+    num_pending = sum(g.num_in(SampleState.PENDING) for g in ledger.running.values())
+    full = ledger.why_full()
+    lines.append(
+        f"{num_pending} samples are pending; new groups are "
+        + ("admitted when claimed" if full is None else f"not admitted: {full}")
+    )
+    oldest = next(iter(ledger.running.values()), None)
+    if oldest is not None:
+        lines.append(
+            f"group {oldest.group_id} runs for {now_s - oldest.admitted_at_s:.1f} s (limit "
+            f"{ledger.config.group_time_limit_s:g} s): {oldest.num_in(SampleState.DONE)} of "
+            f"{ledger.config.group_size} done, {oldest.num_in(SampleState.RUNNING)} running, "
+            f"{oldest.num_in(SampleState.PENDING)} pending"
+        )
+    if wanted is None:
+        lines.append(f"no take is waiting; {len(ledger.leased)} groups are leased")
+    else:
+        num_groups, version = wanted
+        why = ""
+        num_awaiting = len(ledger.held) - ledger.num_ready
+        if num_awaiting:
+            why = f", {num_awaiting} of the complete ones await rewards of functions that see whole groups"
+        elif len(ledger.held) >= num_groups:
+            why = ", held back for running groups that would become too old"
+        lines.append(
+            f"take of {num_groups} groups at version {version} waits: {len(ledger.held)} "
+            f"complete, {len(ledger.running)} running, {len(ledger.leased)} leased{why}"
+        )
+    return lines

@@ -1,0 +1,86 @@
+"""Trajectories cross processes and JSON unchanged."""
+
+import json
+import pickle
+from dataclasses import fields, replace
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from raylearner.codec import ARRAY_TYPES, EpisodeBatch, pack, unpack
+from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
+
+
+def make_segment(group_id: int, size: int = 2, **values) -> Trajectory:
+    mask = np.arange(size) > 0
+    return Trajectory(
+        group_id=group_id,
+        sample_index=0,
+        attempt=0,
+        prompt_id="p",
+        token_ids=np.arange(size, dtype=np.int32),
+        loss_mask=mask,
+        train_mask=mask.copy(),
+        behavior_logprobs=np.where(mask, -0.5, np.nan).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        claim_policy_version=3,
+        **values,
+    )
+
+
+@pytest.fixture
+def batch() -> EpisodeBatch:
+    turn = Turn(
+        start=1,
+        end=2,
+        reply_end=2,
+        text="<think>4</think>4",
+        reply="",
+        stop_reason=CompletionStop.LENGTH,
+        min_policy_version=0,
+        max_policy_version=0,
+        thoughts=((0, 16),),
+    )
+    long = make_segment(
+        1, 10, turns=(turn, turn), images=(b"png",), rewards={"format": None}, shown=("a", "b")
+    )
+    failed = make_segment(2, stop_reason=StopReason.ERROR, error="tool: down")
+    return EpisodeBatch([[make_segment(0)], [long, replace(long, segment=1)], [failed]])
+
+
+def assert_same(left: Trajectory, right: Trajectory) -> None:
+    for name in (field.name for field in fields(Trajectory)):
+        old, new = getattr(left, name), getattr(right, name)
+        if isinstance(old, np.ndarray):
+            assert old.dtype == new.dtype
+            assert np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
+        else:
+            assert (old, type(old)) == (new, type(new))
+
+
+def test_a_batch_pickles_as_few_buffers(batch: EpisodeBatch) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == len(ARRAY_TYPES) + 1
+    arrived = pickle.loads(content, buffers=buffers)
+    assert [len(episode) for episode in arrived] == [1, 2, 1]
+    for left, right in zip(chain(*batch), chain(*arrived), strict=True):
+        assert_same(left, right)
+    assert pickle.loads(pickle.dumps(EpisodeBatch())) == []
+
+
+def test_plain_values_survive_json(batch: EpisodeBatch) -> None:
+    trajectories = [replace(t, images=()) for t in chain(*batch)]
+    values, arrays = pack(trajectories)
+    for left, right in zip(
+        trajectories, unpack(json.loads(json.dumps(values)), arrays), strict=True
+    ):
+        assert_same(left, right)
+
+
+def test_invalid_arrays_travel_unchanged_to_be_refused(batch: EpisodeBatch) -> None:
+    batch[0] = [replace(batch[0][0], train_mask=np.zeros(9, np.int64))]
+    [[broken], _, _] = pickle.loads(pickle.dumps(batch))
+    assert (broken.train_mask.dtype, len(broken.train_mask)) == (np.int64, 9)
+    assert broken.validation_error() is not None
