@@ -236,13 +236,10 @@ async def run(arguments: Any, result: Result) -> None:
         ).remote(f"engine-{i}", folder, section, transport)
         for i in range(arguments.engines)
     }
-    condemned: dict[str, str] = {}
+    failed: dict[str, str] = {}
     publisher = Publisher(
-        write=learner.write,
-        discard=learner.discard,
-        settle=learner.settle,
-        abandon=learner.abandon,
-        on_condemned=lambda actor_id, error: condemned.update({actor_id: str(error)}),
+        learner,
+        on_failed=lambda actor_id, error: failed.update({actor_id: str(error)}),
         deadline_s=weights.deadline_s,
     )
     try:
@@ -267,7 +264,7 @@ async def run(arguments: Any, result: Result) -> None:
                 try:
                     await publisher.publish(version)
                 except WeightTransferError as error:
-                    result.add(**{f"{label}_error": str(error), "condemned": condemned})
+                    result.add(**{f"{label}_error": str(error), "failed": failed})
                     raise
                 whole = time.monotonic() - started
                 numbers = dict(publisher.metrics)
@@ -275,7 +272,7 @@ async def run(arguments: Any, result: Result) -> None:
                 pushes.append(numbers | {"whole_s": whole, "without_probe_s": whole - apart})
                 if has_load:
                     await asyncio.sleep(0.7)
-            result.add(**{label: pushes, "condemned": condemned})
+            result.add(**{label: pushes, "failed": failed})
             if has_load:
                 done = await asyncio.gather(*(_answer(e.finish.remote()) for e in engines.values()))
                 result.add(load=done)

@@ -166,7 +166,7 @@ class LearnerGroup:
         """The weights as they are now, `policy_version` or later, with the probe that verifies them.
 
         With `nccl` the ranks begin to send as soon as this returns: the members must receive, and
-        `settle` says how it went.
+        `send` waits for the end.
         """
         is_broadcast = self._weights.transport == "nccl"
         group = await self._meet(members) if is_broadcast else None
@@ -182,7 +182,7 @@ class LearnerGroup:
         assert update.policy_version >= policy_version, (update.policy_version, policy_version)
         return update
 
-    async def settle(self, update: WeightUpdate) -> dict[str, float]:
+    async def send(self, update: WeightUpdate) -> dict[str, float]:
         """Wait for the end of a broadcast: its timings, or `WeightTransferError`."""
         sending, self._sending = self._sending, None
         if sending is None:

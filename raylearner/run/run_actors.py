@@ -23,7 +23,8 @@ from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run import placement
 from raylearner.run.placement import Colocation, RolloutFleet
 from raylearner.types import PolicyVersion, Prompt
-from raylearner.weights.publisher import Publisher, Receive
+from raylearner.weights.publisher import Publisher
+from raylearner.weights.push import Receive
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class RunActors:
         await self.publish()
 
     async def publish(self) -> None:
-        """The learner's version to every engine; returns once all have it or are condemned."""
+        """The learner's version to every engine; returns once all have it or have failed."""
         await self.publisher.publish(self.learner.policy_version)
 
     def start_publishing(self, policy_version: PolicyVersion) -> None:
@@ -186,12 +187,8 @@ class RunActors:
 
     def _make_publisher(self) -> Publisher:
         return Publisher(
-            write=self.learner.write,
-            discard=self.learner.discard,
-            settle=self.learner.settle,
-            abandon=self.learner.abandon,
-            is_learner_busy=lambda: self.learner.is_stepping,
-            on_condemned=self.fleet.condemn,
+            self.learner,
+            on_failed=self.fleet.condemn,
             deadline_s=self._config.weights.deadline_s,
             tracer=self._tracer,
         )

@@ -80,4 +80,4 @@ async def test_a_push_that_broke_off_names_the_rank() -> None:
     group._sending = asyncio.get_running_loop().create_future()
     group._sending.set_result([{"send_s": 1.0}, "policy version 3: a member is gone"])
     with pytest.raises(WeightTransferError, match="learner rank 1: policy version 3: a member"):
-        await group.settle(None)  # pyright: ignore[reportArgumentType] - never looked at
+        await group.send(None)  # pyright: ignore[reportArgumentType] - never looked at

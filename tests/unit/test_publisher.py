@@ -1,25 +1,26 @@
-"""The publisher: one push at a time, the newest waits, whoever fails is condemned alone."""
+"""The publisher: one push at a time, the newest waits, members fail without the others."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
-from raylearner.errors import PushBroken, WeightTransferError
+from raylearner.errors import LearnerDied, PushBroken, WeightTransferError
 from raylearner.types import Probe, WeightReceipt, WeightUpdate
-from raylearner.weights import publisher
+from raylearner.weights import push
 from raylearner.weights.publisher import Publisher
 
 PROBE = Probe(token_ids=((1, 2),), logprobs=((-1.0,),), tolerance=1e-3)
+REFUSED = WeightTransferError("refused")
 
 
 @dataclass
 class Receiver:
-    """An engine that takes weights, or a way in which one fails."""
+    """An engine that takes weights once its gate is open, or fails."""
 
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    fault: Exception | None = None
+    gate: asyncio.Event
+    error: Exception | None = None
     version_offset: int = 0
     versions: list[int] = field(default_factory=list)
     is_receiving: bool = False
@@ -32,8 +33,8 @@ class Receiver:
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
         self.versions.append(update.policy_version)
         return WeightReceipt(
             policy_version=update.policy_version + self.version_offset,
@@ -44,50 +45,82 @@ class Receiver:
         )
 
 
-class Lab:
-    """A publisher with a learner that writes instantly and a record of what happened."""
+def opened() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
-    def __init__(self, *, deadline_s: float = 5.0) -> None:
-        self.written: list[int] = []
-        self.discarded: list[int] = []
-        self.condemned: dict[str, WeightTransferError] = {}
+
+class Lab:
+    """A publisher, and as its transport a learner that writes and sends instantly unless held up."""
+
+    def __init__(self, *, is_collective: bool = False, deadline_s: float = 5.0) -> None:
+        self.is_collective = is_collective
+        self.is_stepping = False
         self.learner_version: int | None = None
-        self.write_gate = asyncio.Event()
-        self.write_gate.set()
-        self.is_learner_busy = False
+        self.write_gate, self.send_gate = opened(), opened()
+        self.is_abandoned = asyncio.Event()
+        self.can_abandon = True
+        self.written: list[int] = []
+        self.groups: list[tuple[str, ...]] = []
+        self.discarded: list[int] = []
+        self.num_sent = self.num_abandoned = 0
+        self.failed: dict[str, WeightTransferError] = {}
         self.publisher = Publisher(
-            write=self.write,
-            discard=self.discard,
-            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: error}),
+            self,
+            on_failed=lambda actor_id, error: self.failed.update({actor_id: error}),
             deadline_s=deadline_s,
-            is_learner_busy=lambda: self.is_learner_busy,
         )
 
     async def write(self, policy_version: int, members: Sequence[str]) -> WeightUpdate:
+        self.groups.append(tuple(members))
+        self.is_abandoned.clear()
         await self.write_gate.wait()
         version = self.learner_version if self.learner_version is not None else policy_version
         self.written.append(version)
-        return WeightUpdate(policy_version=version, transport="fake", payload={}, probe=PROBE)
+        return WeightUpdate(
+            policy_version=version,
+            transport="fake",
+            payload={},
+            probe=PROBE,
+            is_collective=self.is_collective,
+        )
+
+    async def send(self, update: WeightUpdate) -> Mapping[str, float]:
+        waits = [asyncio.create_task(e.wait()) for e in (self.send_gate, self.is_abandoned)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if self.is_abandoned.is_set():
+            raise WeightTransferError("abandoned")
+        self.num_sent += 1
+        return {"weights/send_s": 1.0}
+
+    async def abandon(self, update: WeightUpdate) -> None:
+        self.num_abandoned += 1
+        if self.can_abandon:
+            self.is_abandoned.set()
 
     async def discard(self, update: WeightUpdate) -> None:
         self.discarded.append(update.policy_version)
 
-    def add(self, actor_id: str, *, is_open: bool = True, **arguments: object) -> Receiver:
-        receiver = self.receiver(is_open=is_open, **arguments)
+    def add(self, actor_id: str, *, is_open: bool = True, **changes: object) -> Receiver:
+        receiver = make_receiver(is_open=is_open, **changes)
         self.publisher.add(actor_id, receiver.receive)
         return receiver
 
-    def receiver(self, *, is_open: bool = True, **arguments: object) -> Receiver:
-        receiver = Receiver(**arguments)  # type: ignore[arg-type]
-        if is_open:
-            receiver.gate.set()
-        return receiver
+
+def make_receiver(*, is_open: bool = True, **changes: object) -> Receiver:
+    return Receiver(opened() if is_open else asyncio.Event(), **changes)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0)
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "BROKEN_GRACE_S", 0.05)
 
 
 async def test_publish_returns_once_every_member_has_acknowledged() -> None:
@@ -101,24 +134,14 @@ async def test_publish_returns_once_every_member_has_acknowledged() -> None:
     await publishing
     assert b.versions == [1]
     assert lab.publisher.policy_version == 1
-    assert lab.publisher.metrics["weights/num_engines"] == 2
-    assert lab.publisher.metrics["weights/pause_s"] == 0.25
-    assert lab.publisher.metrics["weights/logprob_error"] == 1e-6
-    assert set(lab.publisher.metrics) == {
-        f"weights/{name}"
-        for name in (
-            "publish_s",
-            "write_s",
-            "pause_s",
-            "update_s",
-            "probe_s",
-            "logprob_error",
-            "num_engines",
-        )
-    }
+    metrics = lab.publisher.metrics
+    assert metrics["weights/num_engines"] == 2
+    assert metrics["weights/pause_s"] == 0.25
+    assert metrics["weights/logprob_error"] == 1e-6
+    assert "weights/verify_s" not in metrics
 
 
-async def test_start_returns_at_once_and_of_those_waiting_the_last_one_is_pushed() -> None:
+async def test_of_versions_that_wait_behind_a_push_only_the_last_is_pushed() -> None:
     lab = Lab()
     a = lab.add("a", is_open=False)
     for version in (1, 2, 3):
@@ -126,9 +149,8 @@ async def test_start_returns_at_once_and_of_those_waiting_the_last_one_is_pushed
     assert lab.publisher.is_publishing
     await until(lambda: lab.written == [1])
     a.gate.set()
-    await lab.publisher.settle()
-    assert a.versions == [1, 3]
-    assert lab.written == [1, 3]
+    await lab.publisher.finish()
+    assert a.versions == lab.written == [1, 3]
     assert not lab.publisher.is_publishing
 
 
@@ -139,121 +161,24 @@ async def test_a_newer_version_that_the_learner_wrote_is_not_pushed_again() -> N
     lab.publisher.start(2)
     lab.learner_version = 2
     a.gate.set()
-    await lab.publisher.settle()
+    await lab.publisher.finish()
     assert a.versions == [2]
     assert lab.publisher.policy_version == 2
 
 
-async def test_the_last_payload_stays_and_the_one_before_goes_after_the_acknowledgements() -> None:
+async def test_an_update_is_discarded_after_the_acknowledgements_of_the_next() -> None:
     lab = Lab()
     a = lab.add("a")
     await lab.publisher.publish(1)
-    assert lab.discarded == []
     a.gate.clear()
     lab.publisher.start(2)
     await until(lambda: lab.written == [1, 2])
     assert lab.discarded == []
     a.gate.set()
-    await lab.publisher.settle()
+    await lab.publisher.finish()
     assert lab.discarded == [1]
     await lab.publisher.close()
     assert lab.discarded == [1, 2]
-
-
-async def test_whoever_raises_is_condemned_and_the_others_go_on() -> None:
-    lab = Lab()
-    a = lab.add("a")
-    lab.add("b", fault=ValueError("worker died"))
-    lab.add("c", version_offset=-1)
-    await lab.publisher.publish(4)
-    assert lab.publisher.members == {"a"}
-    assert "ValueError: worker died" in str(lab.condemned["b"])
-    assert "acknowledged policy version 3, sent was 4" in str(lab.condemned["c"])
-    await lab.publisher.publish(5)
-    assert a.versions == [4, 5]
-    assert lab.publisher.metrics["weights/num_engines"] == 1
-
-
-async def test_whoever_misses_the_deadline_is_condemned() -> None:
-    lab = Lab(deadline_s=0.05)
-    a, slow = lab.add("a"), lab.add("slow", is_open=False)
-    await lab.publisher.publish(1)
-    assert lab.publisher.members == {"a"}
-    assert slow.was_cancelled
-    assert "did not acknowledge policy version 1 within 0.05 s" in str(lab.condemned["slow"])
-    assert a.versions == [1]
-
-
-async def test_when_all_fail_the_push_fails_with_the_cause() -> None:
-    lab = Lab()
-    lab.add("a", fault=WeightTransferError("refused"))
-    with pytest.raises(WeightTransferError, match=r"none of 1 engines.*refused"):
-        await lab.publisher.publish(1)
-    assert lab.publisher.policy_version is None
-
-
-async def test_a_failure_in_the_background_surfaces_at_the_next_call() -> None:
-    lab = Lab()
-    lab.add("a", fault=WeightTransferError("refused"))
-    lab.publisher.start(1)
-    await until(lambda: not lab.publisher.is_publishing)
-    with pytest.raises(WeightTransferError, match="refused"):
-        lab.publisher.start(2)
-
-
-async def test_a_learner_that_does_not_write_fails_the_push() -> None:
-    lab = Lab(deadline_s=0.05)
-    lab.add("a")
-    lab.write_gate.clear()
-    with pytest.raises(WeightTransferError, match="did not write policy version 1"):
-        await lab.publisher.publish(1)
-
-
-async def test_a_write_that_waits_for_a_step_is_given_its_time() -> None:
-    lab = Lab(deadline_s=0.05)
-    lab.add("a")
-    lab.write_gate.clear()
-    lab.is_learner_busy = True
-    lab.publisher.start(1)
-    await asyncio.sleep(0.2)
-    assert lab.publisher.is_publishing
-    lab.write_gate.set()
-    await lab.publisher.settle()
-    assert lab.publisher.policy_version == 1
-
-
-async def test_what_is_written_is_read_to_the_end_when_the_learner_dies() -> None:
-    lab = Lab()
-    reading = lab.add("a", is_open=False)
-    lab.publisher.start(1)
-    await until(lambda: reading.is_receiving)
-    breaking = asyncio.create_task(lab.publisher.break_off())
-    await asyncio.sleep(0.01)
-    assert lab.discarded == []
-    reading.gate.set()
-    await breaking
-    assert reading.versions == [1]
-    assert lab.discarded == [1]
-    assert lab.condemned == {}
-
-
-async def test_a_learner_that_writes_an_older_version_fails_the_push() -> None:
-    lab = Lab()
-    lab.learner_version = 1
-    with pytest.raises(WeightTransferError, match="wrote policy version 1, asked for 2"):
-        await lab.publisher.publish(2)
-
-
-async def test_a_push_does_not_wait_for_a_member_that_was_removed() -> None:
-    lab = Lab()
-    a, gone = lab.add("a"), lab.add("gone", is_open=False)
-    lab.publisher.start(1)
-    await until(lambda: a.versions == [1])
-    lab.publisher.remove("gone")
-    await lab.publisher.settle()
-    assert gone.was_cancelled
-    assert lab.condemned == {}
-    assert lab.publisher.members == {"a"}
 
 
 async def test_an_older_version_can_be_published_after_a_rollback() -> None:
@@ -265,34 +190,93 @@ async def test_an_older_version_can_be_published_after_a_rollback() -> None:
     assert lab.discarded == [5, 3]
 
 
+async def test_a_member_that_fails_is_reported_with_the_cause_and_the_others_continue() -> None:
+    lab = Lab(deadline_s=0.05)
+    a, slow = lab.add("a"), lab.add("slow", is_open=False)
+    lab.add("raising", error=ValueError("worker died"))
+    lab.add("behind", version_offset=-1)
+    await lab.publisher.publish(4)
+    assert lab.publisher.members == {"a"}
+    assert "ValueError: worker died" in str(lab.failed["raising"])
+    assert "policy version 3" in str(lab.failed["behind"])
+    assert "0.05 s" in str(lab.failed["slow"])
+    assert slow.was_cancelled
+    await lab.publisher.publish(5)
+    assert a.versions == [4, 5]
+    assert lab.publisher.metrics["weights/num_engines"] == 1
+
+
+async def test_when_all_fail_the_push_fails_with_the_cause_now_or_at_the_next_call() -> None:
+    lab = Lab()
+    lab.add("a", error=REFUSED)
+    with pytest.raises(WeightTransferError, match=r"none of 1 .*refused"):
+        await lab.publisher.publish(1)
+    assert lab.publisher.policy_version is None
+    lab.add("b", error=REFUSED)
+    lab.publisher.start(1)
+    await until(lambda: not lab.publisher.is_publishing)
+    with pytest.raises(WeightTransferError, match="refused"):
+        lab.publisher.start(2)
+
+
+async def test_a_learner_that_does_not_write_or_writes_an_older_version_fails_the_push() -> None:
+    lab = Lab(deadline_s=0.05)
+    lab.add("a")
+    lab.learner_version = 1
+    with pytest.raises(WeightTransferError, match="version 1 instead of 2"):
+        await lab.publisher.publish(2)
+    lab.write_gate.clear()
+    with pytest.raises(WeightTransferError, match=r"version 1 within 0\.05 s"):
+        await lab.publisher.publish(1)
+
+
+async def test_time_behind_a_learner_step_does_not_count_toward_the_deadline() -> None:
+    lab = Lab(deadline_s=0.3)
+    lab.add("a")
+    lab.write_gate.clear()
+    lab.is_stepping = True
+    lab.publisher.start(1)
+    await asyncio.sleep(0.8)
+    assert lab.publisher.is_publishing
+    lab.write_gate.set()
+    await lab.publisher.finish()
+    assert lab.publisher.policy_version == 1
+
+
+async def test_a_push_does_not_wait_for_a_member_that_was_removed() -> None:
+    lab = Lab()
+    a, gone = lab.add("a"), lab.add("gone", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: a.versions == [1])
+    lab.publisher.remove("gone")
+    await lab.publisher.finish()
+    assert gone.was_cancelled
+    assert lab.failed == {}
+    assert lab.publisher.members == {"a"}
+
+
 async def test_a_joiner_gets_the_current_version_before_it_counts() -> None:
     lab = Lab()
-    lab.add("a")
+    first = make_receiver()
+    await lab.publisher.admit("a", first.receive)
     await lab.publisher.publish(1)
-    joiner = lab.receiver(is_open=False)
+    joiner = make_receiver(is_open=False)
     admitting = asyncio.create_task(lab.publisher.admit("joiner", joiner.receive))
     await asyncio.sleep(0)
     assert lab.publisher.members == {"a"}
     joiner.gate.set()
     await admitting
-    assert joiner.versions == [1]
     await lab.publisher.publish(2)
-    assert joiner.versions == [1, 2]
+    assert first.versions == joiner.versions == [1, 2]
+    with pytest.raises(ValueError, match="'a'"):
+        lab.add("a")
 
 
-async def test_a_joiner_before_the_first_push_counts_at_once() -> None:
-    lab = Lab()
-    joiner = lab.receiver()
-    await lab.publisher.admit("joiner", joiner.receive)
-    await lab.publisher.publish(0)
-    assert joiner.versions == [0]
-
-
-async def test_a_push_during_an_admission_reaches_the_joiner_and_spares_its_payload() -> None:
+async def test_a_push_during_an_admission_reaches_the_joiner_and_keeps_what_it_reads() -> None:
     lab = Lab()
     lab.add("a")
     await lab.publisher.publish(1)
-    joiner = lab.receiver(is_open=False)
+    joiner = make_receiver(is_open=False)
     admitting = asyncio.create_task(lab.publisher.admit("joiner", joiner.receive))
     await asyncio.sleep(0)
     await lab.publisher.publish(2)
@@ -304,23 +288,18 @@ async def test_a_push_during_an_admission_reaches_the_joiner_and_spares_its_payl
     assert lab.publisher.members == {"a", "joiner"}
 
 
-async def test_a_joiner_that_fails_does_not_count_and_tells_the_caller() -> None:
-    lab = Lab()
+@pytest.mark.parametrize("is_collective", [False, True])
+async def test_a_joiner_that_fails_is_not_admitted_and_its_caller_gets_the_error(
+    is_collective: bool,
+) -> None:
+    lab = Lab(is_collective=is_collective)
     lab.add("a")
     await lab.publisher.publish(1)
     with pytest.raises(WeightTransferError, match="refused"):
-        await lab.publisher.admit(
-            "joiner", lab.receiver(fault=WeightTransferError("refused")).receive
-        )
-    assert lab.publisher.members == {"a"}
-    assert lab.condemned == {}
-
-
-async def test_members_are_unique() -> None:
-    lab = Lab()
-    lab.add("a")
-    with pytest.raises(ValueError, match="'a' is a member already"):
-        lab.add("a")
+        await lab.publisher.admit("joiner", make_receiver(error=REFUSED).receive)
+    assert lab.failed == {}
+    await lab.publisher.publish(2)
+    assert lab.groups[-1] == ("a",)
 
 
 async def test_close_ends_a_running_push() -> None:
@@ -333,113 +312,94 @@ async def test_close_ends_a_running_push() -> None:
     assert lab.discarded == [1]
 
 
-class Collective(Lab):
-    """Every update is made for the members of its push; the learner sends until told to stop."""
-
-    def __init__(self, *, deadline_s: float = 5.0) -> None:
-        super().__init__(deadline_s=deadline_s)
-        self.groups: list[tuple[str, ...]] = []
-        self.num_abandoned = 0
-        self.is_sent = asyncio.Event()
-        self.is_sent.set()
-        self.is_abandoned = asyncio.Event()
-        self.publisher = Publisher(
-            write=self.write,
-            discard=self.discard,
-            settle=self.settle,
-            abandon=self.abandon,
-            on_condemned=lambda actor_id, error: self.condemned.update({actor_id: error}),
-            deadline_s=deadline_s,
-        )
-
-    async def write(self, policy_version: int, members: Sequence[str]) -> WeightUpdate:
-        self.groups.append(tuple(members))
-        self.is_abandoned.clear()
-        update = await super().write(policy_version, members)
-        return replace(update, is_collective=True)
-
-    async def settle(self, update: WeightUpdate) -> dict[str, float]:
-        waits = [asyncio.create_task(e.wait()) for e in (self.is_sent, self.is_abandoned)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if self.is_abandoned.is_set():
-            raise WeightTransferError("abandoned")
-        return {"weights/send_s": 1.0}
-
-    async def abandon(self, update: WeightUpdate) -> None:
-        self.num_abandoned += 1
-        self.is_abandoned.set()
+async def test_after_the_learners_death_a_written_update_is_read_to_the_end() -> None:
+    lab = Lab()
+    reading = lab.add("a", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: reading.is_receiving)
+    breaking = asyncio.create_task(lab.publisher.break_off())
+    await asyncio.sleep(0.01)
+    assert lab.discarded == []
+    reading.gate.set()
+    await breaking
+    assert reading.versions == lab.discarded == [1]
+    assert lab.failed == {}
 
 
-async def test_a_collective_push_reports_what_the_learner_measured() -> None:
-    lab = Collective()
+async def test_after_the_learners_death_members_of_a_collective_push_are_released() -> None:
+    lab = Lab(is_collective=True)
+    lab.send_gate.clear()
+    stuck = lab.add("a", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: stuck.is_receiving)
+    await lab.publisher.break_off()
+    assert isinstance(lab.failed["a"], PushBroken)
+    assert lab.publisher.members == frozenset()
+
+
+async def test_a_learner_that_dies_while_sending_ends_the_push_with_its_error(
+    short_grace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(update: WeightUpdate) -> Mapping[str, float]:
+        raise LearnerDied("rank 0 died")
+
+    lab = Lab(is_collective=True)
+    monkeypatch.setattr(lab, "send", die)
+    lab.add("a", is_open=False)
+    with pytest.raises(LearnerDied):
+        await lab.publisher.publish(1)
+    assert isinstance(lab.failed["a"], PushBroken)
+
+
+async def test_a_collective_push_reports_the_learners_timings_and_a_joiner_gets_its_own() -> None:
+    lab = Lab(is_collective=True)
     lab.add("a")
-    lab.add("b")
     await lab.publisher.publish(1)
     assert lab.publisher.metrics["weights/send_s"] == 1.0
-    assert lab.groups == [("a", "b")]
     assert lab.discarded == [1]
+    joiner = make_receiver()
+    await lab.publisher.admit("b", joiner.receive)
+    assert joiner.versions == [1]
+    await lab.publisher.publish(2)
+    assert lab.groups == [("a",), ("b",), ("a", "b")]
 
 
-async def test_a_member_that_fails_breaks_a_collective_push_and_the_next_meets_without_it(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_member_that_fails_breaks_a_collective_push_and_the_next_is_without_it(
+    short_grace: None,
 ) -> None:
-    monkeypatch.setattr(publisher, "BROKEN_GRACE_S", 0.05)
-    lab = Collective()
-    lab.is_sent.clear()
-    lab.add("failing", fault=RuntimeError("gone"))
-    hanging = lab.add("hanging", is_open=False)
+    lab = Lab(is_collective=True)
+    lab.send_gate.clear()
+    lab.add("failing", error=RuntimeError("gone"))
+    blocked = lab.add("blocked", is_open=False)
     await lab.publisher.publish(1)
-    assert set(lab.condemned) == {"failing", "hanging"}
-    assert "left hanging" in str(lab.condemned["hanging"])
-    assert isinstance(lab.condemned["hanging"], PushBroken)
-    assert not isinstance(lab.condemned["failing"], PushBroken)
+    assert isinstance(lab.failed["blocked"], PushBroken)
+    assert not isinstance(lab.failed["failing"], PushBroken)
     assert lab.publisher.policy_version is None
-    assert hanging.was_cancelled
+    assert blocked.was_cancelled
     assert lab.num_abandoned == 1
-    lab.is_sent.set()
+    lab.send_gate.set()
     lab.add("new")
     await lab.publisher.publish(2)
     assert lab.groups[-1] == ("new",)
     assert lab.publisher.policy_version == 2
 
 
-async def test_a_failed_verification_after_the_weights_arrived_condemns_only_its_engine() -> None:
-    lab = Collective()
-    lab.add("failing", fault=WeightTransferError("refused"))
+async def test_after_all_weights_were_sent_a_failed_verification_concerns_one_engine_only() -> None:
+    lab = Lab(is_collective=True)
+    failing = lab.add("failing", is_open=False, error=REFUSED)
     slow = lab.add("slow", is_open=False)
     lab.publisher.start(1)
-    await until(lambda: "failing" in lab.condemned)
+    await until(lambda: lab.num_sent == 1)
+    failing.gate.set()
+    await until(lambda: "failing" in lab.failed)
     slow.gate.set()
-    await lab.publisher.settle()
-    assert set(lab.condemned) == {"failing"}
+    await lab.publisher.finish()
+    assert set(lab.failed) == {"failing"}
     assert lab.num_abandoned == 0
 
 
-async def test_a_joiner_of_collective_pushes_gets_one_of_its_own() -> None:
-    lab = Collective()
-    lab.add("a")
-    await lab.publisher.publish(1)
-    joiner = lab.receiver()
-    await lab.publisher.admit("b", joiner.receive)
-    assert lab.groups == [("a",), ("b",)]
-    assert joiner.versions == [1]
-    await lab.publisher.publish(2)
-    assert lab.groups[-1] == ("a", "b")
-
-
-async def test_a_joiner_that_fails_is_not_admitted_and_hurts_nobody() -> None:
-    lab = Collective()
-    lab.add("a")
-    await lab.publisher.publish(1)
-    joiner = lab.receiver(fault=RuntimeError("gone"))
-    with pytest.raises(WeightTransferError, match="gone"):
-        await lab.publisher.admit("b", joiner.receive)
-    await lab.publisher.publish(2)
-    assert lab.groups[-1] == ("a",)
-
-
-async def test_members_that_change_while_the_learner_writes_meet_in_another_group() -> None:
-    lab = Collective()
+async def test_members_that_change_while_the_learner_writes_get_another_update() -> None:
+    lab = Lab(is_collective=True)
     lab.add("a")
     lab.add("b")
     lab.write_gate.clear()
@@ -447,31 +407,19 @@ async def test_members_that_change_while_the_learner_writes_meet_in_another_grou
     await until(lambda: lab.groups == [("a", "b")])
     lab.publisher.remove("a")
     lab.write_gate.set()
-    await lab.publisher.settle()
+    await lab.publisher.finish()
     assert lab.groups == [("a", "b"), ("b",)]
     assert lab.num_abandoned == 1
     assert lab.publisher.policy_version == 1
-    assert lab.condemned == {}
+    assert lab.failed == {}
 
 
-async def test_a_learner_that_dies_leaves_no_engine_in_its_push() -> None:
-    lab = Collective()
-    lab.is_sent.clear()
-    stuck = lab.add("a", is_open=False)
-    lab.publisher.start(1)
-    await until(lambda: stuck.is_receiving)
-    await lab.publisher.break_off()
-    assert isinstance(lab.condemned["a"], PushBroken)
-    assert lab.publisher.members == frozenset()
-
-
-async def test_a_learner_that_does_not_stop_sending_tells_what_broke_the_push(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_learner_that_does_not_stop_sending_is_reported_with_the_cause(
+    short_grace: None,
 ) -> None:
-    monkeypatch.setattr(publisher, "BROKEN_GRACE_S", 0.05)
-    lab = Collective()
-    lab.is_sent.clear()
-    monkeypatch.setattr(lab.is_abandoned, "set", lambda: None)
-    lab.add("failing", fault=RuntimeError("no such tensor"))
-    with pytest.raises(WeightTransferError, match=r"did not end the push .*no such tensor"):
+    lab = Lab(is_collective=True)
+    lab.send_gate.clear()
+    lab.can_abandon = False
+    lab.add("failing", error=RuntimeError("no such tensor"))
+    with pytest.raises(WeightTransferError, match="no such tensor"):
         await lab.publisher.publish(1)
