@@ -36,8 +36,6 @@ AUTH_MODES = ("token", "disabled")
 class Proxy:
     """An HTTP proxy; shown without its credentials."""
 
-    url: str = field(repr=False)
-    """With credentials, as clients take it."""
     scheme: str
     host: str
     port: int
@@ -112,7 +110,7 @@ def _read(proxy: str) -> Proxy:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         authorization = f"Basic {base64.b64encode(pair.encode()).decode()}"
     port = parts.port or PORTS[parts.scheme]
-    return Proxy(url, parts.scheme, parts.hostname, port, authorization)
+    return Proxy(parts.scheme, parts.hostname, port, authorization)
 
 
 def _entries(no_proxy: str) -> list[str]:

@@ -8,24 +8,19 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from raylearner import strict_json
 from raylearner.config.environment import HttpSection
 from raylearner.errors import ConfigError, ToolError
+from raylearner.http_client import HttpClient, RequestFailed, quote
 from raylearner.text import encodable_json
-from raylearner.tools.connection import BadHttp, Connections, TooLong
 from raylearner.tools.protocol import BadArguments
 
-SHOWN_CHARACTERS = 200
-"""Characters of a bad reply that an error quotes."""
 MAX_LATENCIES = 4096
 START_TRY_TIMEOUT_S, START_RETRY_S = 5.0, 0.5
-MAX_HEALTH_BYTES = 1 << 16
-RETRIED_STATUSES = frozenset({408, 425, 429})
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -70,20 +65,17 @@ class ToolMetrics:
 
 
 class Service:
-    """One tool's client of one service; promises a JSON value or a `ToolError`, in bounded time.
+    """One tool's client of one service: returns a JSON value or raises `ToolError`, in bounded time.
 
-    Transport errors, statuses 5xx, 408, 425 and 429, and replies that are no JSON are tried again;
-    other statuses and replies that are too long are not. Owns its connections until `close`.
+    Owns its connections until `close`.
     """
 
     def __init__(self, name: str, url: str, section: HttpSection, metrics: ToolMetrics) -> None:
+        """Raises `ConfigError` for an address or a proxy that cannot be used."""
         self._name = name
         self._url = url.rstrip("/")
-        self._section = section
-        self._metrics = metrics
-        self._places = asyncio.Semaphore(section.max_concurrent)
         try:
-            self._connections = Connections(url)
+            self._client = HttpClient(url, section, on_retry=metrics.count_retry)
         except ValueError as error:
             raise ConfigError(f"tools.url: {error}") from error
 
@@ -96,32 +88,25 @@ class Service:
         expected: str,
         should_retry: bool = True,
     ) -> Answer:
-        """The reply to `body`, validated; `expected` is its form in words, for the error."""
-        url = f"{self._url}{path}"
-        payload = strict_json.dumps(body).encode()
-        num_tries = self._section.retries + 1 if should_retry else 1
-        delay_s = self._section.retry_delay_s
-        for number in range(1, num_tries + 1):
-            try:
-                async with self._places:
-                    content = await self._try(path, payload)
-                return _parsed(content, reply)
-            except _Failure as failure:
-                if number == num_tries or not failure.is_transient:
-                    tries = f" ({number} tries)" if number > 1 else ""
-                    kind = BadReply if failure.has_answered else ToolError
-                    raise kind(
-                        f"{self._name}: POST {url} {failure}{tries}; expected {expected}"
-                    ) from failure.__cause__
-            self._metrics.count_retry()
-            await asyncio.sleep(delay_s)
-            delay_s *= self._section.retry_backoff
-        raise AssertionError("at least one try")
+        """Return the validated reply to `body`; `expected` describes its form for error messages.
 
-    def matched(
+        Replies that are not JSON are retried, others of a wrong form are not.
+        """
+        try:
+            return await self._client.post(
+                path,
+                strict_json.dumps(body).encode(),
+                lambda content: _parse(content, reply),
+                should_retry=should_retry,
+            )
+        except RequestFailed as error:
+            kind = BadReply if error.has_answered else ToolError
+            raise kind(f"{self._name}: {error}; expected {expected}") from error.__cause__
+
+    def check_count(
         self, path: str, answers: list[Answer], questions: Sequence[object]
     ) -> list[Answer]:
-        """`answers` as they are. Raises `BadReply` unless there is one for each question."""
+        """Return `answers`. Raises `BadReply` unless there is one for each question."""
         if len(answers) != len(questions):
             raise BadReply(
                 f"{self._name}: POST {self._url}{path} answered status 200 with {len(answers)}"
@@ -130,41 +115,7 @@ class Service:
         return answers
 
     async def close(self) -> None:
-        self._connections.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def _try(self, path: str, payload: bytes) -> bytes:
-        most = self._section.max_reply_bytes
-        try:
-            async with asyncio.timeout(self._section.timeout_s):
-                reply = await self._connections.request("POST", path, payload, max_bytes=most)
-        except TimeoutError as error:
-            raise _Failure(f"gave no reply within {self._section.timeout_s:g} s") from error
-        except TooLong as error:
-            raise _Failure(
-                f"answered more than {most} bytes", is_transient=False, has_answered=True
-            ) from error
-        except (BadHttp, OSError) as error:
-            said = str(error) or type(error).__name__
-            raise _Failure(f"failed: {said[:SHOWN_CHARACTERS]}") from error
-        if not 200 <= reply.status < 300:
-            is_transient = reply.status >= 500 or reply.status in RETRIED_STATUSES
-            raise _Failure(
-                f"answered status {reply.status} {_shown(reply.content)}",
-                is_transient=is_transient,
-                has_answered=True,
-            )
-        return reply.content
+        await self._client.close()
 
 
 class Batcher(Generic[Item, Answer]):
@@ -245,23 +196,14 @@ class Batcher(Generic[Item, Answer]):
                 future.set_result(answer)
 
 
-class _Failure(Exception):
-    """One try failed."""
-
-    def __init__(self, text: str, *, is_transient: bool = True, has_answered: bool = False) -> None:
-        super().__init__(text)
-        self.is_transient = is_transient
-        self.has_answered = has_answered
-
-
-def _parsed(content: bytes, reply: TypeAdapter[Answer]) -> Answer:
+def _parse(content: bytes, reply: TypeAdapter[Answer]) -> Answer:
     try:
         return reply.validate_json(encodable_json(content))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"]))
-        raise _Failure(
-            f"answered status 200 {_shown(content)}: {where + ': ' if where else ''}{problem['msg']}",
+        raise RequestFailed(
+            f"answered status 200 {quote(content)}: {where + ': ' if where else ''}{problem['msg']}",
             is_transient=problem["type"] == "json_invalid",
             has_answered=True,
         ) from error
@@ -276,34 +218,26 @@ def _fail(batch: Sequence[tuple[object, "asyncio.Future[Any]"]], error: Exceptio
             future.set_exception(own)
 
 
-def _shown(content: bytes) -> str:
-    text = content[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace")
-    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
-
-
 async def wait_for_service(url: str, *, wait_s: float) -> None:
-    """Until something speaks HTTP at `url`, whatever it says. Raises `ConfigError` after `wait_s`."""
+    """Wait until something speaks HTTP at `url`. Raises `ConfigError` after `wait_s`."""
     deadline = time.monotonic() + wait_s
     try:
-        connections = Connections(url)
+        client = HttpClient(url, HttpSection(timeout_s=START_TRY_TIMEOUT_S))
     except ValueError as error:
         raise ConfigError(f"tools.url: {error}") from error
-    while True:
-        try:
-            async with asyncio.timeout(START_TRY_TIMEOUT_S):
-                await connections.request("GET", "/health", b"", max_bytes=MAX_HEALTH_BYTES)
-            connections.close()
-            return
-        except TooLong:
-            return
-        except (BadHttp, OSError) as error:
-            if time.monotonic() >= deadline:
-                said = str(error) or type(error).__name__
-                raise ConfigError(
-                    f"tools.url: nothing answers at {url!r} after {wait_s:g} s ({said}); start"
-                    " the service, or correct the address"
-                ) from error
-        await asyncio.sleep(START_RETRY_S)
+    try:
+        while True:
+            try:
+                return await client.check_health()
+            except RequestFailed as error:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"tools.url: nothing answers at {url!r} after {wait_s:g} s ({error}); start"
+                        " the service, or correct the address"
+                    ) from error
+            await asyncio.sleep(START_RETRY_S)
+    finally:
+        await client.close()
 
 
 async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:

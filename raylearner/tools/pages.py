@@ -119,7 +119,7 @@ class _Pages(Generic[Row]):
         rows = await self._service.post(
             self._path, body, self._reply, expected=self._form, should_retry=should_retry
         )
-        return self._service.matched(self._path, rows, questions)
+        return self._service.check_count(self._path, rows, questions)
 
     async def _ask_alone(self, question: _Question) -> Row:
         return (await self._ask([question], should_retry=False))[0]

@@ -84,7 +84,7 @@ class Search:
         reply = await self._service.post(
             "/retrieve", body, _RETRIEVE, expected=_RETRIEVE_FORM, should_retry=should_retry
         )
-        rows = self._service.matched("/retrieve", reply.result, queries)
+        rows = self._service.check_count("/retrieve", reply.result, queries)
         return [[found.document.contents.strip() for found in row] for row in rows]
 
     async def _retrieve_alone(self, query: str) -> list[str]:

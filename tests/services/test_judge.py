@@ -142,16 +142,16 @@ async def test_what_is_transient_is_tried_again(judge: JudgeServer) -> None:
 @pytest.mark.parametrize(
     ("reply", "words", "num_requests"),
     [
-        (PlainTextResponse("no key", status_code=401), "answered status 401 'no key'", 1),
-        (PlainTextResponse("down", status_code=500), "status 500 'down' (3 tries)", 3),
-        (PlainTextResponse("<html>"), "no chat completion: '<html>' (3 tries)", 3),
-        (JSONResponse({"choices": []}), "no chat completion", 3),
-        ("fine", "'fine': expected a final answer that ends with <score-", 3),
-        ("<score>1</score> or so", "expected a final answer that ends with", 3),
-        ("<think>maybe <score>1</score>", "its thoughts do not end; raise max_tokens", 3),
-        ("<score>11</score>", "expected a score from 0 to 10", 3),
-        ("<score>nan</score>", "expected a score from 0 to 10", 3),
-        ("<score>seven</score>", "could not convert string to float", 3),
+        (PlainTextResponse("no key", status_code=401), "401 'no key'", 1),
+        (PlainTextResponse("down", status_code=500), "500 'down' (3 tries)", 3),
+        (PlainTextResponse("<html>"), "'<html>' (3 tries)", 3),
+        (JSONResponse({"choices": []}), "choices", 3),
+        ("fine", "<score-", 3),
+        ("<score>1</score> or so", "<score-", 3),
+        ("<think>maybe <score>1</score>", "max_tokens", 3),
+        ("<score>11</score>", "0 to 10", 3),
+        ("<score>nan</score>", "0 to 10", 3),
+        ("<score>seven</score>", "'seven'", 3),
     ],
 )
 async def test_a_reply_that_cannot_be_used_is_an_error_that_shows_it(
@@ -168,18 +168,18 @@ async def test_a_silent_judge_fails_in_bounded_time(judge: JudgeServer) -> None:
     judge.delay_s = 5.0
     started = time.monotonic()
     said = await failure(judge, retries=1, request_timeout_s=0.1)
-    assert "gave no reply within 0.1 s (2 tries)" in said
+    assert "0.1 s (2 tries)" in said
     assert time.monotonic() - started < 2.0
 
 
 async def test_a_judge_that_is_not_there_is_named() -> None:
     said = await failure(JudgeServer(url="http://127.0.0.1:9/v1"), retries=0)
-    assert "POST http://127.0.0.1:9/v1/chat/completions failed: Cannot connect" in said
+    assert "POST http://127.0.0.1:9/v1/chat/completions" in said
 
 
 async def test_a_missing_key_is_named_and_nothing_is_sent(judge: JudgeServer) -> None:
     said = await failure(judge, api_key_variable="NO_SUCH_KEY")
-    assert "NO_SUCH_KEY (api_key_variable) is not set" in said
+    assert "NO_SUCH_KEY (api_key_variable)" in said
     assert judge.bodies == []
 
 
@@ -217,7 +217,7 @@ async def test_one_comparison_that_fails_fails_the_group(judge: JudgeServer) -> 
     judge.answer = lambda prompt: "<winner>C</winner>"
     section = {"kind": "pairwise_judge", "url": judge.url, **FAST, "retries": 0}
     scorer = Scorer(RewardSection.model_validate({"functions": [section]}), sees_groups=True)
-    with pytest.raises(RewardError, match="expected A, B or tie"):
+    with pytest.raises(RewardError, match="A, B or tie"):
         await scorer.score_all([make_view("a"), make_view("b")])
     await scorer.close()
 

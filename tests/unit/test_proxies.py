@@ -17,10 +17,11 @@ import pytest
 from raylearner import network
 from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.actors.proxy.program import CommandProgram, Task
+from raylearner.config.environment import HttpSection
 from raylearner.config.rewards import Judge
-from raylearner.errors import RewardError
+from raylearner.errors import ConfigError
+from raylearner.http_client import HttpClient, RequestFailed
 from raylearner.rewards.endpoint import Endpoint
-from raylearner.tools.connection import Connections
 from raylearner.types import Prompt
 
 DEAD = "http://127.0.0.1:9"
@@ -74,7 +75,7 @@ async def serving(
                     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
                     b"content-length: %d\r\n\r\n%s" % (len(REPLY), REPLY)
                 )
-        except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             pass
         finally:
             writer.close()
@@ -145,9 +146,9 @@ async def test_a_judge_and_a_tool_service_outside_are_called_through_the_proxy(
         endpoint = judge("http://judge.example/v1")
         assert await endpoint.ask("x", str) == "fine"
         await endpoint.close()
-        connections = Connections("http://tool.example:81/base")
-        assert (await connections.request("POST", "/x", b"{}", max_bytes=99)).status == 200
-        connections.close()
+        client = connect("http://tool.example:81/base")
+        assert await client.post("/x", b"{}", bytes) == REPLY
+        await client.close()
     key = "Proxy-Authorization: Basic dXNlcjp3b3Jk"
     assert seen == [
         f"POST http://judge.example/v1/chat/completions HTTP/1.1 | {key}",
@@ -162,9 +163,9 @@ async def test_own_services_are_called_without_it(monkeypatch: pytest.MonkeyPatc
         endpoint = judge(f"http://127.0.0.1:{port}/v1")
         assert await endpoint.ask("x", str) == "fine"
         await endpoint.close()
-        connections = Connections(f"http://localhost:{port}")
-        await connections.request("POST", "/x", b"{}", max_bytes=99)
-        connections.close()
+        client = connect(f"http://localhost:{port}")
+        assert await client.post("/x", b"{}", bytes) == REPLY
+        await client.close()
     assert seen == ["POST /v1/chat/completions HTTP/1.1", "POST /x HTTP/1.1"]
 
 
@@ -195,29 +196,31 @@ async def test_https_goes_through_a_tunnel(
     seen: list[str] = []
     async with serving(seen, tls=tls) as port:
         use(monkeypatch, f"http://127.0.0.1:{port}")
-        connections = Connections("https://tool.example")
+        client = connect("https://tool.example")
         for _ in range(2):
-            reply = await connections.request("POST", "/x", b"{}", max_bytes=99)
-            assert reply.content == REPLY
-        connections.close()
+            assert await client.post("/x", b"{}", bytes) == REPLY
+        await client.close()
     assert seen == ["CONNECT tool.example:443 HTTP/1.1", *["POST /x HTTP/1.1"] * 2]
 
 
 async def test_a_proxy_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving([], status="407 no") as port:
         use(monkeypatch, f"http://user:word@127.0.0.1:{port}")
-        with pytest.raises(OSError, match=rf"http://127\.0\.0\.1:{port}.*407") as caught:
-            await Connections("https://tool.example").request("POST", "/x", b"", max_bytes=9)
+        client = connect("https://tool.example")
+        with pytest.raises(RequestFailed, match="407") as caught:
+            await client.post("/x", b"", bytes)
+        await client.close()
+        assert f"http://127.0.0.1:{port}" in str(caught.value)
         assert "word" not in str(caught.value)
 
 
-async def test_a_proxy_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
     with pytest.raises(ValueError, match="socks5"):
-        Connections("http://tool.example")
-    with pytest.raises(RewardError, match="socks5"):
-        await judge("http://judge.example/v1").ask("x", str)
-    Connections("http://127.0.0.1:1")
+        connect("http://tool.example")
+    with pytest.raises(ConfigError, match="socks5"):
+        judge("http://judge.example/v1")
+    connect("http://127.0.0.1:1")
 
 
 async def test_programs_reach_the_endpoint_of_their_episode(
@@ -245,6 +248,10 @@ async def test_programs_reach_the_endpoint_of_their_episode(
             assert reply.status_code == 200
     finally:
         await server.close()
+
+
+def connect(url: str) -> HttpClient:
+    return HttpClient(url, HttpSection(retries=0, timeout_s=5, max_reply_bytes=99))
 
 
 def judge(url: str) -> Endpoint:

@@ -116,9 +116,10 @@ async def test_a_service_is_sent_strict_json() -> None:
     app.router.add_post("/run_code", answer)
     async with TestServer(app) as server:
         url = str(server.make_url(""))
-        async with Service("code", url, HttpSection(), ToolMetrics("code")) as service:
-            body = {"code": "print('x')", "limits": [float("inf"), np.int64(1)]}
-            await service.post("/run_code", body, TypeAdapter(Any), expected="any")
+        service = Service("code", url, HttpSection(), ToolMetrics("code"))
+        body = {"code": "print('x')", "limits": [float("inf"), np.int64(1)]}
+        await service.post("/run_code", body, TypeAdapter(Any), expected="any")
+        await service.close()
     assert received == [{"code": "print('x')", "limits": [None, 1]}]
 
 

@@ -105,7 +105,7 @@ SERVICES: dict[str, Answerer | None] = {
     "negative_length": says(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n[]"),
     "endless_length": says(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"),
     "bad_chunk": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n[]"),
-    "odd_encoding": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n[]"),
+    "gzip_transfer": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n[]"),
 }
 
 
@@ -165,8 +165,9 @@ async def recorded(
     metrics = ToolMetrics("tool")
     async with TestServer(app) as server:
         section = HttpSection.model_validate({**FAST, **settings})
-        async with Service("tool", str(server.make_url("")), section, metrics) as client:
-            yield client, metrics, server
+        client = Service("tool", str(server.make_url("")), section, metrics)
+        yield client, metrics, server
+        await client.close()
 
 
 async def test_an_error_says_url_status_and_what_was_expected() -> None:
@@ -177,9 +178,8 @@ async def test_an_error_says_url_status_and_what_was_expected() -> None:
         url = server.make_url("/x")
         with pytest.raises(BadReply) as caught:
             await client.post("/x", {}, ANY, expected="a list")
-    assert str(caught.value) == (
-        f"tool: POST {url} answered status 503 'overloaded' (3 tries); expected a list"
-    )
+    for part in (f"POST {url} ", "503", "'overloaded'", "3 tries", "a list"):
+        assert part in str(caught.value)
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), ToolError)
 
 
@@ -238,7 +238,7 @@ async def test_connections_are_reused_and_requests_in_flight_are_limited() -> No
 async def test_a_service_that_is_not_there_at_the_start_is_named() -> None:
     async with service(SERVICES["status_404"]) as url:
         await wait_for_service(url, wait_s=0)
-    with pytest.raises(ConfigError, match="nothing answers at 'http://127"):
+    with pytest.raises(ConfigError, match=r"tools\.url.*127\.0\.0\.1:9"):
         await wait_for_service("http://127.0.0.1:9", wait_s=0)
 
 
@@ -247,7 +247,7 @@ async def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"tools\.url"):
         await wait_for_service(url, wait_s=0)
     section = {"kind": "search", "url": url}
-    with pytest.raises(ValidationError, match="must be like http://host:port"):
+    with pytest.raises(ValidationError, match="url"):
         TypeAdapter[ToolSection](ToolSection).validate_python(section)
 
 
@@ -271,9 +271,10 @@ async def test_an_address_that_is_none_is_refused(url: str) -> None:
 async def test_replies_of_every_framing_are_read(reply: bytes, content: object) -> None:
     async with service(says(reply)) as url:
         section = HttpSection.model_validate(FAST)
-        async with Service("tool", url, section, ToolMetrics("tool")) as client:
-            assert await client.post("/x", {}, ANY, expected="a list") == content
-            assert await client.post("/x", {}, ANY, expected="a list") == content
+        client = Service("tool", url, section, ToolMetrics("tool"))
+        assert await client.post("/x", {}, ANY, expected="a list") == content
+        assert await client.post("/x", {}, ANY, expected="a list") == content
+        await client.close()
 
 
 async def test_a_connection_that_the_server_closed_meanwhile_costs_no_try() -> None:
@@ -289,17 +290,18 @@ async def test_a_connection_that_the_server_closed_meanwhile_costs_no_try() -> N
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "kind"),
     [
-        ({"kind": "serch", "url": "x"}, "does not match any of the expected tags"),
-        ({"kind": "search"}, "Field required"),
-        ({"kind": "search", "url": "x", "topn": 1}, "Extra inputs are not permitted"),
-        ({"kind": "search", "url": "x", "http": {"retries": -1}}, "greater than or equal to 0"),
+        ({"kind": "serch", "url": "x"}, "union_tag_invalid"),
+        ({"kind": "search"}, "missing"),
+        ({"kind": "search", "url": "http://x", "topn": 1}, "extra_forbidden"),
+        ({"kind": "search", "url": "http://x", "http": {"retries": -1}}, "greater_than_equal"),
     ],
 )
-def test_a_bad_section_is_refused(section: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_a_bad_section_is_refused(section: dict[str, Any], kind: str) -> None:
+    with pytest.raises(ValidationError) as caught:
         TypeAdapter[ToolSection](ToolSection).validate_python(section)
+    assert [error["type"] for error in caught.value.errors()] == [kind]
 
 
 def test_metrics_count_and_start_afresh() -> None:
