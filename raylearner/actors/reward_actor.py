@@ -22,6 +22,8 @@ MAX_CALLS = 10_000
 """Calls that wait in an actor at once; rollout actors bound them by their episodes."""
 
 CLOSE_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 600.0
+"""Maximum time to load a reward model."""
 """Longest that ending connections may take before an actor is killed."""
 
 
@@ -101,9 +103,8 @@ class RewardActors:
             ray.kill(self._models.popitem()[1])
 
     async def _start(self, name: str) -> None:
-        limit_s = self._sections[name].start_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 await self._models[name].start.remote()
         except RayTaskError as error:
             if isinstance(error.cause, ConfigError):
@@ -112,7 +113,7 @@ class RewardActors:
         except TimeoutError as error:
             raise ConfigError(
                 f"the reward model {name!r} ({self._sections[name].path!r}) did not load within"
-                f" {limit_s:g} s; raise its start_timeout_s, or see whether the cluster can hold it"
+                f" {START_TIMEOUT_S:g} s; check that the cluster has the CPUs and GPUs that it reserves"
             ) from error
 
 

@@ -27,7 +27,13 @@ RENAMED_KEYS = {
 }
 """Dotted keys, `*` for any item of a list, and the name that took the last part's place."""
 
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS: dict[str, str] = {
+    "rewards.functions.*.device": "the model runs on a GPU where gpus is above 0",
+    "rewards.functions.*.max_tokens_parameter": (
+        "set max_tokens to null, and extra_arguments.max_completion_tokens to the limit"
+    ),
+    "rewards.functions.*.start_timeout_s": "it is always 600",
+}
 """Dotted keys and what to do without them."""
 
 

@@ -98,21 +98,10 @@ class _Table(_Source):
     """Only the first so many rows are read."""
 
 
-class JsonlData(_Table):
-    """A JSONL file, one prompt a line."""
+class FileData(_Table):
+    """A JSONL file with one prompt per line, or a Parquet file with one per row."""
 
-    kind: Literal["jsonl"]
-    path: str
-    """File to read."""
-
-    def _default_name(self) -> str:
-        return PurePath(self.path).stem
-
-
-class ParquetData(_Table):
-    """A Parquet file, one prompt a row."""
-
-    kind: Literal["parquet"]
+    kind: Literal["jsonl", "parquet"]
     path: str
     """File to read."""
 
@@ -138,7 +127,7 @@ class HubData(_Table):
 
 
 DataSource = Annotated[
-    CalculatorData | ReasoningGymData | JsonlData | ParquetData | HubData,
+    CalculatorData | ReasoningGymData | FileData | HubData,
     Field(discriminator="kind"),
 ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raylearner.config.data import DataSource, JsonlData, ParquetData, ReasoningGymData, UserSampler
+from raylearner.config.data import DataSource, FileData, ReasoningGymData, UserSampler
 from raylearner.config.environment import (
     PROGRAM_KEYWORDS,
     CustomEnvironment,
@@ -58,7 +58,7 @@ def _sources(config: RunConfig) -> Iterator[Finding]:
 
 
 def _source(key: str, source: DataSource) -> Iterator[Finding]:
-    if isinstance(source, JsonlData | ParquetData):
+    if isinstance(source, FileData):
         if not Path(source.path).expanduser().is_file():
             yield Finding(f"{key}.path", f"no such file {source.path!r}")
     elif isinstance(source, ReasoningGymData):
@@ -233,17 +233,13 @@ def _functions(config: RunConfig) -> Iterator[Finding]:
                     f"{key}.path",
                     f"no such directory {function.path!r}; name a checkpoint directory or a hub id",
                 )
-            case RewardModel() if function.device == "cuda" and function.gpus == 0:
-                yield Finding(f"{key}.gpus", "must be > 0 for device 'cuda', got 0")
             case _:
                 pass
 
 
 def _overridden(function: Judge | PairwiseJudge) -> str | None:
     """Fields of a request that have keys of their own, or that would change the form of the reply."""
-    own = ["model", "messages", "temperature", function.max_tokens_parameter, "stream", "n"]
-    if function.max_tokens_parameter in own[:3]:
-        return f"max_tokens_parameter must not be {function.max_tokens_parameter!r}"
+    own = ["model", "messages", "temperature", "max_tokens", "stream", "n"]
     found = [name for name in own if name in function.extra_arguments]
     return f"must not hold {', '.join(found)}; the judge's other keys set these" if found else None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raylearner.config.actors import ImagesSection
-from raylearner.config.data import HubData, JsonlData, ParquetData
+from raylearner.config.data import FileData, HubData
 from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
@@ -94,7 +94,7 @@ def _reads_text_alone(path: str) -> bool:
 def _columns(config: RunConfig) -> Iterator[str]:
     for part, sources in (("train", config.data.train), ("evaluation", config.data.evaluation)):
         for index, source in enumerate(sources or ()):
-            if isinstance(source, JsonlData | ParquetData | HubData) and source.image_column:
+            if isinstance(source, FileData | HubData) and source.image_column:
                 yield f"data.{part}.{index}.image_column"
 
 

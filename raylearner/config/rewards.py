@@ -35,9 +35,6 @@ class _Reward(Section):
     """Under which it is reported. Default: its kind, or the name of the user's function."""
     weight: float = 1.0
     """Factor in the weighted sum."""
-    timeout_s: PositiveFloat | None = None
-    """Longest call; a longer one is an error of its trajectory. Default: `rewards.timeout_s`, but
-    for kinds that limit each of their checks or requests."""
 
     @property
     def default_name(self) -> str:
@@ -60,48 +57,33 @@ class _AnswerReward(_Reward):
     """Tag whose last pair in the last turn holds the answer; without one, or with null, the turn."""
 
 
-class ExactAnswer(_AnswerReward):
-    """1 when the answer equals one of the prompt's, white space around it aside; else 0."""
+class AnswerMatch(_AnswerReward):
+    """The answer compared with the prompt's accepted ones, of which the best match counts.
 
-    kind: Literal["exact_answer"]
+    `exact_answer` is 1 when they are equal, white space around them aside; `exact_match` the same after
+    SQuAD's normalisation; `f1` is the F1 of their words after that normalisation.
+    """
 
-
-class ExactMatch(_AnswerReward):
-    """1 when the answer equals one of the prompt's after SQuAD's normalisation; else 0."""
-
-    kind: Literal["exact_match"]
+    kind: Literal["exact_answer", "exact_match", "f1"]
 
 
-class F1(_AnswerReward):
-    """Best F1 of the answer's words against one of the prompt's, after SQuAD's normalisation."""
+class CheckedAnswer(_AnswerReward):
+    """The answer checked by a library, in a process of its own.
 
-    kind: Literal["f1"]
+    `math_verify` is 1 when math-verify finds the answer equal to one of the prompt's, else 0, and None for
+    a prompt whose answer it cannot read. `reasoning_gym` is the score from 0 to 1 of a reasoning-gym task,
+    and None for prompts of other sources.
+    """
 
-
-class _CheckedReward(_AnswerReward):
+    kind: Literal["math_verify", "reasoning_gym"]
     check_timeout_s: PositiveFloat = 10.0
-    """Longest check of one answer, in a process that is killed then; the answer counts as wrong."""
+    """Maximum time to check one answer; the process is killed then, and the answer counts as wrong."""
     num_processes: PositiveInt = 1
-    """Checks at once in a rollout actor."""
+    """Number of checks that a rollout actor runs at once."""
 
     @property
     def limits_itself(self) -> bool:
         return True
-
-
-class MathVerify(_CheckedReward):
-    """1 when math-verify holds the answer for equal to one of the prompt's, else 0.
-
-    None for a prompt whose answer math-verify cannot read.
-    """
-
-    kind: Literal["math_verify"]
-
-
-class ReasoningGymReward(_CheckedReward):
-    """The score from 0 to 1 that a reasoning-gym task gives; None for prompts of other sources."""
-
-    kind: Literal["reasoning_gym"]
 
 
 class AnswerFormat(_Reward):
@@ -158,8 +140,6 @@ class RewardModel(_Reward):
     """Which output is the reward, where the model has several."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model runs."""
     max_tokens: PositiveInt = 2048
     """A longer prompt and completion is an error of its trajectory."""
     max_batch: PositiveInt = 16
@@ -167,9 +147,11 @@ class RewardModel(_Reward):
     cpus: NonNegativeFloat = 1.0
     """CPUs that Ray reserves for the actor."""
     gpus: NonNegativeFloat = 0.0
-    """GPUs of the actor; a fraction shares one."""
-    start_timeout_s: PositiveFloat = 600.0
-    """Longest that loading may take."""
+    """GPUs of the actor, a fraction of one to share it; the model runs on the CPU with 0."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.gpus else "cpu"
 
 
 def fields_of(template: str) -> set[str]:
@@ -205,10 +187,9 @@ class _Endpoint(_Reward):
     """Sampling temperature of the judge. Null: not sent."""
     max_tokens: PositiveInt | None = 512
     """Longest reply of the judge, its thoughts included. Null: not sent."""
-    max_tokens_parameter: Annotated[str, Field(min_length=1)] = "max_tokens"
-    """Name of that limit in the request; newer services take `max_completion_tokens`."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further fields of the request, such as `reasoning_effort`."""
+    """Further fields of the request, such as `reasoning_effort`, or `max_completion_tokens` beside
+    `max_tokens: null`."""
     request_timeout_s: PositiveFloat = 30.0
     """Longest wait for one reply."""
     retries: NaturalInt = 3
@@ -225,7 +206,7 @@ class _Endpoint(_Reward):
     @property
     def request_fields(self) -> dict[str, Any]:
         """Fields of a request beside `model` and `messages`."""
-        own = {"temperature": self.temperature, self.max_tokens_parameter: self.max_tokens}
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         sent = {name: value for name, value in own.items() if value is not None}
         return {**sent, **self.extra_arguments}
 
@@ -289,6 +270,8 @@ class UserFunction(_Reward):
     """`module:function`. Takes an `EpisodeView`, or lists by the names that TRL uses."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Passed to the function as keywords."""
+    timeout_s: PositiveFloat | None = None
+    """Maximum time of one call, after which its trajectory fails. Default: `rewards.timeout_s`."""
     per: Literal["episode", "group"] = "episode"
     """Called once per episode as it ends, or once per group with all episodes of it."""
 
@@ -298,11 +281,11 @@ class UserFunction(_Reward):
 
 
 RewardFunction = Annotated[
-    Annotated[ExactAnswer, Tag("exact_answer")]
-    | Annotated[ExactMatch, Tag("exact_match")]
-    | Annotated[F1, Tag("f1")]
-    | Annotated[MathVerify, Tag("math_verify")]
-    | Annotated[ReasoningGymReward, Tag("reasoning_gym")]
+    Annotated[AnswerMatch, Tag("exact_answer")]
+    | Annotated[AnswerMatch, Tag("exact_match")]
+    | Annotated[AnswerMatch, Tag("f1")]
+    | Annotated[CheckedAnswer, Tag("math_verify")]
+    | Annotated[CheckedAnswer, Tag("reasoning_gym")]
     | Annotated[AnswerFormat, Tag("answer_format")]
     | Annotated[ToolUseShaping, Tag("tool_use")]
     | Annotated[RetrievalHit, Tag("retrieval_hit")]
@@ -318,7 +301,7 @@ RewardFunction = Annotated[
 class RewardSection(Section):
     """What an episode is worth."""
 
-    functions: tuple[RewardFunction, ...] = (ExactAnswer(kind="exact_answer"),)
+    functions: tuple[RewardFunction, ...] = (AnswerMatch(kind="exact_answer"),)
     """Summed by weight; None means that a function does not apply."""
     clip: tuple[float, float] | None = None
     """Least and greatest weighted sum; what lies beyond is set to it."""

@@ -19,7 +19,7 @@ from raylearner.config.actors import (
 from raylearner.config.advantage import AdvantageSection, GrpoAdvantage, RlooAdvantage
 from raylearner.config.correction import CorrectionSection
 from raylearner.config.critic import CriticSection
-from raylearner.config.data import CalculatorData, DataSection, DataSource, JsonlData
+from raylearner.config.data import CalculatorData, DataSection, DataSource, FileData
 from raylearner.config.environment import (
     CustomEnvironment,
     EnvironmentSection,
@@ -223,9 +223,9 @@ __all__ = [
     "EngineSection",
     "EnvironmentSection",
     "EvaluationSection",
+    "FileData",
     "Fraction",
     "GrpoAdvantage",
-    "JsonlData",
     "KlSection",
     "LearnerSection",
     "LossSection",

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from raylearner.config.data import HubData, JsonlData, ParquetData
+from raylearner.config.data import FileData, HubData
 from raylearner.data.answers import read_answers
 from raylearner.data.cells import scalar_text
 from raylearner.data.dialogue import read_dialogue
@@ -15,7 +15,7 @@ from raylearner.data.images import check_images, read_images, with_images
 from raylearner.errors import ConfigError, DialogueError
 from raylearner.types import Message, Prompt
 
-Table = JsonlData | ParquetData | HubData
+Table = FileData | HubData
 
 _MESSAGES = re.compile(
     r"\s*(?:\[\s*\{|\{)\s*(['\"])(?:role\1\s*:[\s\S]*\bcontent\b|from\1\s*:\s*['\"](?:human|system)['\"])"
@@ -37,13 +37,11 @@ def table_prompts(source: Table, *, max_images: int | None = None) -> list[Promp
 
 def _rows(source: Table) -> Iterator[tuple[dict[str, Any], str]]:
     """Each row and its place in words."""
-    match source:
-        case JsonlData():
-            return _jsonl(_existing(source.path, "JSONL"))
-        case ParquetData():
-            return _parquet(_existing(source.path, "Parquet"))
-        case HubData():
-            return _hub(source)
+    if isinstance(source, HubData):
+        return _hub(source)
+    if source.kind == "jsonl":
+        return _jsonl(_existing(source.path, "JSONL"))
+    return _parquet(_existing(source.path, "Parquet"))
 
 
 def _existing(path: str, form: str) -> Path:
@@ -176,7 +174,7 @@ def _shown(
         raise ConfigError(
             f"{where}: no column {column!r} (image_column); the row has: {_listed(row)}"
         )
-    is_file = isinstance(source, JsonlData | ParquetData)
+    is_file = isinstance(source, FileData)
     folder = Path(source.path).expanduser().parent if is_file else Path()
     images = read_images(row[column], folder=folder, where=where)
     return with_images(messages, images, mark=source.image_mark, where=where)
@@ -209,7 +207,7 @@ def _messages(source: Table, raw: object, where: str) -> tuple[Message, ...]:
         return read_dialogue(
             raw,
             image_mark=None if source.image_column is None else source.image_mark,
-            drops_nulls=not isinstance(source, JsonlData),
+            drops_nulls=source.kind != "jsonl",
             prefill=source.prefill,
         )
     except DialogueError as error:

@@ -15,6 +15,13 @@ ModelCall = Callable[[Conversation], Awaitable[float]]
 """A reward model, wherever it runs: messages with `role` and `content` to a number."""
 
 
+MATCHES = {
+    "exact_answer": matches.exact_answer,
+    "exact_match": matches.exact_match,
+    "f1": matches.f1,
+}
+
+
 class PlainReward:
     """A quick function of one episode, called where it stands."""
 
@@ -57,13 +64,9 @@ def make_reward(
     Raises `ConfigError` for a user's function that cannot be taken.
     """
     match section:
-        case sections.ExactAnswer():
-            return PlainReward(partial(matches.exact_answer, tag=section.answer_tag))
-        case sections.ExactMatch():
-            return PlainReward(partial(matches.exact_match, tag=section.answer_tag))
-        case sections.F1():
-            return PlainReward(partial(matches.f1, tag=section.answer_tag))
-        case sections.MathVerify() | sections.ReasoningGymReward():
+        case sections.AnswerMatch():
+            return PlainReward(partial(MATCHES[section.kind], tag=section.answer_tag))
+        case sections.CheckedAnswer():
             return CheckedReward(section)
         case sections.AnswerFormat():
             return PlainReward(partial(formats.answer_format, section=section))

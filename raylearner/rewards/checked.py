@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
-from raylearner.config.rewards import MathVerify, ReasoningGymReward
+from raylearner.config.rewards import CheckedAnswer
 from raylearner.rewards.checker import Checker, CheckFailed, CheckTimeout
 from raylearner.rewards.functions import EpisodeView, RewardLog, last_answer
 from raylearner.rewards.matches import composed
@@ -23,10 +23,10 @@ class CheckedReward:
     The metrics `timeouts` and `failures` count those whose check took too long or raised.
     """
 
-    def __init__(self, section: MathVerify | ReasoningGymReward) -> None:
+    def __init__(self, section: CheckedAnswer) -> None:
         self._section = section
         self._checker = Checker(
-            library="math_verify" if isinstance(section, MathVerify) else "reasoning_gym",
+            library=section.kind,
             num_processes=section.num_processes,
             timeout_s=section.check_timeout_s,
         )
@@ -56,7 +56,7 @@ class CheckedReward:
     async def _score(self, episode: EpisodeView) -> float | None:
         """A blank answer earns nothing, whatever the library would say of it."""
         given = last_answer(episode, self._section.answer_tag)
-        if isinstance(self._section, MathVerify):
+        if self._section.kind == "math_verify":
             return await self._score_math(episode.prompt, given)
         task = cast(dict[str, Any] | None, episode.prompt.columns.get(TASK_COLUMN))
         if task is None:

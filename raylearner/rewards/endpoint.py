@@ -136,7 +136,7 @@ def _advise(section: Judge | PairwiseJudge, refusal: RequestFailed) -> str:
     """Name the keys that change the parameters that a service refused, by the names in its reply."""
     reply = refusal.content.decode("utf-8", "replace")
     keys = {
-        "tokens": "max_tokens_parameter (the limit's name) or max_tokens (null leaves it out)",
+        "tokens": "max_tokens (null leaves it out; extra_arguments adds a limit of another name)",
         "temperature": "temperature (null leaves it out)",
     }
     keys |= {name: f"extra_arguments.{name}" for name in section.extra_arguments}

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from raylearner.config.rewards import F1, ExactAnswer, ExactMatch, MathVerify, RewardSection
+from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError
 from raylearner.rewards.user import check_columns
 from raylearner.types import Prompt
@@ -11,7 +11,7 @@ from raylearner.types import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_NAMED_ROWS = 5
-_NEED_ANSWERS = (ExactAnswer, ExactMatch, F1, MathVerify)
+_NEED_ANSWERS = frozenset({"exact_answer", "exact_match", "f1", "math_verify"})
 
 
 def check_rows(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
@@ -20,7 +20,7 @@ def check_rows(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
     Raises it too for columns that functions would never see; see `check_columns`.
     """
     check_columns(rewards, prompts)
-    if not all(isinstance(function, _NEED_ANSWERS) for function in rewards.functions):
+    if not all(function.kind in _NEED_ANSWERS for function in rewards.functions):
         return
     without = [p for p in prompts if not any(answer.strip() for answer in p.answers)]
     if not without:

@@ -168,7 +168,7 @@ class Scorer:
 
 
 def _time_limit_s(section: RewardFunction, default_s: float) -> float | None:
-    if section.timeout_s is not None:
+    if isinstance(section, UserFunction) and section.timeout_s is not None:
         return section.timeout_s
     return None if section.limits_itself else default_s
 

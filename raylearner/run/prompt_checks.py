@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raylearner.config.data import JsonlData, ParquetData
+from raylearner.config.data import FileData
 from raylearner.config.environment import EnvironmentSection, SingleTurn, ToolUse
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.data import load_prompts
@@ -48,7 +48,7 @@ def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
         return
     data = config.data
     for key, sources in (("data.train", data.train), ("data.evaluation", data.evaluation or ())):
-        files = [source for source in sources if isinstance(source, JsonlData | ParquetData)]
+        files = [source for source in sources if isinstance(source, FileData)]
         renderer = make_renderer(config) if files else None
         if renderer is not None:
             prompts = load_prompts(

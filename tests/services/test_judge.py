@@ -303,7 +303,7 @@ async def test_parameters_are_left_out_renamed_and_added(judge: JudgeServer) -> 
     assert "Unsupported parameter" in plain
     assert plain.endswith("change temperature (null leaves it out)")
     renamed = await failure(judge, temperature=None)
-    assert "change max_tokens_parameter" in renamed
+    assert "change max_tokens" in renamed
     assert "temperature" not in renamed.partition("change")[2]
     other = await failure(
         judge, temperature=None, max_tokens=None, extra_arguments={"top_logprobs": 1}
@@ -312,9 +312,8 @@ async def test_parameters_are_left_out_renamed_and_added(judge: JudgeServer) -> 
     found = await score(
         judge,
         temperature=None,
-        max_tokens=300,
-        max_tokens_parameter="max_completion_tokens",
-        extra_arguments={"reasoning_effort": "low"},
+        max_tokens=None,
+        extra_arguments={"reasoning_effort": "low", "max_completion_tokens": 300},
     )
     assert found.reward == 1.0
     sent = judge.bodies[-1]

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raylearner.actors.proxy.chat import ChatRefusal, read_request
-from raylearner.config.data import ExampleMessage, JsonlData, ParquetData
+from raylearner.config.data import ExampleMessage, FileData
 from raylearner.data import load_prompts
 from raylearner.data.dialogue import read_dialogue, read_tools, wire
 from raylearner.errors import ConfigError, DialogueError
@@ -27,10 +27,10 @@ ASKED = [USER, CALLED, RESULT, {"role": "user", "content": "In one word?"}]
 SAID = {"role": "assistant", "content": "Rain."}
 
 
-def rows(tmp_path: Path, *prompts: object, **keys: Any) -> JsonlData:
+def rows(tmp_path: Path, *prompts: object, **keys: Any) -> FileData:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    return JsonlData(kind="jsonl", path=str(path), **keys)
+    return FileData(kind="jsonl", path=str(path), **keys)
 
 
 @pytest.mark.parametrize("content", ["", None, "Let me look."])
@@ -51,7 +51,7 @@ def test_nulls_that_columns_add_to_each_other_are_left_out(tmp_path: Path) -> No
     other[1]["tool_calls"][0]["function"] = {"name": "order", "arguments": {"order": {"id": 17}}}
     table = pa.Table.from_pylist([{"prompt": ASKED}, {"prompt": other}])
     pq.write_table(table, tmp_path / "rows.parquet")
-    source = ParquetData(kind="parquet", path=str(tmp_path / "rows.parquet"))
+    source = FileData(kind="parquet", path=str(tmp_path / "rows.parquet"))
     prompts = load_prompts([source])
     arguments = [json.loads(p.messages[1].calls[0].arguments) for p in prompts]
     assert arguments == [{"town": "Ayr"}, {"order": {"id": 17}}]

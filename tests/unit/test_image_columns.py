@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from raylearner.config.data import HubData, JsonlData, ParquetData
+from raylearner.config.data import FileData, HubData
 from raylearner.config.image_checks import check_images, image_notes, refuse_lost_adapters
 from raylearner.config.loader import load
 from raylearner.config.model import PretrainedModel
@@ -46,10 +46,10 @@ def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def jsonl(folder: Path, *rows: dict[str, object], **keys: Any) -> JsonlData:
+def jsonl(folder: Path, *rows: dict[str, object], **keys: Any) -> FileData:
     path = folder / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return JsonlData(kind="jsonl", path=str(path), image_column="image", **keys)
+    return FileData(kind="jsonl", path=str(path), image_column="image", **keys)
 
 
 def shown(prompt: Prompt) -> list[tuple[str, tuple[bytes, ...]]]:
@@ -140,10 +140,8 @@ def test_parquet_and_datasets_give_the_encoded_bytes_as_they_are(
     made.to_parquet(tmp_path / "hub" / "train.parquet")
     keys = {"image_column": "image"}
     sources = [
-        ParquetData(kind="parquet", path=str(tmp_path / "plain.parquet"), source="a", **keys),
-        ParquetData(
-            kind="parquet", path=str(tmp_path / "hub" / "train.parquet"), source="b", **keys
-        ),
+        FileData(kind="parquet", path=str(tmp_path / "plain.parquet"), source="a", **keys),
+        FileData(kind="parquet", path=str(tmp_path / "hub" / "train.parquet"), source="b", **keys),
         HubData(kind="hub", path=str(tmp_path / "hub"), source="c", **keys),
         HubData(kind="hub", path=str(tmp_path / "hub"), source="d", image_column="more"),
     ]
@@ -154,7 +152,7 @@ def test_parquet_and_datasets_give_the_encoded_bytes_as_they_are(
 def test_the_generators_pages_are_read_by_their_own_column(tmp_path: Path) -> None:
     write_visual_pages(tmp_path, kinds=[Kind.COLOURS], num_documents=8, pages_per_document=1)
     path = str(tmp_path / "questions.jsonl")
-    prompts = load_prompts([JsonlData(kind="jsonl", path=path, image_column="image")])
+    prompts = load_prompts([FileData(kind="jsonl", path=path, image_column="image")])
     assert len(prompts) == 7
     for prompt in prompts:
         (image,) = prompt.messages[0].images

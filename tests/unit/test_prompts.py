@@ -13,9 +13,8 @@ from pyarrow import parquet
 from raylearner.config.data import (
     CalculatorData,
     ExampleMessage,
+    FileData,
     HubData,
-    JsonlData,
-    ParquetData,
     ReasoningGymData,
 )
 from raylearner.config.rewards import RewardSection
@@ -78,10 +77,10 @@ def test_worked_examples_stand_between_system_message_and_prompt(
     ]
 
 
-def _write(path: Path, *rows: object) -> JsonlData:
+def _write(path: Path, *rows: object) -> FileData:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines))
-    return JsonlData(kind="jsonl", path=str(path))
+    return FileData(kind="jsonl", path=str(path))
 
 
 def test_jsonl_rows_keep_answer_doc_id_and_other_columns(tmp_path: Path) -> None:
@@ -189,9 +188,9 @@ def test_a_row_is_identified_by_what_it_holds(tmp_path: Path) -> None:
 def test_an_empty_dataset_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no prompts"):
-        load_prompts([JsonlData(kind="jsonl", path=str(tmp_path / "empty.jsonl"))])
+        load_prompts([FileData(kind="jsonl", path=str(tmp_path / "empty.jsonl"))])
     with pytest.raises(ConfigError, match="does not exist"):
-        load_prompts([JsonlData(kind="jsonl", path=str(tmp_path / "none.jsonl"))])
+        load_prompts([FileData(kind="jsonl", path=str(tmp_path / "none.jsonl"))])
 
 
 def test_columns_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
@@ -200,7 +199,7 @@ def test_columns_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
     path.write_text(json.dumps(row))
     (prompt,) = load_prompts(
         [
-            JsonlData(
+            FileData(
                 kind="jsonl",
                 path=str(path),
                 prompt_column="question",
@@ -222,7 +221,7 @@ def test_a_named_column_that_a_row_lacks_is_an_error_with_those_that_are_there(
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "q", "solution": 1}\n{"prompt": "q", "sol": 1}')
     with pytest.raises(ConfigError) as error:
-        load_prompts([JsonlData(kind="jsonl", path=str(path), answer_column="solution")])
+        load_prompts([FileData(kind="jsonl", path=str(path), answer_column="solution")])
     assert str(error.value) == (
         f"{path}:2: no column 'solution' (answer_column); the row has: prompt, sol"
     )
@@ -230,7 +229,7 @@ def test_a_named_column_that_a_row_lacks_is_an_error_with_those_that_are_there(
 
 def test_all_sources_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> None:
     bad = _write(tmp_path / "bad.jsonl", "{")
-    missing = JsonlData(kind="jsonl", path=str(tmp_path / "none.jsonl"))
+    missing = FileData(kind="jsonl", path=str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError) as error:
         load_prompts([bad, CalculatorData(kind="calculator", num_prompts=2), missing])
     first, second = str(error.value).splitlines()
@@ -242,7 +241,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt": "q"}\n{"prompt": "\xff"}')
     with pytest.raises(ConfigError, match=r"d\.jsonl:2: not UTF-8 text"):
-        load_prompts([JsonlData(kind="jsonl", path=str(path))])
+        load_prompts([FileData(kind="jsonl", path=str(path))])
 
 
 def test_parquet_rows_are_read_as_jsonl_rows_are(tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ def test_parquet_rows_are_read_as_jsonl_rows_are(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": f"q{i}"}] for i in range(3)]
     table = pyarrow.table({"messages": messages, "answer": ["a", None, "c"], "level": [1, 2, 3]})
     parquet.write_table(table, path)
-    source = ParquetData(kind="parquet", path=str(path), prompt_column="messages", max_prompts=2)
+    source = FileData(kind="parquet", path=str(path), prompt_column="messages", max_prompts=2)
     prompts = load_prompts([source])
     assert [p.messages[0].content for p in prompts] == ["q0", "q1"]
     assert [p.answer for p in prompts] == ["a", None]
@@ -258,7 +257,7 @@ def test_parquet_rows_are_read_as_jsonl_rows_are(tmp_path: Path) -> None:
     assert prompts[0].is_conversational
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ConfigError, match=r"bad\.parquet is no Parquet file that can be read"):
-        load_prompts([ParquetData(kind="parquet", path=str(tmp_path / "bad.parquet"))])
+        load_prompts([FileData(kind="parquet", path=str(tmp_path / "bad.parquet"))])
 
 
 def test_a_directory_is_read_as_a_dataset_of_the_hub(

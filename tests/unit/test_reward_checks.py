@@ -81,10 +81,6 @@ def test_functions_that_cannot_be_imported_are_named_before_anything_starts(base
         ),
         (["rewards.functions=[{kind: reasoning_gym}]"], "sources of that kind, and there is none"),
         (
-            ["rewards.functions=[{kind: model, path: x, device: cuda}]"],
-            "rewards.functions.0.gpus: must be > 0",
-        ),
-        (
             ["rewards.functions=[{kind: judge, url: 'http://h', model: m, min_score: 10}]"],
             "must be < max_score = 10, got 10",
         ),
@@ -170,7 +166,7 @@ def test_reward_models_count_among_what_a_run_needs(base: str) -> None:
 
 
 def test_reward_models_keep_their_gpus_from_what_auto_shares_out(base: str) -> None:
-    config = load([base], ["rewards.functions=[{kind: model, path: x, device: cuda, gpus: 0.5}]"])
+    config = load([base], ["rewards.functions=[{kind: model, path: x, gpus: 0.5}]"])
     resolved = resolve(config, num_gpus=4.0).config
     alone = resolve(load([base], []), num_gpus=3.0).config
     assert resolved.actors.gpus_per_actor == alone.actors.gpus_per_actor

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from pydantic import TypeAdapter
 
 from raylearner.actors.proxy.program import CommandProgram, Task
-from raylearner.config.data import ParquetData
+from raylearner.config.data import FileData
 from raylearner.config.environment import HttpSection
 from raylearner.data.table import table_prompts
 from raylearner.observability.sinks import jsonl
@@ -91,7 +91,7 @@ async def test_a_program_reads_a_row_of_any_columns_from_its_standard_input(
         "took": [datetime.timedelta(seconds=3)] * 2,
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")  # pyright: ignore[reportUnknownMemberType]
-    source = ParquetData(kind="parquet", path=str(tmp_path / "rows.parquet"))
+    source = FileData(kind="parquet", path=str(tmp_path / "rows.parquet"))
     prompt = table_prompts(source)[0]
     task = Task(prompt=prompt, base_url="http://127.0.0.1:9/v1", api_key="k")
     given = await CommandProgram(["cat"], answers_on_stdout=True).run(task)

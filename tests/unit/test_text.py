@@ -19,7 +19,7 @@ from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.proxy.chat import read_request
 from raylearner.config import schema
-from raylearner.config.schema import CompletionsSection, JsonlData, ObservabilitySection
+from raylearner.config.schema import CompletionsSection, FileData, ObservabilitySection
 from raylearner.data.table import table_prompts
 from raylearner.environments.dialect import JsonDialect, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
@@ -155,7 +155,7 @@ def test_rows_with_half_a_pair_are_read_and_those_nested_too_deeply_are_named(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": HALF, "answer": HALF, "note": {"x": HALF}}) + "\n")
-    (prompt,) = table_prompts(JsonlData(kind="jsonl", path=str(file)))
+    (prompt,) = table_prompts(FileData(kind="jsonl", path=str(file)))
     assert (prompt.messages[0].content, prompt.answer) == (CLEANED, CLEANED)
     assert prompt.columns == {"note": {"x": CLEANED}}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raylearner.config.data import JsonlData
+from raylearner.config.data import FileData
 from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
 from raylearner.services.corpora import visual_pages
@@ -88,7 +88,7 @@ def test_the_seed_decides_and_blank_pages_differ_in_nothing_but_their_pixels(
 
 
 def test_a_row_becomes_a_prompt_of_its_document(folder: Path) -> None:
-    (first, *_) = load_prompts([JsonlData(kind="jsonl", path=str(folder / "questions.jsonl"))])
+    (first, *_) = load_prompts([FileData(kind="jsonl", path=str(folder / "questions.jsonl"))])
     row = rows(folder / "questions.jsonl")[0]
     assert first.doc_id == row["doc_id"]
     assert first.answer == row["answer"]
