@@ -26,10 +26,10 @@ from raylearner.config import schema
 from raylearner.config.loader import load
 from raylearner.data import load_prompts
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.learner.batch.layout import StepOutput
 from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
-from raylearner.learner.weight_source import vocabulary
+from raylearner.learner.spec import LearnerSpec, StepOutput
+from raylearner.learner.weight_writer import probe_logprobs, read_vocabulary
 from raylearner.observability.spans import Tracer
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.rewards.scorer import Scorer
@@ -111,11 +111,12 @@ class Harness:
         self._config = config
         self._stack = AsyncExitStack()
         self.learner = Learner(
-            config.learner,
-            model_path=str(model_path),
-            num_steps=config.run.num_steps,
-            seed=config.run.seed,
-            temperature=config.sampling.temperature,
+            LearnerSpec(
+                learner=config.learner,
+                model_path=str(model_path),
+                run=config.run,
+                temperature=config.sampling.temperature,
+            )
         )
         self.engine = TransformersEngine(
             config.actors.engine, model_path=str(model_path), seed=config.run.seed
@@ -196,7 +197,7 @@ class Harness:
         version = self.learner.policy_version
         if self._snapshots and self._snapshots[-1].policy_version == version:
             return
-        vocab_size, special = vocabulary(self.learner.model_folder)
+        vocab_size, special = read_vocabulary(self.learner.models.folder)
         token_ids = probe_tokens(
             seed=self._config.run.seed,
             policy_version=version,
@@ -204,14 +205,14 @@ class Harness:
             special_token_ids=special,
             num_tokens=self._config.weights.num_probe_tokens,
         )
-        weights = self.learner.named_weights("float32")
+        weights = self.learner.models.policy.named_weights(torch.float32)
         update = WeightUpdate(
             policy_version=version,
             transport="shared_files",
             payload=write_weights(weights, self._folder, version, torch.float32),
             probe=Probe(
                 token_ids=token_ids,
-                logprobs=tuple(map(tuple, self.learner.probe_logprobs(token_ids))),
+                logprobs=tuple(map(tuple, probe_logprobs(self.learner.models.policy, token_ids))),
                 tolerance=VERIFY_TOLERANCE,
             ),
         )

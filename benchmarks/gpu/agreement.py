@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.common import ROOT, Result, end, environment, parser, visible_gpus
-from raylearner.learner.batch.layout import StepOutput
+from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.types import Trajectory, TrajectoryGroup
 
 BYTES = 250
@@ -68,16 +68,17 @@ def make_groups(
 def run_rank(arguments: Any) -> None:
     import torch
 
-    from raylearner.config.schema import LearnerSection
+    from raylearner.config.schema import LearnerSection, RunSection
     from raylearner.learner.batch.pack import pack
     from raylearner.learner.learner import Learner
     from raylearner.learner.model import mesh
+    from raylearner.learner.weight_writer import probe_logprobs
 
     device = "cpu" if arguments.cpu else "cuda"
     group = mesh.connect(
         rank=arguments.rank,
         world_size=arguments.world,
-        port=arguments.port,
+        address=("127.0.0.1", arguments.port),
         device=device,
     )
     num_steps = (2 if arguments.cpu else 3) if arguments.dtype == "float32" else 20
@@ -85,21 +86,23 @@ def run_rank(arguments: Any) -> None:
     vocab = BYTES if arguments.context else 40_000
     config = LearnerSection(
         num_ranks=arguments.world,
+        gpus_per_rank=float(device == "cuda"),
         context_parallel_size=arguments.world if arguments.context else 1,
         compute_dtype=arguments.dtype,
         learning_rate=1e-5,
         max_tokens_per_micro_batch=budget,
         num_mini_batches=2,
     )
-    learner = Learner(
-        config,
+    spec = LearnerSpec(
+        learner=config,
         model_path=str(context_model(arguments)) if arguments.context else arguments.model,
-        num_steps=num_steps,
-        device=device,
-        device_mesh=group,
+        run=RunSection(num_steps=num_steps),
     )
+    learner = Learner(spec, device_mesh=group)
     probe = [list(range(10 + i, 40 + i)) for i in range(4)]
-    found: dict[str, Any] = {"probe_before": np.array(learner.probe_logprobs(probe))}
+    found: dict[str, Any] = {
+        "probe_before": np.array(probe_logprobs(learner.models.policy, probe, device=device))
+    }
     metrics = []
 
     def step(groups: list[TrajectoryGroup], *, max_tokens: int) -> StepOutput:
@@ -118,8 +121,8 @@ def run_rank(arguments: Any) -> None:
         output = step(groups, max_tokens=budget)
         metrics.append([output.metrics["learner/loss"], output.metrics["learner/grad_norm"]])
     found["metrics"] = np.array(metrics)
-    found["probe_after"] = np.array(learner.probe_logprobs(probe))
-    for name, tensor in learner.named_weights("float32"):
+    found["probe_after"] = np.array(probe_logprobs(learner.models.policy, probe, device=device))
+    for name, tensor in learner.models.policy.named_weights(torch.float32):
         if any(part in name for part in ("layers.0.", "layers.15.", "norm.weight")):
             found[f"weight.{name}"] = tensor.float().cpu().numpy()
     if arguments.context:

@@ -8,7 +8,7 @@ pushed, and the same is played and scored again: an encoder cache that outlived 
 import asyncio
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,10 @@ class Seeing:
         from raylearner.learner.model.loading import load_sharded
         from raylearner.learner.model.policy import DTYPES, ModelOptions
 
-        self.model_folder, self.policy_version = folder, 0
-        self.image_reader = ImageReader.from_pretrained(str(folder))
+        self.folder, self.policy_version = folder, 0
+        self.reader = ImageReader.from_pretrained(str(folder))
         self._device = device
-        self._model = load_sharded(
+        self.policy = load_sharded(
             str(folder),
             mesh.connect(device=device),
             dtype=torch.float32,
@@ -115,25 +115,12 @@ class Seeing:
         from raylearner.learner.optimizer import local
 
         generator = torch.Generator().manual_seed(self.policy_version)
-        for name, parameter in self._model.causal_lm.named_parameters():
+        for name, parameter in self.policy.causal_lm.named_parameters():
             if "visual" in name:
                 shard = local(parameter)
                 noise = torch.randn(shard.shape, generator=generator) * CHANGE
                 shard.add_(noise.to(shard.device) * shard.std().nan_to_num(1.0))
         self.policy_version += 1
-
-    def named_weights(self, dtype: str) -> Iterator[tuple[str, Any]]:
-        from raylearner.learner.model.policy import DTYPES
-
-        return self._model.named_weights(DTYPES[dtype])
-
-    def probe_logprobs(
-        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
-    ) -> list[list[float]]:
-        from raylearner.learner.probing import probe_logprobs
-
-        reader, device = self.image_reader, self._device
-        return probe_logprobs(self._model, token_ids, images, reader=reader, device=device)
 
     def score(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """Of all sampled tokens, four trajectories packed at a time."""
@@ -145,11 +132,11 @@ class Seeing:
             tokens = PackedTokens.of(
                 [t.token_ids for t in part],
                 [t.loss_mask for t in part],
-                reader=self.image_reader,
+                reader=self.reader,
                 images=[t.images for t in part],
                 device=self._device,
             )
-            scores = self._model.score(tokens, TEMPERATURE)
+            scores = self.policy.score(tokens, TEMPERATURE)
             found.append(scores.logprobs[tokens.scored].float().cpu().numpy())
         return np.concatenate(found)
 
@@ -166,9 +153,10 @@ def gap(trajectories: Sequence[Trajectory], scores: np.ndarray) -> dict[str, flo
 
 async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[str, Any]:
     from raylearner.actors.engines.vllm import VllmEngine
-    from raylearner.config.schema import RendererSection, WeightsSection
+    from raylearner.config.schema import LearnerSection, RendererSection, WeightsSection
     from raylearner.config.schema import VllmEngine as Section
-    from raylearner.learner.weight_source import WeightWriter
+    from raylearner.learner.spec import LearnerSpec
+    from raylearner.learner.weight_writer import WeightWriter
     from raylearner.tokenization.renderer import Renderer
 
     dtype, device = VARIANTS[name], "cpu" if cpu else "cuda"
@@ -197,13 +185,20 @@ async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[
     say(engine=name, start_s=time.monotonic() - started)
     learner: Any = Seeing(folder, dtype=dtype, device=device)
     weights = WeightsSection.model_validate({"verify_tolerance": 0.25, "verify_statistic": "mean"})
-    writer = WeightWriter(learner, weights, folder=str(out / "pushed"), dtype=dtype, seed=0)
+    spec = LearnerSpec(
+        learner=LearnerSection(gpus_per_rank=float(not cpu)),
+        model_path=str(folder),
+        weights=weights,
+        weights_folder=out / "pushed",
+        engine_dtype=dtype,
+    )
+    writer = WeightWriter(learner, spec)
     found: dict[str, Any] = {}
     try:
         for when in ("before", "after"):
             if when == "after":
                 learner.change_tower()
-                update = writer.write()
+                update = writer.write(learner.policy_version)
                 assert update is not None
                 receipt = await engine.receive(update)
                 found["logprob_error"] = receipt.logprob_error

@@ -8,16 +8,17 @@ On the CPU weights travel by shared files instead.
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from benchmarks.gpu.common import Result, environment, mean, model_folder, parser
-from raylearner.config.schema import LearnerSection, VllmEngine, WeightsSection
+from raylearner.config.schema import LearnerSection, RunSection, VllmEngine, WeightsSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.learner_group import LearnerGroup
+from raylearner.learner.spec import LearnerSpec
 from raylearner.types import Sampling, WeightReceipt, WeightUpdate
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.publisher import Publisher
@@ -25,23 +26,25 @@ from raylearner.weights.publisher import Publisher
 PROMPT_TOKENS = 200
 
 
-class BareLearner:
+class BareModels:
     """A sharded model with random weights, which change a little with every version."""
 
-    def __init__(self, model_path: str, *, device: str, group: Any) -> None:
+    reader = None
+
+    def __init__(self, spec: LearnerSpec, group: Any) -> None:
         import torch
 
         from raylearner.learner.model.loading import load_sharded
         from raylearner.learner.model.policy import ModelOptions
 
-        self.model_folder = Path(model_path)
+        self.folder = Path(spec.model_path)
         self.policy_version = 0
-        self._device = device
-        self._model = load_sharded(
-            model_path,
+        self._device = spec.device
+        self.policy = load_sharded(
+            spec.model_path,
             group,
             dtype=torch.float32,
-            compute_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+            compute_dtype=torch.float32 if spec.device == "cpu" else torch.bfloat16,
             options=ModelOptions(),
             random_seed=0,
         ).requires_grad_(False)
@@ -52,81 +55,42 @@ class BareLearner:
         from raylearner.learner.optimizer import local
 
         with torch.no_grad():
-            for parameter in self._model.parameters():
+            for parameter in self.policy.parameters():
                 local(parameter).mul_(1.001)
         if self._device == "cuda":
             torch.cuda.synchronize()
         self.policy_version += 1
         return self.policy_version
 
-    image_reader = None
-
-    def named_weights(self, dtype: str) -> Iterator[tuple[str, Any]]:
-        from raylearner.learner.model.policy import DTYPES
-
-        return self._model.named_weights(DTYPES[dtype])
-
-    def weight_checksums(self, dtype: str) -> dict[str, Any]:
-        from raylearner.learner.model.policy import DTYPES
-
-        return self._model.weight_checksums(DTYPES[dtype])
-
-    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return self._model.weight_shapes()
-
-    def probe_logprobs(
-        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
-    ) -> list[list[float]]:
-        from raylearner.learner.probing import probe_logprobs
-
-        return probe_logprobs(self._model, token_ids, images, device=self._device)
-
 
 @ray.remote(concurrency_groups={"control": 1})
 class PushActor:
-    """One learner rank, as `LearnerActor` but for what it holds."""
+    """One learner rank that only sends weights."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, spec: LearnerSpec, rank: int) -> None:
+        self._spec, self._rank = spec, rank
 
-    def meeting_point(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), self.free_port()
-
-    def free_port(self) -> int:
+    def rendezvous_address(self) -> tuple[str, int]:
         from raylearner.learner.model.mesh import free_port
 
-        return free_port()
+        return ray.util.get_node_ip_address(), free_port()
 
-    def start(
-        self,
-        config: LearnerSection,
-        weights: Mapping[str, Any],
-        world_size: int,
-        address: str,
-        port: int,
-        *,
-        model_path: str,
-        **unused: Any,
-    ) -> int:
+    def start(self, world_size: int, address: tuple[str, int]) -> int:
         from raylearner.learner.model import mesh
-        from raylearner.learner.weight_source import WeightWriter
+        from raylearner.learner.weight_writer import WeightWriter
 
-        device = "cuda" if config.gpus_per_rank else "cpu"
         group = mesh.connect(
-            rank=self._rank, world_size=world_size, address=address, port=port, device=device
+            rank=self._rank, world_size=world_size, address=address, device=self._spec.device
         )
-        self._learner = BareLearner(model_path, device=device, group=group)
-        self._writer = WeightWriter(self._learner, **weights)
-        return 0
-
-    def pid(self) -> int:
-        return 0
+        self._models = BareModels(self._spec, group)
+        self._writer = WeightWriter(self._models, self._spec)
+        return os.getpid()
 
     def change(self) -> int:
-        return self._learner.change()
+        return self._models.change()
 
     def write(self, members: Sequence[str], group: WeightGroup | None) -> WeightUpdate | None:
-        return self._writer.write(members=members, group=group)
+        return self._writer.write(self._models.policy_version, members=members, group=group)
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
         return self._writer.send(group)
@@ -145,12 +109,12 @@ class PushGroup(LearnerGroup):
     actor = PushActor
 
     async def change(self) -> int:
-        versions = await self._all("change")
+        versions = await self._call_all("change")
         self._policy_version = versions[0]
         return versions[0]
 
     async def peak_gib(self) -> float:
-        return max(await self._all("peak_gib"))
+        return max(await self._call_all("peak_gib"))
 
 
 @ray.remote
@@ -216,19 +180,17 @@ async def run(arguments: Any, result: Result) -> None:
         transport=transport, deadline_s=120, verify_tolerance=1e-3 if cpu else 2.0
     )
     learner = PushGroup(
-        LearnerSection(
-            num_ranks=arguments.learners, gpus_per_rank=0 if cpu else 1, cpus_per_rank=0.5
-        ),
-        weights=weights,
-        model_path=folder,
-        temperature=1.0,
-        num_steps=1,
-        seed=0,
-        run_name="pushes",
-        reward_weights={},
-        dump_folder=arguments.out / "dumps",
-        engine_dtype=dtype,
-        ranks_per_engine=arguments.tensor,
+        LearnerSpec(
+            learner=LearnerSection(
+                num_ranks=arguments.learners, gpus_per_rank=0 if cpu else 1, cpus_per_rank=0.5
+            ),
+            model_path=folder,
+            run=RunSection(name="pushes", num_steps=1),
+            weights=weights,
+            weights_folder=Path(weights.folder) / f"raylearner-pushes-{os.getpid()}",
+            engine_dtype=dtype,
+            ranks_per_engine=arguments.tensor,
+        )
     )
     engines = {
         f"engine-{i}": EngineActor.options(

@@ -14,7 +14,7 @@ from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
 from raylearner.learner.model.policy import ModelOptions
-from raylearner.learner.throughput import ModelCost, peak_flops
+from raylearner.learner.recording import ModelCost, peak_flops
 
 
 def main() -> None:

@@ -1,99 +1,80 @@
 """One rank of the learner as a Ray actor.
 
 Consumes batches; produces step outputs, weight updates and checkpoints. Waits for the other ranks in
-every collective; `LearnerGroup` ends all when one is gone.
+every collective; `LearnerGroup` ends all ranks when one is gone.
 """
 
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from raylearner import job_variables
-from raylearner.config.schema import LearnerSection, ProfileSection
-from raylearner.config.section import number
-from raylearner.learner.batch.layout import LearnerBatch, StepOutput
+from raylearner.learner.batch.pack import LearnerBatch
+from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.observability.spans import Span, Tracer
 from raylearner.types import PolicyVersion, WeightUpdate
 from raylearner.weights.group import WeightGroup
 
+if TYPE_CHECKING:  # these import torch, which only the actor's own process needs
+    from raylearner.learner.learner import Learner
+    from raylearner.learner.recording import Meter, StepProfiler
+    from raylearner.learner.weight_writer import WeightWriter
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What a rank records of itself."""
-
-    should_trace: bool = False
-    profile: ProfileSection | None = None
-    profile_folder: Path = Path("profile")
 
 
 @ray.remote(concurrency_groups={"control": 1, "checkpoint": 1})
 class LearnerActor:
-    """One rank; delegates to `Learner`. Imports torch in its own process only."""
+    """One rank; delegates to `Learner`. The other ranks must be placed before `start` can join them."""
 
-    def __init__(self, rank: int) -> None:
+    _learner: "Learner"
+    _writer: "WeightWriter"
+    _meter: "Meter"
+    _profiler: "StepProfiler"
+
+    def __init__(self, spec: LearnerSpec, rank: int) -> None:
         job_variables.take()
+        self._spec = spec
         self._rank = rank
-        self._learner: Any = None
-        self._writer: Any = None
-        self._meter: Any = None
-        self._profiler: Any = None
-        self._tracer = Tracer(f"learner-{rank}", is_enabled=False)
+        self._tracer = Tracer(f"learner-{rank}", is_enabled=spec.observability.trace)
         self._free_since_s = time.time()
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
 
-    def meeting_point(self) -> tuple[str, int]:
-        """This node's address and a port free on it, for rank 0."""
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Return this node's address and a free port on it."""
         from raylearner.learner.model.mesh import free_port
 
         return ray.util.get_node_ip_address(), free_port()
 
-    def start(
-        self,
-        config: LearnerSection,
-        weights: Mapping[str, Any],
-        world_size: int,
-        address: str,
-        port: int,
-        recording: Recording,
-        **arguments: Any,
-    ) -> PolicyVersion:
-        """Join the other ranks and load the model; `arguments` are the `Learner`'s, `weights` the
-        `WeightWriter`'s."""
+    def start(self, world_size: int, address: tuple[str, int]) -> int:
+        """Join the other ranks and load the model; return the process id."""
         from raylearner.learner.learner import Learner
         from raylearner.learner.model import mesh
-        from raylearner.learner.profiler import StepProfiler
-        from raylearner.learner.throughput import Meter
-        from raylearner.learner.weight_source import WeightWriter
+        from raylearner.learner.recording import Meter, StepProfiler
+        from raylearner.learner.weight_writer import WeightWriter
 
-        device = "cuda" if number(config.gpus_per_rank) else "cpu"
+        spec = self._spec
         device_mesh = mesh.connect(
-            rank=self._rank, world_size=world_size, address=address, port=port, device=device
+            rank=self._rank, world_size=world_size, address=address, device=spec.device
         )
-        self._tracer.is_enabled = recording.should_trace
-        self._profiler = StepProfiler(recording.profile, recording.profile_folder, rank=self._rank)
-        self._learner = Learner(
-            config, device=device, device_mesh=device_mesh, tracer=self._tracer, **arguments
-        )
-        self._writer = WeightWriter(self._learner, **weights)
+        self._learner = Learner(spec, device_mesh=device_mesh, tracer=self._tracer)
+        self._writer = WeightWriter(self._learner.models, spec)
         self._meter = Meter(
-            self._learner.causal_lm,
-            device=device,
+            self._learner.models.policy.causal_lm,
+            device=spec.device,
             num_ranks=world_size,
-            context_size=config.context_parallel_size,
+            context_size=spec.learner.context_parallel_size,
         )
-        return self._learner.policy_version
-
-    def pid(self) -> int:
+        folder = (spec.run_dir or Path()) / "profile"
+        self._profiler = StepProfiler(spec.observability.profile, folder, rank=self._rank)
         return os.getpid()
 
     def step(self, batch: LearnerBatch) -> StepOutput:
@@ -107,14 +88,9 @@ class LearnerActor:
         )
         return replace(output, metrics=metrics)
 
-    def free_port(self) -> int:
-        from raylearner.learner.model.mesh import free_port
-
-        return free_port()
-
     def write(self, members: Sequence[str], group: WeightGroup | None) -> WeightUpdate | None:
         with self._tracer.span("write weights"):
-            return self._writer.write(members=members, group=group)
+            return self._writer.write(self._learner.policy_version, members=members, group=group)
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
         with self._tracer.span("send weights"):
@@ -130,15 +106,15 @@ class LearnerActor:
 
     @ray.method(concurrency_group="control")
     def abandon(self, group: WeightGroup) -> None:
-        """Beside the `send` that hangs, or before it."""
+        """End the `send` to this group, whether it hangs or has not begun yet."""
         self._writer.abandon(group)
 
-    def save(self, folder: str, should_defer: bool) -> None:
-        self._learner.save(Path(folder), should_defer=should_defer)
+    def save(self, folder: Path, should_defer: bool) -> None:
+        self._learner.save(folder, should_defer=should_defer)
 
     @ray.method(concurrency_group="checkpoint")
     def finish_save(self) -> str | None:
-        """What failed, in words."""
+        """Return why writing failed, or None."""
         try:
             self._learner.finish_save()
         except Exception as error:
@@ -146,6 +122,6 @@ class LearnerActor:
             return f"learner rank {self._rank}: {type(error).__name__}: {error}"
         return None
 
-    def restore(self, folder: str) -> PolicyVersion:
-        self._learner.restore(Path(folder))
+    def restore(self, folder: Path) -> PolicyVersion:
+        self._learner.restore(folder)
         return self._learner.policy_version

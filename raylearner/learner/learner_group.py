@@ -18,7 +18,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from raylearner.config.schema import LearnerSection, WeightsSection
 from raylearner.config.section import number
 from raylearner.errors import (
     CheckpointError,
@@ -27,8 +26,9 @@ from raylearner.errors import (
     RaylearnerError,
     WeightTransferError,
 )
-from raylearner.learner.batch.layout import LearnerBatch, StepOutput
-from raylearner.learner.learner_actor import LearnerActor, Recording
+from raylearner.learner.batch.pack import LearnerBatch
+from raylearner.learner.learner_actor import LearnerActor
+from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.observability.spans import Span
 from raylearner.types import PolicyVersion, WeightUpdate
 from raylearner.weights.group import WeightGroup
@@ -36,111 +36,73 @@ from raylearner.weights.group import WeightGroup
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""After one rank failed: time for the others to fail too, so that the first cause can be told."""
+"""Time for other ranks to fail too after the first, so that the likeliest cause can be reported."""
 
 
 class LearnerGroup:
-    """Owns all ranks; promises that a call returns what all ranks did, or raises and none is left.
+    """Owns all ranks; promises that a call returns the results of all ranks, or raises and ends all.
 
-    Raises `LearnerDied` when a process is gone (`restart` and `restore` mend that), what the rank
-    raised otherwise.
+    Raises `LearnerDied` when a process is gone (`restart` and `restore` recover from that), and the
+    rank's own error otherwise.
     """
 
     actor: Any = LearnerActor
-    """The Ray class of a rank; benchmarks put bare senders of weights here."""
+    """Ray class of a rank; benchmarks replace it with one that only sends weights."""
 
     def __init__(
         self,
-        config: LearnerSection,
+        spec: LearnerSpec,
         *,
-        weights: WeightsSection,
-        model_path: str,
-        temperature: float,
-        num_steps: int,
-        seed: int,
-        reward_weights: Mapping[str, float],
-        dump_folder: Path,
-        run_name: str,
-        engine_dtype: str,
-        ranks_per_engine: int = 1,
-        recording: Recording | None = None,
         ray_options: Sequence[Mapping[str, Any]] | None = None,
-        rank_of: Callable[[str], int] | None = None,
-        should_free_memory: bool = False,
+        rank_of: Callable[[str], int] = lambda actor_id: 0,
     ) -> None:
-        """`ranks_per_engine` is its tensor-parallel size; `ray_options` are further actor options,
-        one mapping a rank (placement, environment). `rank_of` names the rank whose GPU an engine
-        shares; with `should_free_memory` a push leaves nothing cached there."""
-        self._rank_of = rank_of or (lambda actor_id: 0)
-        self._should_free_memory = should_free_memory
-        self._config = config
-        self._weights = weights
-        self._arguments = {
-            "model_path": model_path,
-            "temperature": temperature,
-            "num_steps": num_steps,
-            "seed": seed,
-            "reward_weights": reward_weights,
-            "dump_folder": dump_folder,
-            "recording": recording or Recording(),
-        }
-        self._ranks_per_engine = ranks_per_engine
+        """`ray_options` are further actor options (placement, environment), one mapping a rank;
+        `rank_of` returns the rank whose GPU an engine shares."""
+        self._spec = spec
+        self._ray_options = ray_options or [{}] * spec.learner.num_ranks
+        self._rank_of = rank_of
         self._group: WeightGroup | None = None
         self._sending: asyncio.Future[list[Any]] | None = None
         self._is_stepping = False
-        self._address = ""
-        self._seed = seed
-        self._run_name = run_name
-        self._engine_dtype = engine_dtype
-        self._ray_options = ray_options or [{}] * config.num_ranks
-        self._folder = str(Path(weights.folder) / f"raylearner-{run_name}-{uuid.uuid4().hex[:12]}")
         self._ranks: list[Any] = []
         self._policy_version: PolicyVersion = 0
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version that every rank holds."""
+        """Version that every rank holds."""
         return self._policy_version
 
     @property
     def is_stepping(self) -> bool:
-        """Whether ranks are in a step, behind which every other call waits."""
+        """Whether ranks are in a step; every other call waits for its end."""
         return self._is_stepping
 
     async def start(self) -> None:
-        """Start every rank, wherever Ray places it, and let them meet at rank 0's node."""
-        # The suffix tells a restarted rank from the one just killed, whose name lives on a while.
+        """Start every rank, wherever Ray places it, and connect them at rank 0's node."""
+        config = self._spec.learner
+        # A killed rank's name stays taken for a while: the suffix lets a new rank start at once.
         suffix = uuid.uuid4().hex[:6]
         self._ranks = [
             self.actor.options(
                 **{
-                    "name": f"{self._run_name}/learner-{rank}-{suffix}",
-                    "num_cpus": self._config.cpus_per_rank,
-                    "num_gpus": number(self._config.gpus_per_rank),
+                    "name": f"{self._spec.run.name}/learner-{rank}-{suffix}",
+                    "num_cpus": config.cpus_per_rank,
+                    "num_gpus": number(config.gpus_per_rank),
                     **options,
                 }
-            ).remote(rank)
+            ).remote(self._spec, rank)
             for rank, options in enumerate(self._ray_options)
         ]
-        ((address, port),) = await self._gather([self._ranks[0].meeting_point.remote()])
-        self._address, self._group = address, None
-        weights = {
-            "config": self._weights,
-            "folder": self._folder,
-            "dtype": self._engine_dtype,
-            "seed": self._seed,
-            "should_free_memory": self._should_free_memory,
-        }
-        versions = await self._all(
-            "start", self._config, weights, len(self._ranks), address, port, **self._arguments
-        )
-        self._policy_version = versions[0]
-        for rank, pid in enumerate(await self._all("pid")):
+        self._group, self._policy_version = None, 0
+        (address,) = await self._gather([self._ranks[0].rendezvous_address.remote()])
+        for rank, pid in enumerate(await self._call_all("start", len(self._ranks), address)):
             log.info("learner-%d runs as process %d", rank, pid)
 
     async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
-        """One batch a context group of neighbouring ranks, in order."""
-        by_rank = [batch for batch in batches for _ in range(self._config.context_parallel_size)]
+        """Step with one batch for each context group of neighbouring ranks, in order."""
+        by_rank = [
+            batch for batch in batches for _ in range(self._spec.learner.context_parallel_size)
+        ]
         calls = [rank.step.remote(batch) for rank, batch in zip(self._living, by_rank, strict=True)]
         self._is_stepping = True
         try:
@@ -155,7 +117,7 @@ class LearnerGroup:
         )
 
     async def drain_spans(self) -> list[Span]:
-        """What every rank recorded since the last call; nothing of one that died."""
+        """Return the spans recorded since the last call, without those of ranks that died."""
         calls = [_resolve(rank.drain.remote()) for rank in self._ranks]
         drained = await asyncio.gather(*calls, return_exceptions=True)
         return [span for spans in drained if isinstance(spans, list) for span in spans]
@@ -163,14 +125,14 @@ class LearnerGroup:
     async def write(
         self, policy_version: PolicyVersion, members: Sequence[str] = ()
     ) -> WeightUpdate:
-        """The weights as they are now, `policy_version` or later, with the probe that verifies them.
+        """Return an update with the present weights, which are `policy_version` or later.
 
         With `nccl` the ranks begin to send as soon as this returns: the members must receive, and
         `send` waits for the end.
         """
-        is_broadcast = self._weights.transport == "nccl"
-        group = await self._meet(members) if is_broadcast else None
-        # Asked for at once: no step may come between what is announced and what is sent.
+        is_broadcast = self._spec.weights.transport == "nccl"
+        group = await self._form_group(members) if is_broadcast else None
+        # Queued at once: no step may run between announcing the weights and sending them.
         writing = [
             rank.write.remote(tuple(m for m in members if self._rank_of(m) == index), group)
             for index, rank in enumerate(self._living)
@@ -178,12 +140,12 @@ class LearnerGroup:
         if is_broadcast:
             sending = [rank.send.remote(group) for rank in self._ranks]
             self._sending = asyncio.ensure_future(self._gather(sending))
-        update = _merged(await self._gather(writing))
+        update = _merge(await self._gather(writing))
         assert update.policy_version >= policy_version, (update.policy_version, policy_version)
         return update
 
     async def send(self, update: WeightUpdate) -> dict[str, float]:
-        """Wait for the end of a broadcast: its timings, or `WeightTransferError`."""
+        """Wait for the end of a broadcast and return its timings. Raises `WeightTransferError`."""
         sending, self._sending = self._sending, None
         if sending is None:
             return {}
@@ -195,37 +157,41 @@ class LearnerGroup:
         return outcomes[0]
 
     async def abandon(self, update: WeightUpdate) -> None:
-        """End a broadcast that lost a member; the next one meets anew."""
+        """End a broadcast that lost a member; the next one re-forms the process group."""
         self._group = None
-        if self._weights.transport == "nccl" and self._ranks:
+        if self._spec.weights.transport == "nccl" and self._ranks:
             with contextlib.suppress(RayActorError):
                 await _resolve(self._ranks[0].abandon.remote(update.payload["group"]))
 
     async def discard(self, update: WeightUpdate) -> None:
+        """Free the memory or files of an update that no engine needs any more."""
         if update.transport == "ipc":
             if self._ranks:
-                await self._all("release")
+                await self._call_all("release")
         elif not update.is_collective:
-            # Imports torch, which the controller's start-up has no other use for.
+            # Imports torch, which the controller needs for nothing else.
             from raylearner.weights.transports.shared_files import discard_weights
 
             await asyncio.to_thread(discard_weights, update.payload)
 
-    async def _meet(self, members: Sequence[str]) -> WeightGroup:
-        """The group of the last push while its members stay the same, else a fresh one."""
+    async def _form_group(self, members: Sequence[str]) -> WeightGroup:
+        """Return the group of the last push if its members are the same, else a new one."""
         if self._group is None or self._group.members != tuple(members):
-            (port,) = await self._gather([self._living[0].free_port.remote()])
+            ((address, port),) = await self._gather([self._living[0].rendezvous_address.remote()])
             self._group = WeightGroup.of(
-                members, address=self._address, port=port, ranks_per_member=self._ranks_per_engine
+                members,
+                address=address,
+                port=port,
+                ranks_per_member=self._spec.ranks_per_engine,
             )
         return self._group
 
     async def save(self, folder: Path, *, should_defer: bool = False) -> None:
-        """With `should_defer` the state is copied, and on disk once `finish_save` returns."""
-        await self._all("save", str(folder), should_defer)
+        """Write a checkpoint; with `should_defer` copy the state, which `finish_save` writes."""
+        await self._call_all("save", folder, should_defer)
 
     async def finish_save(self) -> None:
-        """Beside training. Raises `CheckpointError` where ranks could not write, and kills none."""
+        """Write the copied state beside training. Raises `CheckpointError`, and then kills no rank."""
         calls = [_resolve(rank.finish_save.remote()) for rank in self._living]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         failures: list[str] = []
@@ -234,7 +200,7 @@ class LearnerGroup:
             if isinstance(outcome, RayActorError):
                 raise LearnerDied(f"learner rank {rank} died: {outcome}") from outcome
             if isinstance(outcome, BaseException):
-                raised, cause = outcome, _unwrapped(outcome)
+                raised, cause = outcome, _unwrap(outcome)
                 failures.append(f"learner rank {rank}: {type(cause).__name__}: {cause}")
             elif outcome is not None:
                 failures.append(outcome)
@@ -242,22 +208,22 @@ class LearnerGroup:
             raise CheckpointError("; ".join(failures)) from raised
 
     async def restore(self, folder: Path) -> None:
-        versions = await self._all("restore", str(folder))
+        versions = await self._call_all("restore", folder)
         self._policy_version = versions[0]
 
     async def restart(self) -> None:
-        """New processes with the initial policy; `restore` comes next."""
+        """Start new processes with the initial policy, for `restore` to follow."""
         self._kill()
         await self.start()
 
     async def close(self) -> None:
-        """End every rank and remove what was published. Safe to call twice."""
+        """End every rank and remove published files. Safe to call twice."""
         self._kill()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._spec.weights_folder, ignore_errors=True)
 
     @property
     def _living(self) -> list[Any]:
-        """The ranks. Raises `LearnerDied` where another call found one of them dead, and so ended all."""
+        """Return the ranks. Raises `LearnerDied` after another call found one dead and ended all."""
         if not self._ranks:
             raise LearnerDied("the learner has no running ranks: start or restart it first")
         return self._ranks
@@ -267,13 +233,13 @@ class LearnerGroup:
             ray.kill(rank)
         self._ranks = []
 
-    async def _all(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return await self._gather(
-            [getattr(rank, method).remote(*arguments, **keywords) for rank in self._living]
+            [getattr(rank, method).remote(*arguments) for rank in self._living]
         )
 
     async def _gather(self, calls: Sequence[Any]) -> list[Any]:
-        """All results; on the first failure every rank is killed, and the likeliest cause raised."""
+        """Return all results; on the first failure kill every rank and raise the likeliest cause."""
         waiting = [asyncio.ensure_future(_resolve(call)) for call in calls]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -289,11 +255,11 @@ class LearnerGroup:
             if w.done() and not w.cancelled() and (error := w.exception()) is not None
         ]
         self._kill()
-        raise _cause(errors)
+        raise _find_cause(errors)
 
 
-def _merged(updates: Sequence[WeightUpdate | None]) -> WeightUpdate:
-    """Rank 0's update, with the handles that other ranks give the engines on their own GPUs."""
+def _merge(updates: Sequence[WeightUpdate | None]) -> WeightUpdate:
+    """Return rank 0's update with the memory handles of all ranks, for engines on each rank's GPU."""
     first = updates[0]
     assert first is not None, "rank 0 writes every update"
     others = [update.payload["handles"] for update in updates[1:] if update is not None]
@@ -307,24 +273,24 @@ async def _resolve(call: Any) -> Any:
     return await call
 
 
-def _cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
-    """A death before an error of ours, and that before the broken connections they leave behind."""
+def _find_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
+    """Prefer a death to an error of ours, and that to the broken connections they leave behind."""
     for rank, error in errors:
         if isinstance(error, RayActorError):
-            return _chained(LearnerDied(f"learner rank {rank} died: {error}"), error)
+            return _chain(LearnerDied(f"learner rank {rank} died: {error}"), error)
     for _, error in errors:
-        cause = _unwrapped(error)
+        cause = _unwrap(error)
         if isinstance(cause, RaylearnerError):
             return cause
     rank, error = errors[0]
-    return _chained(LearnerError(f"learner rank {rank} failed: {error}"), error)
+    return _chain(LearnerError(f"learner rank {rank} failed: {error}"), error)
 
 
-def _unwrapped(error: BaseException) -> BaseException:
-    """What a rank raised, without the traceback that Ray makes part of the message."""
+def _unwrap(error: BaseException) -> BaseException:
+    """Return the rank's own error, without the traceback that Ray puts into the message."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
-def _chained(error: BaseException, cause: BaseException) -> BaseException:
+def _chain(error: BaseException, cause: BaseException) -> BaseException:
     error.__cause__ = cause
     return error

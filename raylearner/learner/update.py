@@ -1,4 +1,4 @@
-"""What an optimizer update did, and what a step of them says of itself.
+"""The result of an optimizer update, and the metrics of a step.
 
 Waits for: the other ranks, in `step_metrics`.
 """
@@ -6,27 +6,24 @@ Waits for: the other ranks, in `step_metrics`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raylearner.learner.batch import metric
-from raylearner.learner.batch.layout import LearnerBatch, TokenRow
 from raylearner.learner.batch.metric import Metrics
+from raylearner.learner.batch.pack import LearnerBatch, TokenRow
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.objective import diagnostics
 from raylearner.learner.objective.preparation import Part, Prepared, Take
-from raylearner.observability import transcripts
 from raylearner.types import TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer update. `offenders` are this rank's rows, all else is the same on every rank."""
+    """Result of one optimizer update; the same on every rank, except for `non_finite_rows`."""
 
     loss: float | None = None
     grad_norm: float | None = None
@@ -35,9 +32,10 @@ class Update:
     value_loss: float | None = None
     critic_grad_norm: float | None = None
     is_made: bool = False
-    is_too_far: bool = False
+    exceeds_max_kl: bool = False
     metrics: Sequence[Metrics] = ()
-    offenders: Sequence[TokenRow] = ()
+    non_finite_rows: Sequence[TokenRow] = ()
+    """This rank's rows in micro-batches whose loss was not finite."""
 
     def __str__(self) -> str:
         parts = {
@@ -59,26 +57,26 @@ def step_metrics(
     pixel_wait_s: float | None = None,
     device: torch.device | str,
 ) -> dict[str, float]:
-    """Combined over micro-batches and ranks; what nothing was counted for is left out."""
+    """Combine metrics over micro-batches and ranks; leave out those without any value."""
     combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
     combined |= diagnostics.groups(take.table.rewards, take.table.groups)
-    rewards = torch.tensor(batch.rewards, device=device)  # as they came, before any shaping
+    rewards = torch.tensor(batch.rewards, device=device)  # before any shaping
     combined |= metric.summary("reward", rewards, ~rewards.isnan())
-    held, size = 0, 1 if layout.context is None else layout.context.size
+    num_held, size = 0, 1 if layout.context is None else layout.context.size
     num_padded = 0
     for rows in (rows for mini in batch.mini_batches for rows in mini.micro_batches):
         num_tokens = sum(row.trajectory.num_tokens for row in rows)
-        held += num_tokens
+        num_held += num_tokens
         num_padded += math.ceil(max(num_tokens, 1) / size) * size - num_tokens
-    mine = torch.tensor(held / size, dtype=torch.float64, device=device)
+    mine = torch.tensor(num_held / size, dtype=torch.float64, device=device)
     padding = torch.tensor(num_padded / size, dtype=torch.float64, device=device)
     combined["rank_tokens/max"] = metric.Max.of(mine)
     combined["rank_tokens/mean"] = metric.Mean.of(mine)
     if pixel_wait_s is not None:
         combined["pixel_wait_s"] = metric.Max.of(torch.tensor([pixel_wait_s], device=device))
     combined["padding_fraction"] = metric.Mean(padding, padding + mine)
-    values = metric.values(layout.combined(combined, device=device))
-    tried = [update for update in updates if not update.is_too_far]
+    values = metric.values(layout.combine(combined, device=device))
+    tried = [update for update in updates if not update.exceeds_max_kl]
     made = [update for update in tried if update.is_made] or tried
     for key in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
         known = [v for update in made if (v := getattr(update, key)) is not None]
@@ -104,8 +102,10 @@ def step_metrics(
     return {f"learner/{key}": float(v) for key, v in values.items() if not math.isnan(v)}
 
 
-def by_trajectory(prepared: Prepared, values: Tensor) -> dict[TrajectoryKey, NDArray[np.float32]]:
-    """`values` `[T]` of a micro-batch cut at its rows; a micro-batch that is a dummy has none."""
+def split_by_trajectory(
+    prepared: Prepared, values: Tensor
+) -> dict[TrajectoryKey, NDArray[np.float32]]:
+    """Split `values` `[T]` of a micro-batch by row; a dummy micro-batch has none."""
     lengths = [row.trajectory.num_tokens for row in prepared.source]
     if not lengths:
         return {}
@@ -113,22 +113,22 @@ def by_trajectory(prepared: Prepared, values: Tensor) -> dict[TrajectoryKey, NDA
     return {r.trajectory.key: p.numpy() for r, p in zip(prepared.source, parts, strict=True)}
 
 
-def row_advantages(take: Take) -> dict[TrajectoryKey, float]:
-    """Mean advantage of the tokens that train, by trajectory, of this rank's rows."""
-    found: dict[TrajectoryKey, float] = {}
+def mean_advantages(take: Take) -> dict[TrajectoryKey, float]:
+    """Return the mean advantage of the trained tokens of each of this rank's trajectories."""
+    means: dict[TrajectoryKey, float] = {}
     for prepared in (p for part in take.parts for p in part.micros):
-        masks = by_trajectory(prepared, prepared.mask)
-        for key, values in by_trajectory(prepared, prepared.advantages).items():
+        masks = split_by_trajectory(prepared, prepared.mask)
+        for key, values in split_by_trajectory(prepared, prepared.advantages).items():
             trains = masks[key] > 0
             if trains.any():
-                found[key] = float(values[trains].mean())
-    return found
+                means[key] = float(values[trains].mean())
+    return means
 
 
-def offenders(
+def find_non_finite_rows(
     part: Part, shares: Sequence[Tensor] | None, value_shares: Sequence[Tensor] | None
 ) -> list[TokenRow]:
-    """Rows of the micro-batches whose share is not finite; of all, where none tells itself apart."""
+    """Return the rows of micro-batches whose share is not finite; all rows if no single one is."""
     bad = [
         any(s is not None and not bool(s[number].isfinite()) for s in (shares, value_shares))
         for number in range(len(part.micros))
@@ -139,13 +139,3 @@ def offenders(
         if is_bad or not any(bad)
         for row in prepared.source
     ]
-
-
-def dump(updates: Sequence[Update], folder: Path | None, *, step: int) -> str:
-    """Write this rank's offending trajectories; returns where those of all ranks are, as a clause."""
-    if folder is None or not updates:
-        return ""
-    rows = {id(row): row for update in updates for row in update.offenders}
-    trajectories = [row.trajectory for row in rows.values()]
-    path = transcripts.write(folder / f"rank_{dist.get_rank()}", step, trajectories)
-    return f"; what it trained on is in {folder}/rank_*/{path.name}"

@@ -16,8 +16,16 @@ from raylearner.config.document import parse
 from raylearner.config.problems import Where
 from raylearner.config.schema import RunConfig
 from raylearner.errors import CheckpointError, ConfigError, LearnerError
-from raylearner.learner.checkpoint import checkpoint
-from raylearner.learner.checkpoint.checkpoint import Checkpoint
+from raylearner.learner.checkpoint.directory import (
+    Checkpoint,
+    create_checkpoint,
+    find_damage,
+    find_latest,
+    find_newest,
+    list_damage,
+    prune_checkpoints,
+    suggest_other,
+)
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability import run_directory
 from raylearner.observability.run_directory import OR_START_OVER
@@ -70,7 +78,7 @@ class CheckpointWriter:
         with self._failures_told(step), self._tracer.span("copy", step=step):
             async with AsyncExitStack() as stack:
                 partial = await stack.enter_async_context(
-                    checkpoint.writing(self._folder, step=step)
+                    create_checkpoint(self._folder, step=step)
                 )
                 await asyncio.gather(
                     self._learner.save(partial, should_defer=self._should_defer),
@@ -113,7 +121,7 @@ class CheckpointWriter:
             cause = getattr(error, "cause", error)  # what crossed Ray says its traceback as well
             raise CheckpointError(
                 f"the checkpoint of step {step} was not written: {cause};"
-                f" {checkpoint.advice(self._folder / f'step_{step:06d}')}"
+                f" {suggest_other(self._folder / f'step_{step:06d}')}"
             ) from error
 
     async def _finish(self, rest: AsyncExitStack, partial: Path, step: int) -> None:
@@ -125,7 +133,7 @@ class CheckpointWriter:
                     writes.append(self._learner.finish_save())
                 await asyncio.gather(*writes)
             await asyncio.to_thread(
-                checkpoint.prune, self._folder, step=step, keep_last=self._keep_last
+                prune_checkpoints, self._folder, step=step, keep_last=self._keep_last
             )
         self._metrics["checkpoint/write_s"] = time.monotonic() - started
         logger.info(
@@ -143,7 +151,7 @@ def locked_checkpoint(folder: Path, *, or_start_over: bool) -> Iterator[Checkpoi
     an empty one in its place. Raises `ConfigError` otherwise, and where another run has it.
     """
     with run_directory.claimed(folder, is_new=False):
-        latest = checkpoint.latest(folder / "checkpoints")
+        latest = find_latest(folder / "checkpoints")
         if latest is not None:
             logger.info("going on from %s", latest.folder)
             yield latest
@@ -160,20 +168,20 @@ def locked_checkpoint(folder: Path, *, or_start_over: bool) -> Iterator[Checkpoi
 
 def is_done(folder: Path, *, num_steps: int) -> bool:
     """Whether the last step of a run is on disk already. Reads no checkpoint of an earlier step."""
-    newest = checkpoint.newest(folder / "checkpoints")
+    newest = find_newest(folder / "checkpoints")
     if newest is None or newest.step < num_steps:
         return False
-    return checkpoint.find_fault(newest.folder) is None
+    return find_damage(newest.folder) is None
 
 
 def require_checkpoint(folder: Path) -> None:
     """Raises `ConfigError` where `locked_checkpoint` would find nothing to go on from."""
-    if checkpoint.latest(folder / "checkpoints") is None:
+    if find_latest(folder / "checkpoints") is None:
         raise ConfigError(_refusal(folder))
 
 
 def _refusal(folder: Path) -> str:
-    found = [f"  {fault}" for fault in checkpoint.faults(folder / "checkpoints")]
+    found = [f"  {fault}" for fault in list_damage(folder / "checkpoints")]
     metrics = folder / "metrics.jsonl"
     num_rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
     return "\n".join(

@@ -21,8 +21,7 @@ from raylearner.errors import (
     summary,
 )
 from raylearner.learner.batch.pack import pack
-from raylearner.learner.checkpoint import checkpoint
-from raylearner.learner.checkpoint.checkpoint import Checkpoint
+from raylearner.learner.checkpoint.directory import Checkpoint, find_latest
 from raylearner.observability.action_watch import ActionWatch
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
@@ -404,7 +403,7 @@ class Controller:
     async def _restart_point(self, error: LearnerDied) -> Checkpoint:
         """Counts a restart. Raises `LearnerDied` where none is left, or no checkpoint."""
         self._num_learner_restarts += 1
-        latest = await asyncio.to_thread(checkpoint.latest, self._folder / "checkpoints")
+        latest = await asyncio.to_thread(find_latest, self._folder / "checkpoints")
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
             why = (
                 "there is no whole checkpoint"

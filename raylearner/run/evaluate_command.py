@@ -21,7 +21,7 @@ from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.data import load_prompts
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
-from raylearner.learner.checkpoint import checkpoint as checkpoints
+from raylearner.learner.checkpoint.directory import MANIFEST, find_damage
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
 from raylearner.rewards.judge import check_judges
@@ -108,9 +108,9 @@ def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, Policy
         return config.model.path, 0, 0
     if not checkpoint.is_dir():
         raise ConfigError(f"checkpoint: no such directory {str(checkpoint)!r}")
-    if (fault := checkpoints.find_fault(checkpoint)) is not None:
+    if (fault := find_damage(checkpoint)) is not None:
         raise ConfigError(f"checkpoint: {checkpoint} is not whole: {fault}")
-    step = json.loads((checkpoint / checkpoints.MANIFEST).read_text())["step"]
+    step = json.loads((checkpoint / MANIFEST).read_text())["step"]
     progress = json.loads((checkpoint / "learner" / "progress.json").read_text())
     return str((checkpoint / "model").absolute()), int(step), int(progress["policy_version"])
 

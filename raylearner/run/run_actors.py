@@ -16,8 +16,8 @@ from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import WeightTransferError
-from raylearner.learner.learner_actor import Recording
 from raylearner.learner.learner_group import LearnerGroup
+from raylearner.learner.spec import LearnerSpec
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run import placement
@@ -61,26 +61,13 @@ class RunActors:
             weights=config.data.weights,
             group_rewards=self._rewards.groups,
         )
-        self.learner = LearnerGroup(
-            config.learner,
-            weights=config.weights,
-            model_path=model_path,
-            temperature=config.sampling.temperature,
-            num_steps=config.run.num_steps,
-            seed=config.run.seed,
-            reward_weights=config.rewards.weights,
-            dump_folder=folder / "skipped",
-            run_name=config.run.name,
-            recording=Recording(
-                should_trace=config.observability.trace,
-                profile=config.observability.profile,
-                profile_folder=folder / "profile",
-            ),
-            engine_dtype=getattr(config.actors.engine, "dtype", "float32"),
-            ranks_per_engine=getattr(config.actors.engine, "tensor_parallel_size", 1),
-            ray_options=None if colocation is None else colocation.rank_options(),
-            rank_of=None if colocation is None else colocation.rank_of,
-            should_free_memory=config.engines_sleep,
+        spec = LearnerSpec.of_run(config, model_path=model_path, run_dir=folder)
+        self.learner = (
+            LearnerGroup(spec)
+            if colocation is None
+            else LearnerGroup(
+                spec, ray_options=colocation.rank_options(), rank_of=colocation.rank_of
+            )
         )
         self.fleet = RolloutFleet(
             config=config.actors,

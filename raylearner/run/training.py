@@ -21,7 +21,7 @@ from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.data import load_prompts
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import RunStopped, causes, summary
-from raylearner.learner.checkpoint.checkpoint import Checkpoint
+from raylearner.learner.checkpoint.directory import Checkpoint
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
 from raylearner.replay.sampler import make_sampler

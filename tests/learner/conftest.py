@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raylearner.config.schema import TinyModel
-from raylearner.learner.batch.layout import StepOutput
+from raylearner.learner.spec import StepOutput
 from raylearner.types import Trajectory, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]

@@ -9,18 +9,21 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
+from learners import make_learner
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.batch.layout import StepOutput
-from raylearner.learner.learner import Learner
+from raylearner.learner.spec import StepOutput
 
 
 def play(config: dict[str, Any], model: str, batches: list[Any]) -> tuple[list[StepOutput], dict]:
     """What each step said, and the weights after the last."""
-    learner = Learner(LearnerSection(**config), model_path=model, num_steps=10, temperature=0.9)
+    learner = make_learner(model, LearnerSection(**config), temperature=0.9)
     outputs = [learner.step(batch) for batch in batches]
-    return outputs, {name: w.numpy().copy() for name, w in learner.named_weights("float64")}
+    return outputs, {
+        name: w.numpy().copy() for name, w in learner.models.policy.named_weights(torch.float64)
+    }
 
 
 def main(folder: Path, rank: int, _: DeviceMesh) -> None:

@@ -10,21 +10,21 @@ import pickle
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from learners import make_learner, probe_of
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.checkpoint import writes
-from raylearner.learner.learner import Learner
+from raylearner.learner.checkpoint import state
 from raylearner.weights.checksums import checksum
 
 
 def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
-    writes.AGREEMENT_TIMEOUT_S = 20
+    state.AGREEMENT_TIMEOUT_S = 20
     job = pickle.loads((folder / "job.pkl").read_bytes())
-    learner = Learner(
+    learner = make_learner(
+        job["model"],
         LearnerSection(**job["config"]),
-        model_path=job["model"],
-        num_steps=10,
         temperature=0.9,
         device_mesh=device_mesh,
     )
@@ -37,10 +37,14 @@ def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
         learner.finish_save()
     result = {
         "outputs": outputs,
-        "probe": learner.probe_logprobs([[35, 36, 37], [20, 21, 22, 23]]),
-        "checksums": learner.weight_checksums("bfloat16"),
-        "sent": {name: checksum(w) for name, w in learner.named_weights("bfloat16")},
-        "weights": {name: w.numpy().copy() for name, w in learner.named_weights("float64")},
+        "probe": probe_of(learner, [[35, 36, 37], [20, 21, 22, 23]]),
+        "checksums": learner.models.policy.weight_checksums(torch.bfloat16),
+        "sent": {
+            name: checksum(w) for name, w in learner.models.policy.named_weights(torch.bfloat16)
+        },
+        "weights": {
+            name: w.numpy().copy() for name, w in learner.models.policy.named_weights(torch.float64)
+        },
     }
     if rank == 0:
         (folder / "result.pkl").write_bytes(pickle.dumps(result))

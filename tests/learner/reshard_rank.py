@@ -9,19 +9,17 @@ comes after the save in `later`. Leaves `saved/` and, of the moment of the save,
 import pickle
 from pathlib import Path
 
-from learners import full_state
+from learners import full_state, make_learner
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.learner import Learner
 
 
 def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     job = pickle.loads((folder / "job.pkl").read_bytes())
-    learner = Learner(
+    learner = make_learner(
+        job["model"],
         LearnerSection(**job["config"]),
-        model_path=job["model"],
-        num_steps=10,
         device_mesh=device_mesh,
     )
     if job["restored"] is not None:

@@ -11,9 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raylearner.learner.batch.layout import LearnerBatch
 from raylearner.learner.batch.micro_batch import MicroBatch
-from raylearner.learner.batch.pack import pack, row_cost
+from raylearner.learner.batch.pack import LearnerBatch, pack, row_cost
 from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 BUDGET = 64

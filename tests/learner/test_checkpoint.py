@@ -9,18 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from learners import step, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError
-from raylearner.learner.batch.layout import StepOutput
-from raylearner.learner.batch.pack import pack
-from raylearner.learner.checkpoint import checkpoint
-from raylearner.learner.checkpoint.writes import AGREEMENT_TIMEOUT_S
+from raylearner.learner.checkpoint.directory import (
+    create_checkpoint,
+    find_latest,
+    prune_checkpoints,
+)
+from raylearner.learner.checkpoint.state import AGREEMENT_TIMEOUT_S
 from raylearner.learner.learner import Learner
 from raylearner.learner.model.mesh import COLLECTIVE_TIMEOUT_S
 from raylearner.types import TrajectoryGroup
@@ -32,22 +35,11 @@ def make_learner(folder: Path, **changes: Any) -> Learner:
     section = LearnerSection(
         compute_dtype="float32", learning_rate=1e-2, schedule="cosine", warmup_steps=2, **changes
     )
-    return Learner(section, model_path=str(folder), num_steps=10)
-
-
-def step(learner: Learner, groups: list[TrajectoryGroup]) -> StepOutput:
-    version = learner.policy_version
-    return learner.step(
-        pack(groups, policy_version=version, num_ranks=1, max_tokens_per_micro_batch=48)[0]
-    )
-
-
-def weights_of(learner: Learner, dtype: str = "float32") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.named_weights(dtype)}
+    return learners.make_learner(folder, section)
 
 
 async def write(folder: Path, number: int, text: str) -> None:
-    async with checkpoint.writing(folder, step=number) as partial:
+    async with create_checkpoint(folder, step=number) as partial:
         (partial / "inner").mkdir()
         (partial / "inner" / "file.txt").write_text(text)
 
@@ -76,16 +68,18 @@ def test_resume_is_exact(
     again = [step(resumed, groups) for groups in steps[num_before:]]
     for key in ("learner/loss", "learner/grad_norm", "learner/learning_rate"):
         assert [o.metrics[key] for o in after] == [o.metrics[key] for o in again]
-    ours = weights_of(resumed)
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole).items())
+    ours = weights_of(resumed, torch.float32)
+    assert all(
+        torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole, torch.float32).items()
+    )
 
 
 def test_two_ranks_are_resumed_by_one(tiny_folder: Path, two_ranks: Any) -> None:
     section = LearnerSection(**two_ranks.config)
-    learner = Learner(section, model_path=str(tiny_folder), num_steps=10)
+    learner = learners.make_learner(tiny_folder, section)
     learner.restore(two_ranks.saved)
     assert learner.policy_version == 3
-    for name, tensor in weights_of(learner, "float64").items():
+    for name, tensor in weights_of(learner, torch.float64).items():
         np.testing.assert_array_equal(tensor, two_ranks.weights[name])
 
 
@@ -94,14 +88,14 @@ def test_a_rank_without_room_for_its_own_files_keeps_no_other_waiting(
 ) -> None:
     assert (two_ranks.saved_beside / "learner" / "rng_00001.json").is_dir()
     section = LearnerSection(**two_ranks.config)
-    learner = Learner(section, model_path=str(tiny_folder), num_steps=10)
+    learner = learners.make_learner(tiny_folder, section)
     learner.restore(two_ranks.saved_beside)
-    for name, tensor in weights_of(learner, "float64").items():
+    for name, tensor in weights_of(learner, torch.float64).items():
         np.testing.assert_array_equal(tensor, two_ranks.weights[name])
 
 
 def test_ranks_wait_for_each_others_files_for_less_than_for_a_step(tiny_folder: Path) -> None:
-    group: Any = make_learner(tiny_folder)._writer.group
+    group: Any = make_learner(tiny_folder)._saver.group
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     assert timeout.total_seconds() == AGREEMENT_TIMEOUT_S < COLLECTIVE_TIMEOUT_S
 
@@ -120,7 +114,7 @@ def test_the_exported_model_loads_with_from_pretrained(
     learner.save(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tensors = dict(exported.named_parameters())
-    for name, tensor in weights_of(learner).items():
+    for name, tensor in weights_of(learner, torch.float32).items():
         assert torch.equal(tensor, tensors[name]), name
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
     assert "policy version 1" in (tmp_path / "model" / "README.md").read_text()
@@ -150,7 +144,7 @@ async def test_a_damaged_file_is_named_and_the_last_whole_checkpoint_with_it(
 ) -> None:
     learner = make_learner(tiny_folder)
     for number in (1, 2):
-        async with checkpoint.writing(tmp_path, step=number) as partial:
+        async with create_checkpoint(tmp_path, step=number) as partial:
             learner.save(partial)
     damaged = tmp_path / "step_000002"
     (path,) = (
@@ -171,7 +165,7 @@ async def test_the_newest_whole_checkpoint_is_found_and_the_rest_named(tmp_path:
     (tmp_path / "step_000005.partial").mkdir()
     (tmp_path / "step_000004" / "inner" / "file.txt").write_text("TEXT 4")
     (tmp_path / "step_000003" / "inner" / "file.txt").unlink()
-    found = checkpoint.latest(tmp_path)
+    found = find_latest(tmp_path)
     assert found is not None
     assert (found.step, found.folder.name) == (2, "step_000002")
     assert [reason.split(":")[0] for reason in found.skipped] == [
@@ -181,24 +175,24 @@ async def test_the_newest_whole_checkpoint_is_found_and_the_rest_named(tmp_path:
     ]
     assert "inner/file.txt is corrupt" in found.skipped[1]
     assert "is missing" in found.skipped[2]
-    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert find_latest(tmp_path / "nowhere") is None
 
 
 async def test_a_failure_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
     await write(tmp_path, 1, "one")
 
     async def fail() -> None:
-        async with checkpoint.writing(tmp_path, step=2) as partial:
+        async with create_checkpoint(tmp_path, step=2) as partial:
             (partial / "half").write_text("...")
             raise RuntimeError("disk")
 
     with pytest.raises(RuntimeError, match="disk"):
         await fail()
-    found = checkpoint.latest(tmp_path)
+    found = find_latest(tmp_path)
     assert found is not None
     assert found.step == 1
     await write(tmp_path, 2, "two")
-    found = checkpoint.latest(tmp_path)
+    found = find_latest(tmp_path)
     assert found is not None
     assert (found.step, found.skipped) == (2, ())
 
@@ -211,7 +205,7 @@ def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
 
         async def main(folder):
             for step in range(1, 10_000):
-                async with checkpoint.writing(folder, step=step) as partial:
+                async with create_checkpoint(folder, step=step) as partial:
                     for name in range(20):
                         (partial / str(name)).write_bytes(bytes([step % 256]) * 50_000)
                 sys.stdout.write(f"{step}\\n")
@@ -230,7 +224,7 @@ def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
         process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     last = 3 + len(process.communicate()[0].split())
-    found = checkpoint.latest(tmp_path)
+    found = find_latest(tmp_path)
     assert found is not None
     assert found.step in (last, last + 1)
     values = {(found.folder / str(name)).read_bytes() for name in range(20)}
@@ -254,9 +248,9 @@ async def test_pruning_keeps_the_newest_of_the_run_and_nothing_of_a_future_given
     for name in ("step_000009.partial", "step_000012.partial", "step_000031.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_000040.mine").mkdir()
-    checkpoint.prune(tmp_path, step=22, keep_last=2)
+    prune_checkpoints(tmp_path, step=22, keep_last=2)
     assert names_in(tmp_path) == ["step_000020", "step_000022", "step_000040.mine"]
-    checkpoint.prune(tmp_path, step=22, keep_last=1)
-    found = checkpoint.latest(tmp_path)
+    prune_checkpoints(tmp_path, step=22, keep_last=1)
+    found = find_latest(tmp_path)
     assert found is not None
     assert (found.step, found.skipped) == (22, ())

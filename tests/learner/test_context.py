@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learners import step, weights_of
+from learners import make_learner, step, weights_of
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
-from raylearner.learner.batch.context import ContextGroup
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.batch.pack import pack
-from raylearner.learner.learner import Learner
 from raylearner.learner.model.loading import load_sharded
-from raylearner.learner.model.mesh import connect
+from raylearner.learner.model.mesh import ContextGroup, connect
 from raylearner.learner.model.policy import ModelOptions
 from raylearner.types import TrajectoryGroup
 
@@ -92,10 +90,9 @@ def test_any_grouping_of_four_ranks_equals_one_rank(
             for key, value in changes.items()
             if key in ("loss", "advantage", "critic", "kl", "lora", "max_grad_norm")
         }
-        learner = Learner(
+        learner = make_learner(
+            grouped_folder,
             LearnerSection(**options, **plain),
-            model_path=str(grouped_folder),
-            num_steps=10,
             temperature=0.9,
         )
         alone = step(learner, groups, num_mini_batches=2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_tokenizer
+from learners import make_learner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylearner.config.checks import check
@@ -17,7 +18,6 @@ from raylearner.config.model_files import scoring_faults
 from raylearner.config.schema import LearnerSection, RunConfig
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
-from raylearner.learner.learner import Learner
 from raylearner.learner.model import loading
 from raylearner.learner.model.loading import load_model
 
@@ -125,9 +125,9 @@ def test_each_family_scores_as_transformers_does_or_is_refused(
         load_model(str(folder), dtype=torch.float32)
     make_tokenizer().save_pretrained(folder)
     with pytest.raises(ConfigError, match=rf"\({values['model_type']}\).* nats"):
-        Learner(
+        make_learner(
+            folder,
             LearnerSection(compute_dtype="float32", compile=False),
-            model_path=str(folder),
             num_steps=1,
         )
 

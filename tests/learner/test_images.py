@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
 from families import make_glm4v, make_qwen3
-from learners import step, weights_of
+from learners import probe_of, step, weights_of
 from pictures import Source, make_image
 from ranks import run_ranks
 from safetensors import safe_open
@@ -25,11 +26,10 @@ from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
 from raylearner.learner.model import images as images_module
 from raylearner.learner.model.attention import image_implementation
-from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.images import ImageReader, PixelLoader
 from raylearner.learner.model.loading import TensorReader, load_model
-from raylearner.learner.model.pixels import PixelLoader
 from raylearner.learner.model.policy import ModelOptions, vision_tower
-from raylearner.learner.weight_source import make_probe
+from raylearner.learner.weight_writer import make_probe
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
 
@@ -242,17 +242,17 @@ def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
             "vision_tower": tower,
         }
     )
-    learner = Learner(config, model_path=str(qwen2_5_folder), num_steps=2)
-    before = {name: t.clone() for name, t in learner.named_weights("float32")}
+    learner = learners.make_learner(qwen2_5_folder, config, num_steps=2)
+    before = {name: t.clone() for name, t in learner.models.policy.named_weights(torch.float32)}
     groups = with_images(make_groups(0, num_groups=3, group_size=4), vision)
     (batch,) = pack(groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
     output = learner.step(batch)
     assert not output.is_skipped
-    after = dict(learner.named_weights("float32"))
+    after = dict(learner.models.policy.named_weights(torch.float32))
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert any("language_model" in name for name in changed)
     assert any("visual" in name for name in changed) == (tower == "trained")
-    assert len(learner.probe_logprobs([[30, 31, 32]])[0]) == 2
+    assert len(probe_of(learner, [[30, 31, 32]])[0]) == 2
 
 
 def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
@@ -271,7 +271,7 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
             "warmup_steps": 2,
             "max_grad_norm": 1e6,
         }
-        return Learner(LearnerSection.model_validate(config), model_path=str(folder), num_steps=5)
+        return learners.make_learner(folder, LearnerSection.model_validate(config), num_steps=5)
 
     whole, resumed = make_learner(), make_learner()
     rates: list[tuple[float, float]] = []
@@ -318,12 +318,12 @@ def test_the_exported_model_loads_with_its_image_processor(
     from transformers import AutoModelForImageTextToText
 
     section = LearnerSection.model_validate({"compute_dtype": "float32", "learning_rate": 1e-2})
-    learner = Learner(section, model_path=str(glm4v_folder), num_steps=1)
+    learner = learners.make_learner(glm4v_folder, section, num_steps=1)
     step(learner, make_groups(0), max_tokens_per_micro_batch=64)
     learner.save(tmp_path)
     folder = tmp_path / "model"
     exported = dict(AutoModelForImageTextToText.from_pretrained(folder).named_parameters())
-    for name, tensor in learner.named_weights("float32"):
+    for name, tensor in learner.models.policy.named_weights(torch.float32):
         assert torch.equal(exported[name], tensor), name
     assert Vision.from_pretrained(str(folder)) == Vision.from_pretrained(str(glm4v_folder))
     assert "`AutoModelForImageTextToText.from_pretrained`" in (folder / "README.md").read_text()
@@ -334,7 +334,7 @@ def test_a_frozen_tower_gets_no_adapters(qwen2_5_folder: Path, tower: str) -> No
     section = LearnerSection.model_validate(
         {"compute_dtype": "float32", "vision_tower": tower, "lora": {"rank": 4}}
     )
-    learner = Learner(section, model_path=str(qwen2_5_folder), num_steps=1)
+    learner = learners.make_learner(qwen2_5_folder, section, num_steps=1)
     names = [name for name, _ in learner.adapter_weights("float32")]
     assert any("language_model" in name for name in names)
     assert any("visual" in name for name in names) == (tower == "trained")
@@ -352,13 +352,13 @@ def test_a_model_of_text_cannot_be_given_the_policys_images(
         settings["kl"] = {"coefficient": 0.1, "reference": reference}
     section = LearnerSection.model_validate(settings)
     with pytest.raises(ConfigError, match=rf"learner\.{key}\.path: .* reads text alone, and the"):
-        Learner(section, model_path=str(qwen2_5_folder), num_steps=1)
+        learners.make_learner(qwen2_5_folder, section, num_steps=1)
 
 
 def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> None:
     section = LearnerSection(vision_learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"vision_learning_rate: .* reads text alone"):
-        Learner(section, model_path=str(tiny_folder), num_steps=1)
+        learners.make_learner(tiny_folder, section, num_steps=1)
 
 
 def test_pixel_values_made_ahead_change_no_bit_and_are_made_once(
@@ -381,7 +381,7 @@ def test_pixel_values_made_ahead_change_no_bit_and_are_made_once(
 
         monkeypatch.setattr(images_module, "_pixels", count)
         section = LearnerSection.model_validate(config)
-        learner = Learner(section, model_path=str(qwen2_5_folder), num_steps=2)
+        learner = learners.make_learner(qwen2_5_folder, section, num_steps=2)
         metrics = step(learner, groups, max_tokens_per_micro_batch=64).metrics
         monkeypatch.setattr(images_module, "_pixels", make)
         assert metrics["learner/pixel_wait_s"] > 0
@@ -401,7 +401,7 @@ def test_an_image_that_does_not_decode_ends_the_step_with_its_trajectory(
     half = tuple(image[: len(image) // 2] for image in first.images)
     broken = replace(group, trajectories=(replace(first, images=half), *rest))
     section = LearnerSection.model_validate({"compute_dtype": "float32"})
-    learner = Learner(section, model_path=str(qwen2_5_folder), num_steps=2)
+    learner = learners.make_learner(qwen2_5_folder, section, num_steps=2)
     words = rf"group {first.group_id}, sample 0: an image does not decode: OSError: .*truncated"
     with pytest.raises(LearnerError, match=words):
         step(learner, [*others, broken], max_tokens_per_micro_batch=64)
@@ -480,10 +480,9 @@ def test_ranks_of_which_some_show_images_equal_one_rank(
     (tmp_path / "job.pkl").write_bytes(pickle.dumps(job))
     run_ranks(Path(__file__).with_name("rank.py"), tmp_path, num_ranks=2)
     theirs = pickle.loads((tmp_path / "result.pkl").read_bytes())
-    learner = Learner(
+    learner = learners.make_learner(
+        qwen3_folder,
         LearnerSection.model_validate(config),
-        model_path=str(qwen3_folder),
-        num_steps=10,
         temperature=0.9,
     )
     before = weights_of(learner)
@@ -508,13 +507,9 @@ def test_a_probe_shows_an_image_that_caches_must_not_keep(
     config = WeightsSection(clear_caches=should_clear_caches, num_probe_tokens=16)
     first, second = (
         make_probe(
-            Source(
-                model=model,
-                image_reader=reader,
-                model_folder=qwen2_5_folder,
-                policy_version=version,
-            ),
+            Source(folder=qwen2_5_folder, policy=model, reader=reader),
             config,
+            policy_version=version,
             seed=5,
         )
         for version in (1, 2)

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
+from learners import probe_of, weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,9 +18,8 @@ from raylearner.config.memory import ModelSize, estimate
 from raylearner.config.schema import LearnerSection, RlooAdvantage
 from raylearner.errors import ConfigError, LearnerError
 from raylearner.learner import optimizer
-from raylearner.learner.batch.layout import LearnerBatch
 from raylearner.learner.batch.micro_batch import PackedTokens
-from raylearner.learner.batch.pack import pack
+from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.learner.learner import Learner
 from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
@@ -41,7 +42,7 @@ TEMPERATURE = 0.9
 
 def make_learner(folder: Path, **changes: Any) -> Learner:
     section = LearnerSection(**(CONFIG | changes))
-    return Learner(section, model_path=str(folder), num_steps=10, temperature=TEMPERATURE)
+    return learners.make_learner(folder, section, temperature=TEMPERATURE)
 
 
 def one_rank(groups: list[TrajectoryGroup], *, version: int = 0, minis: int = 1) -> LearnerBatch:
@@ -52,10 +53,6 @@ def one_rank(groups: list[TrajectoryGroup], *, version: int = 0, minis: int = 1)
         max_tokens_per_micro_batch=48,
         num_mini_batches=minis,
     )[0]
-
-
-def weights_of(learner: Learner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.named_weights("float64")}
 
 
 def naive_loop(
@@ -140,7 +137,7 @@ def test_ranks_add_up_checksums_of_their_own_rows(two_ranks: Any) -> None:
 def test_one_rank_and_two_give_the_same_numbers(tiny_folder: Path, two_ranks: Any) -> None:
     """Also where a rank had no row: the third step has one only."""
     section = LearnerSection(**two_ranks.config)
-    learner = Learner(section, model_path=str(tiny_folder), num_steps=10, temperature=TEMPERATURE)
+    learner = learners.make_learner(tiny_folder, section, temperature=TEMPERATURE)
     keys = ("loss", "grad_norm", "entropy", "clip_fraction", "importance_weight/ess", "tokens")
     for version, groups in enumerate(two_ranks.steps):
         ours = learner.step(one_rank(groups, version=version, minis=2))
@@ -152,7 +149,7 @@ def test_one_rank_and_two_give_the_same_numbers(tiny_folder: Path, two_ranks: An
             assert ours.metrics[f"learner/{key}"] == expected, key
     for name, tensor in weights_of(learner).items():
         np.testing.assert_allclose(tensor, two_ranks.weights[name], rtol=0, atol=1e-9)
-    probe = learner.probe_logprobs([[35, 36, 37], [20, 21, 22, 23]])
+    probe = probe_of(learner, [[35, 36, 37], [20, 21, 22, 23]])
     for a, b in zip(probe, two_ranks.probe, strict=True):
         assert a == pytest.approx(b, abs=1e-9)
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import learners
 import pytest
 import torch
-from learners import step, weights_of
+from learners import probe_of, step, weights_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +27,7 @@ PROBE = [[5, 6, 7, 8], [20, 21, 22]]
 def make_learner(folder: Path, *, lora: dict[str, Any] | None = None, **changes: Any) -> Learner:
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
     section = LearnerSection(lora={"rank": 4, "alpha": 8} if lora is None else lora, **options)
-    return Learner(section, model_path=str(folder), num_steps=10)
+    return learners.make_learner(folder, section)
 
 
 def base(folder: Path) -> Any:
@@ -37,7 +38,9 @@ def test_an_untrained_adapter_changes_nothing(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder)
     theirs = dict(base(tiny_folder).named_parameters())
     mine = weights_of(learner)
-    assert [(name, tuple(w.shape)) for name, w in mine.items()] == learner.weight_shapes()
+    assert [
+        (name, tuple(w.shape)) for name, w in mine.items()
+    ] == learner.models.policy.weight_shapes()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -49,7 +52,7 @@ def test_steps_train_adapters_alone_and_peft_merges_them_alike(
     before = weights_of(learner)
     for seed in range(2):
         step(learner, make_groups(seed, policy_version=seed))
-    after, probe = weights_of(learner), learner.probe_logprobs(PROBE)
+    after, probe = weights_of(learner), probe_of(learner, PROBE)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     linear = {n for n in after if n.endswith("_proj.weight")}
     assert changed == linear
@@ -125,7 +128,7 @@ def test_in_half_precision_only_what_is_trained_has_masters(
     tiny_folder: Path, make_groups: MakeGroups
 ) -> None:
     learner = make_learner(tiny_folder, compute_dtype="bfloat16", head_dtype="compute")
-    dtypes = {p.requires_grad: p.dtype for p in learner.causal_lm.parameters()}
+    dtypes = {p.requires_grad: p.dtype for p in learner.models.policy.causal_lm.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     assert not step(learner, make_groups(0)).is_skipped
 
@@ -148,7 +151,7 @@ def test_a_small_update_of_a_half_precision_run_is_exported_whole(
             assert 0 < moved.abs().max() < 1e-4  # a step of bfloat16 is 1e-4 at 0.02
         torch.testing.assert_close(weight - start[name], moved, rtol=0, atol=1e-7)
     with pytest.raises(ConfigError, match=r"learner\.lora"):
-        learner.named_weights("bfloat16")
+        learner.models.policy.named_weights(torch.bfloat16)
 
 
 def test_reference_and_critic_start_as_the_policy_that_goes_on_from_an_adapter(
@@ -168,10 +171,10 @@ def test_reference_and_critic_start_as_the_policy_that_goes_on_from_an_adapter(
             advantage={"kind": "gae"},
             critic={},
         )
-        critic = again._models.critic
+        critic = again.models.critic
         assert critic is not None
         own = dict(critic._model.named_weights(torch.float32))
-        for name, weight in again.named_weights("float32"):
+        for name, weight in again.models.policy.named_weights(torch.float32):
             start = dict(base(tiny_folder).named_parameters())[name]
             torch.testing.assert_close(
                 own[name], weight, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-6

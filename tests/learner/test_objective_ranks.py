@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from raylearner.learner.batch.layout import LearnerBatch
-from raylearner.learner.batch.pack import pack
+from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.observability.metrics import undocumented
 from raylearner.types import TrajectoryGroup
 

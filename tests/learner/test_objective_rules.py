@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
@@ -23,9 +24,9 @@ from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 def make_learner(folder: Path, *, num_steps: int = 10, **keys: Any) -> Learner:
     config = {"compute_dtype": "float64", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 512}
-    return Learner(
+    return learners.make_learner(
+        folder,
         LearnerSection.model_validate(config | keys),
-        model_path=str(folder),
         num_steps=num_steps,
     )
 
@@ -340,8 +341,8 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
     learner = make_learner(
         tiny_folder, advantage={"kind": "turn_gae", "normalize": False}, critic={}
     )
-    assert learner._critic is not None
-    head = learner._critic._model.value_head
+    assert learner.models.critic is not None
+    head = learner.models.critic._model.value_head
     torch.manual_seed(0)
     with torch.no_grad():
         head.weight.normal_(0, 0.1)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import make_learner
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch.pack import pack
-from raylearner.learner.learner import Learner
 from raylearner.types import StopReason, TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -187,10 +187,12 @@ def ours(
         }
         | changes
     )
-    learner = Learner(section, model_path=str(folder), num_steps=10, temperature=TEMPERATURE)
+    learner = make_learner(folder, section, temperature=TEMPERATURE)
     (batch,) = pack(groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=48)
     metrics = dict(learner.step(batch).metrics)
-    return metrics, {name: w.clone() for name, w in learner.named_weights("float64")}
+    return metrics, {
+        name: w.clone() for name, w in learner.models.policy.named_weights(torch.float64)
+    }
 
 
 def assert_equal(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import full_state, step
+from learners import full_state, make_learner, step
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.learner import Learner
@@ -16,8 +16,11 @@ MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 
 def play(folder: Path, steps: list[list[TrajectoryGroup]], device: str, **changes: Any) -> Learner:
-    section = LearnerSection(compute_dtype="float32", learning_rate=1e-2, **changes)
-    learner = Learner(section, model_path=str(folder), num_steps=10, device=device)
+    gpus = float(device == "cuda")
+    section = LearnerSection(
+        compute_dtype="float32", learning_rate=1e-2, gpus_per_rank=gpus, **changes
+    )
+    learner = make_learner(folder, section)
     for groups in steps:
         step(learner, groups)
     return learner
@@ -42,19 +45,19 @@ def test_on_a_gpu_shards_stay_on_the_host_and_numbers_close(
     steps = [make_groups(seed, policy_version=seed) for seed in range(2)]
     kept = play(tiny_folder, steps, "cuda")
     offloaded = play(tiny_folder, steps, "cuda", offload=True)
-    assert {p.device.type for p in offloaded._model.parameters()} == {"cpu"}
+    assert {p.device.type for p in offloaded.models.policy.parameters()} == {"cpu"}
     assert {
         tensor.device.type
-        for state in offloaded._optimizer.state.values()
+        for state in offloaded.models.optimizer.state.values()
         for tensor in state.values()
     } == {"cpu"}
-    theirs = dict(offloaded.named_weights("float32"))
-    for name, tensor in kept.named_weights("float32"):
+    theirs = dict(offloaded.models.policy.named_weights(torch.float32))
+    for name, tensor in kept.models.policy.named_weights(torch.float32):
         assert theirs[name].is_cuda
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-4, atol=1e-4)
     offloaded.save(tmp_path, should_defer=True)
     step(offloaded, make_groups(2, policy_version=2))
     offloaded.finish_save()
     kept.restore(tmp_path)
-    for name, tensor in kept.named_weights("float32"):
+    for name, tensor in kept.models.policy.named_weights(torch.float32):
         assert torch.equal(theirs[name], tensor), name

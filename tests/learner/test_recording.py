@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learners import make_learner
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection, ProfileSection
 from raylearner.learner.batch.pack import pack
-from raylearner.learner.learner import Learner
-from raylearner.learner.profiler import StepProfiler
+from raylearner.learner.recording import StepProfiler
 from raylearner.observability.spans import Tracer
 from raylearner.types import TrajectoryGroup
 
@@ -31,7 +31,7 @@ def test_a_step_tells_advantages_and_its_first_log_probabilities_by_trajectory(
         num_mini_batches=2,
     )
     tracer = Tracer("learner-0")
-    learner = Learner(section, model_path=str(tiny_folder), num_steps=10, tracer=tracer)
+    learner = make_learner(tiny_folder, section, tracer=tracer)
     groups = make_groups(3)
     trajectories = [t for group in groups for t in group.trajectories]
     batch = pack(

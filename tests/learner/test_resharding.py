@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from learners import full_state
+from learners import full_state, make_learner
 from ranks import run_ranks
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.batch.layout import LearnerBatch
-from raylearner.learner.batch.pack import pack
-from raylearner.learner.learner import Learner
+from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.types import TrajectoryGroup
 
 MakeGroups = Callable[..., list[TrajectoryGroup]]
@@ -60,6 +58,6 @@ def test_four_ranks_are_resumed_by_two_and_those_by_one(
     of_two = run(tmp_path / "two", 2, **model, batches=[], restored=tmp_path / "four" / "saved")
     assert_equal(of_two, of_four)
     section = LearnerSection(**CONFIG, offload=True)
-    learner = Learner(section, model_path=str(untied_folder), num_steps=10)
+    learner = make_learner(untied_folder, section)
     learner.restore(tmp_path / "two" / "saved")
     assert_equal(full_state(learner), of_four)

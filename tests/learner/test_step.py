@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import learners
 import pytest
 import torch
 from learners import step, weights_of
@@ -23,10 +24,10 @@ REFRESHED = {"kind": "refreshed", "every_steps": 2, "mix": 0.5}
 ADAPTIVE = {"kind": "adaptive", "target": 0.01, "horizon": 50}
 
 
-def make_learner(folder: Path, dump_folder: Path | None = None, **changes: Any) -> Learner:
+def make_learner(folder: Path, run_dir: Path | None = None, **changes: Any) -> Learner:
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
     section = LearnerSection(**options)
-    return Learner(section, model_path=str(folder), num_steps=10, dump_folder=dump_folder)
+    return learners.make_learner(folder, section, run_dir=run_dir)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_refreshed_reference_moves_with_every_kth_version_and_the_coefficient_
 ) -> None:
     kl = {"coefficient": 0.1, "reference": REFRESHED, "controller": ADAPTIVE}
     learner = make_learner(tiny_folder, kl=kl, num_epochs=1)
-    reference = learner._reference
+    reference = learner.models.reference
     assert reference is not None
 
     def held() -> Tensor:
@@ -136,7 +137,7 @@ def test_a_refreshed_reference_moves_with_every_kth_version_and_the_coefficient_
 
 def test_no_reference_is_loaded_at_coefficient_0(tiny_folder: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_folder, kl={"coefficient": 0.0, "reference": {"kind": "frozen"}})
-    assert learner._reference is None
+    assert learner.models.reference is None
     frozen = make_learner(tiny_folder, kl={"reference": {"kind": "frozen"}})
     frozen.save(tmp_path)
     assert not (tmp_path / "reference").exists()
@@ -154,7 +155,7 @@ def test_skipped_steps_are_counted_and_the_last_one_leaves_its_trajectories(
     groups[1] = replace(groups[1], trajectories=(replace(bad, reward=1e308), *rest))
     learner = make_learner(
         tiny_folder,
-        tmp_path / "skipped",
+        tmp_path,
         max_skipped_steps=2,
         num_epochs=1,
         advantage={"kind": "dr_grpo"},
@@ -174,7 +175,7 @@ def test_a_value_loss_that_is_not_finite_skips_both_updates(
     tiny_folder: Path, make_groups: MakeGroups
 ) -> None:
     learner = make_learner(tiny_folder, **GAE)
-    critic = learner._critic
+    critic = learner.models.critic
     assert critic is not None
     with torch.no_grad():
         critic._model.own_parameters()["value_head.bias"].fill_(torch.nan)
@@ -227,10 +228,9 @@ def test_gdpo_weighs_reward_functions_as_the_run_does(
 
     losses = []
     for noise in (1.0, -7.0):
-        learner = Learner(
+        learner = learners.make_learner(
+            tiny_folder,
             LearnerSection(compute_dtype="float64", advantage={"kind": "gdpo"}),
-            model_path=str(tiny_folder),
-            num_steps=10,
             reward_weights={"a": 2.0, "b": 0.0},
         )
         losses.append(step(learner, with_parts(noise)).metrics["learner/loss"])

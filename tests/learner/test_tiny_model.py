@@ -17,7 +17,7 @@ from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.loading import load_model
-from raylearner.learner.weight_source import vocabulary
+from raylearner.learner.weight_writer import read_vocabulary
 from raylearner.tiny.model import TAGS, make_tiny_model
 from raylearner.tiny.warm_start import warm_start
 from raylearner.tokenization.vision import Vision
@@ -46,7 +46,7 @@ def test_the_chat_template_is_chatml(tiny_folder: Path) -> None:
 
 def test_vocabulary_names_the_special_tokens(tiny_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    size, special = vocabulary(tiny_folder)
+    size, special = read_vocabulary(tiny_folder)
     assert size == len(tokenizer)
     assert special == frozenset(tokenizer.all_special_ids)
 

@@ -1,10 +1,8 @@
 """A tiny model that sees, an engine of it, and the learner's side: turns with images, pushes."""
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +14,7 @@ from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.policy import PackedModel
-from raylearner.learner.probing import probe_logprobs
-from raylearner.learner.weight_source import make_probe
+from raylearner.learner.weight_writer import make_probe
 from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
@@ -112,32 +109,24 @@ def learner_logprobs(
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A learner's side of a push, without the learner."""
+    """The models of a learner that a push reads."""
 
-    model: PackedModel
-    image_reader: ImageReader
-    model_folder: Path
-    policy_version: int
-
-    def probe_logprobs(
-        self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]] = ()
-    ) -> list[list[float]]:
-        return probe_logprobs(self.model, token_ids, images, reader=self.image_reader)
+    folder: Path
+    policy: PackedModel
+    reader: ImageReader | None
 
 
 def make_update(
     model: PackedModel, reader: ImageReader, folder: Path, version: int, *, tolerance: float
 ) -> WeightUpdate:
-    source: Any = Source(
-        model=model, image_reader=reader, model_folder=folder, policy_version=version
-    )
+    source = Source(folder=folder, policy=model, reader=reader)
     config = WeightsSection.model_validate({"verify_tolerance": tolerance})
     weights = list(model.named_weights(torch.float32))
     return WeightUpdate(
         policy_version=version,
         transport="shared_files",
         payload=write_weights(weights, folder / "pushed", version, torch.float32),
-        probe=make_probe(source, config, seed=0),
+        probe=make_probe(source, config, policy_version=version, seed=0),
     )
 
 

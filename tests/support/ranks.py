@@ -65,7 +65,7 @@ def _errors(folder: Path, rank: int) -> Path:
 def _play(script: Path, folder: Path, rank: int, num_ranks: int, port: int) -> None:
     with _errors(folder, rank).open("w") as errors:
         os.dup2(errors.fileno(), 2)
-    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, port=port)
+    device_mesh = mesh.connect(rank=rank, world_size=num_ranks, address=("127.0.0.1", port))
     runpy.run_path(str(script))["main"](folder, rank, device_mesh)
     mesh.disconnect()
     os._exit(0)  # the interpreter's own shutdown sometimes aborts in a thread of gloo

@@ -11,7 +11,7 @@ from minimal import MINIMAL
 from raylearner.config.loader import load
 from raylearner.config.report import resolved_yaml
 from raylearner.errors import CheckpointError, ConfigError, LearnerDied, LearnerError
-from raylearner.learner.checkpoint import checkpoint
+from raylearner.learner.checkpoint.directory import create_checkpoint, find_latest, list_damage
 from raylearner.observability import run_directory
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import (
@@ -83,7 +83,7 @@ async def test_training_goes_on_while_the_copy_is_written_and_one_is_in_flight(
     await second
     await saver.wait()
     assert [(tmp_path / name / "number").read_text() for name in names(tmp_path)] == ["0", "7"]
-    assert checkpoint.faults(tmp_path) == []
+    assert list_damage(tmp_path) == []
     assert saver.drain_metrics()["checkpoint/stall_s"] >= 0.04
     await saver.start(3)
     await saver.wait()
@@ -93,7 +93,7 @@ async def test_training_goes_on_while_the_copy_is_written_and_one_is_in_flight(
 async def test_without_deferring_it_is_whole_when_training_goes_on(tmp_path: Path) -> None:
     saver = make_saver(tmp_path, FakeLearner(), should_defer=False)
     await saver.start(1)
-    assert (names(tmp_path), checkpoint.faults(tmp_path)) == (["step_000001"], [])
+    assert (names(tmp_path), list_damage(tmp_path)) == (["step_000001"], [])
     assert saver.drain_metrics().keys() == {"checkpoint/stall_s", "checkpoint/write_s"}
 
 
@@ -102,7 +102,7 @@ async def test_a_step_behind_a_corrupt_checkpoint_is_the_one_that_is_kept(tmp_pa
     await saver.start(30)
     (tmp_path / "step_000030" / "number").write_text("corrupt")
     await saver.start(22)
-    assert (names(tmp_path), checkpoint.faults(tmp_path)) == (["step_000022"], [])
+    assert (names(tmp_path), list_damage(tmp_path)) == (["step_000022"], [])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_a_rank_that_died_is_told_as_such_and_what_it_wrote_given_up(tmp_p
     await saver.start(2)
     await saver.cancel()
     await saver.wait()
-    assert checkpoint.latest(tmp_path) is None
+    assert find_latest(tmp_path) is None
 
 
 def make_run(folder: Path, *, steps: tuple[int, ...]) -> None:
@@ -156,7 +156,7 @@ def make_run(folder: Path, *, steps: tuple[int, ...]) -> None:
 
 
 async def write(checkpoints: Path, step: int) -> None:
-    async with checkpoint.writing(checkpoints, step=step) as partial:
+    async with create_checkpoint(checkpoints, step=step) as partial:
         (partial / "weights").write_text(f"weights {step}")
 
 

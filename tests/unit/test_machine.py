@@ -14,7 +14,7 @@ from minimal import MINIMAL
 
 from raylearner.config.schema import RunConfig, RunSection
 from raylearner.errors import ConfigError
-from raylearner.learner.checkpoint import checkpoint
+from raylearner.learner.checkpoint.directory import create_checkpoint
 from raylearner.observability import run_directory
 from raylearner.run import machine, training
 from raylearner.run.machine import stop_time_s
@@ -117,7 +117,7 @@ async def test_a_resume_with_nothing_left_ends_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with checkpoint.writing(tmp_path / "checkpoints", step=config.run.num_steps) as partial:
+    async with create_checkpoint(tmp_path / "checkpoints", step=config.run.num_steps) as partial:
         (partial / "weights").write_text("w")
     section = config.run.model_copy(update={"dir": str(tmp_path)})
     config = config.model_copy(update={"run": section})

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylearner.learner.batch.layout import TokenRow
+from raylearner.learner.batch.pack import TokenRow
 from raylearner.learner.batch.rows import Rows
 from raylearner.learner.model.images import ImageReader, PackedImages
 from raylearner.types import PolicyVersion

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylearner.errors import ConfigError
-from raylearner.learner.batch.context import ContextGroup
+from raylearner.learner.model.mesh import ContextGroup
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from raylearner.learner import optimizer
 from raylearner.learner.batch.metric import Metrics
 from raylearner.learner.batch.micro_batch import MicroBatch, PackedTokens
 from raylearner.learner.batch.rows import Rows
-from raylearner.learner.checkpoint.learner_state import restore_tensors, save_tensors
-from raylearner.learner.checkpoint.writes import Writes
+from raylearner.learner.checkpoint.state import Save, restore_tensors, save_tensors
 from raylearner.learner.model.policy import PackedModel
 from raylearner.learner.objective.aggregation import aggregate
 from raylearner.learner.objective.critic_loss import value_loss
@@ -61,8 +60,8 @@ class Critic:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def save(self, folder: Path, writes: Writes) -> None:
-        save_tensors(folder, self._model.own_parameters(), self._optimizer, writes)
+    def save(self, folder: Path, save: Save) -> None:
+        save_tensors(folder, self._model.own_parameters(), self._optimizer, save)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
         restore_tensors(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raylearner.learner.checkpoint.writes import Writes
+from raylearner.learner.checkpoint.state import Save
 from raylearner.learner.model import lora
 from raylearner.learner.model.policy import PackedModel
 from raylearner.types import PolicyVersion
@@ -40,7 +40,7 @@ class _File:
 def export_model(
     folder: Path,
     model: PackedModel,
-    writes: Writes,
+    save: Save,
     *,
     source: Path,
     dtype: torch.dtype,
@@ -55,24 +55,24 @@ def export_model(
         (name, torch.Size(shape).numel() * dtype.itemsize) for name, shape in model.weight_shapes()
     )
     if rank == 0:
-        writes.add(partial(_write_rest, folder, source, files, dtype, policy_version))
+        save.add(partial(_write_rest, folder, source, files, dtype, policy_version))
     weights = model.named_weights(dtype)
     for number, file in enumerate(files):
         tensors = _next(weights, file, should_keep=number % num_ranks == rank)
         if tensors:
-            held = writes.on_host(tensors)
-            writes.add(partial(_write, folder / _name(number, len(files)), held))
+            held = save.copy_to_host(tensors)
+            save.add(partial(_write, folder / _name(number, len(files)), held))
     assert next(weights, None) is None, "shapes and weights come from the same parameters"
 
 
-def export_adapter(folder: Path, model: PackedModel, writes: Writes, *, source: Path) -> None:
+def export_adapter(folder: Path, model: PackedModel, save: Save, *, source: Path) -> None:
     """The adapters as peft saves them, for the model in `source`."""
-    weights = writes.on_host(dict(lora.adapter_weights(model.causal_lm, torch.float32)))
+    weights = save.copy_to_host(dict(lora.adapter_weights(model.causal_lm, torch.float32)))
     if dist.get_rank() == 0:
-        writes.add(partial(_write, folder / lora.WEIGHTS_FILE, weights))
+        save.add(partial(_write, folder / lora.WEIGHTS_FILE, weights))
         config = lora.adapter_config(model.causal_lm, base=str(source))
         text = json.dumps(config, indent=2) + "\n"
-        writes.add(lambda: (folder / lora.CONFIG_FILE).write_text(text))
+        save.add(lambda: (folder / lora.CONFIG_FILE).write_text(text))
 
 
 def _files(sizes: Iterable[tuple[str, int]]) -> list[_File]:

@@ -14,15 +14,14 @@ from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
-from raylearner.learner.batch.context import ContextGroup
-from raylearner.learner.checkpoint.learner_state import Progress, restore_tensors, save_tensors
-from raylearner.learner.checkpoint.writes import Writes
+from raylearner.learner.checkpoint.state import Progress, Save, restore_tensors, save_tensors
 from raylearner.learner.model import lora
 from raylearner.learner.model.critic import Critic
 from raylearner.learner.model.export import export_adapter, export_model
 from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.loading import load_sharded, model_directory
 from raylearner.learner.model.memory_check import refuse_without_room
+from raylearner.learner.model.mesh import ContextGroup
 from raylearner.learner.model.policy import DTYPES, ModelOptions, PackedModel, vision_tower
 from raylearner.learner.model.reference import Reference, reference_path
 
@@ -122,20 +121,20 @@ class Models:
             reader=ImageReader.from_pretrained(str(folder)),
         )
 
-    def save(self, folder: Path, progress: Progress, writes: Writes) -> None:
+    def save(self, folder: Path, progress: Progress, save: Save) -> None:
         """Shards under `learner/`, `critic/` and, if it changes, `reference/`; what others load under
         `model/` (`from_pretrained`) and `adapter/` (peft). What all ranks write together is first."""
-        save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer, writes)
+        save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer, save)
         if self.critic is not None:
-            self.critic.save(folder / "critic", writes)
+            self.critic.save(folder / "critic", save)
         if self.reference is not None:
-            self.reference.save(folder / "reference", writes)
+            self.reference.save(folder / "reference", save)
         if self.policy.has_adapters:
-            export_adapter(folder / "adapter", self.policy, writes, source=self.folder)
+            export_adapter(folder / "adapter", self.policy, save, source=self.folder)
         export_model(
             folder / "model",
             self.policy,
-            writes,
+            save,
             source=self.folder,
             dtype=self.export_dtype,
             policy_version=progress.policy_version,

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from raylearner.learner.batch.context import ContextGroup
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import attention, lora
 from raylearner.learner.model.attention import Backend
 from raylearner.learner.model.gather import gathered, gathered_checksums
 from raylearner.learner.model.images import PackedImages
 from raylearner.learner.model.logprobs import chunked_logprobs, chunked_squared_probs
+from raylearner.learner.model.mesh import ContextGroup
 from raylearner.tokenization.vision import deal_out
 from raylearner.types import BAN_BIAS
 from raylearner.weights.checksums import Checksum, Checksums

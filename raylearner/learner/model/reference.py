@@ -19,8 +19,7 @@ from raylearner.config.kl import (
 )
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
-from raylearner.learner.checkpoint.learner_state import restore_tensors, save_tensors
-from raylearner.learner.checkpoint.writes import Writes
+from raylearner.learner.checkpoint.state import Save, restore_tensors, save_tensors
 from raylearner.learner.model import lora
 from raylearner.learner.model.policy import PackedModel
 from raylearner.learner.objective.kl import AdaptiveController, FixedController
@@ -58,9 +57,9 @@ class Reference:
             for name, parameter in self._model.own_parameters().items():
                 local(parameter.detach()).lerp_(local(theirs[name].detach()), config.mix)
 
-    def save(self, folder: Path, writes: Writes) -> None:
+    def save(self, folder: Path, save: Save) -> None:
         if isinstance(self._config, RefreshedReference):
-            save_tensors(folder, self._model.own_parameters(), None, writes)
+            save_tensors(folder, self._model.own_parameters(), None, save)
 
     def restore(self, folder: Path) -> None:
         if isinstance(self._config, RefreshedReference):
@@ -79,7 +78,7 @@ def reference_path(config: ReferenceSection | None) -> str | None:
     )
 
 
-def kl_controller(config: KlSection | None) -> FixedController:
+def make_kl_controller(config: KlSection | None) -> FixedController:
     """What holds the coefficient, and moves it if that is adaptive."""
     if config is None:
         return FixedController(0.0)

@@ -31,7 +31,7 @@ from raylearner.config.advantage import (
     TurnGaeAdvantage,
     VtraceAdvantage,
 )
-from raylearner.learner.batch.layout import LearnerBatch
+from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.batch.rows import Rows, dense_ids, select, terminal_rewards
 from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.objective import advantages, returns

@@ -20,9 +20,9 @@ from raylearner.config.correction import M2po, Opsm
 from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch import metric
-from raylearner.learner.batch.layout import TokenRow
 from raylearner.learner.batch.metric import Metrics
 from raylearner.learner.batch.micro_batch import MicroBatch
+from raylearner.learner.batch.pack import TokenRow
 from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.model.critic import end_values, prefix_values
 from raylearner.learner.model.mesh import BatchLayout
@@ -268,7 +268,7 @@ def _weight_means(
         weight_means(config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages)
         for p in flat
     )
-    values = metric.values(layout.combined(found, device=flat[0].mask.device))
+    values = metric.values(layout.combine(found, device=flat[0].mask.device))
     return tuple(values.get(str(index)) for index in range(len(config.corrections)))
 
 

@@ -1,7 +1,7 @@
-"""Checkpoint directories: written aside, sealed by a manifest, renamed into place, found again whole.
+"""Checkpoint directories: written under a temporary name, sealed by a manifest, renamed into place.
 
-What lies inside is the business of whoever writes there; a directory named `step_NNNNNN` is whole
-unless bytes changed since, and `latest` proves that before it names one.
+Their contents are up to the caller. A directory named `step_NNNNNN` is complete unless bytes changed
+since, which `find_latest` verifies.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _NAME = re.compile(r"step_(\d{6,})((\.replaced)?\.partial)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole one, and what was newer but not whole, each with the reason."""
+    """A checkpoint, and why each newer one was skipped."""
 
     folder: Path
     step: int
@@ -33,8 +33,8 @@ class Checkpoint:
 
 
 @asynccontextmanager
-async def writing(checkpoints: Path, *, step: int) -> AsyncIterator[Path]:
-    """Yields an empty directory to fill; on a clean exit it becomes `step_NNNNNN`, at once.
+async def create_checkpoint(checkpoints: Path, *, step: int) -> AsyncIterator[Path]:
+    """Yield an empty directory to fill; on a clean exit it atomically becomes `step_NNNNNN`.
 
     A crash at any moment leaves earlier checkpoints as they were and at most a `.partial` behind.
     """
@@ -45,46 +45,46 @@ async def writing(checkpoints: Path, *, step: int) -> AsyncIterator[Path]:
     await asyncio.to_thread(_finish, partial, folder, step)
 
 
-def latest(checkpoints: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; logs what it had to skip, and returns None where none is whole."""
+def find_latest(checkpoints: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint, or None; log those skipped."""
     skipped: list[str] = []
     for folder in _newest_first(checkpoints):
-        fault = find_fault(folder)
-        if fault is None:
+        damage = find_damage(folder)
+        if damage is None:
             return Checkpoint(folder=folder, step=_order(folder)[0], skipped=tuple(skipped))
-        log.warning("checkpoint skipped: %s", fault)
-        skipped.append(fault)
+        log.warning("checkpoint skipped: %s", damage)
+        skipped.append(damage)
     return None
 
 
-def newest(checkpoints: Path) -> Checkpoint | None:
-    """The newest by name that was finished; its bytes are not looked at."""
+def find_newest(checkpoints: Path) -> Checkpoint | None:
+    """Return the newest finished checkpoint by name, without reading its files."""
     for folder in _newest_first(checkpoints):
         if folder.suffix != PARTIAL:
             return Checkpoint(folder=folder, step=_order(folder)[0])
     return None
 
 
-def faults(checkpoints: Path) -> list[str]:
-    """Of every checkpoint that is not whole, why; the newest first."""
-    found = (find_fault(folder) for folder in _newest_first(checkpoints))
-    return [fault for fault in found if fault is not None]
+def list_damage(checkpoints: Path) -> list[str]:
+    """Return why each incomplete checkpoint is incomplete; the newest first."""
+    found = (find_damage(folder) for folder in _newest_first(checkpoints))
+    return [damage for damage in found if damage is not None]
 
 
-def advice(folder: Path) -> str:
-    """Where to go on from instead of a checkpoint that cannot be restored."""
+def suggest_other(folder: Path) -> str:
+    """Name the checkpoint to resume from instead of one that cannot be restored."""
     others = [
         other
         for other in _newest_first(folder.parent)
-        if other != folder and find_fault(other) is None
+        if other != folder and find_damage(other) is None
     ]
     if not others:
-        return f"no other checkpoint in {folder.parent} is whole"
-    return f"the last other whole checkpoint is {others[0]}"
+        return f"{folder.parent} has no other complete checkpoint"
+    return f"the latest other complete checkpoint is {others[0]}"
 
 
-def find_fault(folder: Path) -> str | None:
-    """Why a checkpoint is not whole, in words; None when every byte is what was written."""
+def find_damage(folder: Path) -> str | None:
+    """Return why a checkpoint is incomplete; None when every byte is as written."""
     if folder.suffix == PARTIAL:
         return f"{folder.name}: half-written"
     try:
@@ -92,40 +92,41 @@ def find_fault(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"{folder.name}: no {MANIFEST}"
     except (ValueError, KeyError, TypeError) as error:
-        return f"{folder.name}: {MANIFEST} is not readable: {error}"
+        return f"{folder.name}: {MANIFEST} is unreadable: {error}"
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():
             return f"{folder.name}: {name} is missing"
         if path.stat().st_size != entry["bytes"]:
-            return f"{folder.name}: {name} has {path.stat().st_size} bytes, not {entry['bytes']}"
+            return (
+                f"{folder.name}: {name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            )
         if _sha256(path) != entry["sha256"]:
             return f"{folder.name}: {name} is corrupt"
     return None
 
 
-def prune(checkpoints: Path, *, step: int, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last`, and what crashes left; returns what went.
+def prune_checkpoints(checkpoints: Path, *, step: int, keep_last: int) -> list[Path]:
+    """Remove all but the newest `keep_last` and leftovers of crashes; return the removed directories.
 
-    `step` is that of the checkpoint just written, the newest of the run. Whatever stands at a later
-    step was not whole when the run went back behind it, and is of a future given up since. It goes
-    as the records of its steps went then: it displaces none that is whole, and no resume finds it.
+    `step` is that of the checkpoint just written. Directories of later steps were incomplete when the
+    run rolled back before them; they are removed, and do not count as checkpoints to keep.
     """
     folders = _newest_first(checkpoints)
-    given_up = [folder for folder in folders if _order(folder)[0] > step]
-    past = folders[len(given_up) :]
+    abandoned = [folder for folder in folders if _order(folder)[0] > step]
+    past = folders[len(abandoned) :]
     whole = [folder for folder in past if folder.suffix != PARTIAL]
     leftovers = [folder for folder in past if folder.suffix == PARTIAL]
-    for folder in given_up:
-        log.warning("%s is removed: the run went back and is at step %d now", folder, step)
-    removed = given_up + whole[keep_last:] + leftovers
+    for folder in abandoned:
+        log.warning("%s is removed: the run was rolled back and is now at step %d", folder, step)
+    removed = abandoned + whole[keep_last:] + leftovers
     for folder in removed:
         shutil.rmtree(folder)
     return removed
 
 
 def _newest_first(checkpoints: Path) -> list[Path]:
-    """Those that are named as here: what users put aside beside them is left alone."""
+    """Return directories with checkpoint names; other directories of the user are left alone."""
     folders = (folder for folder in checkpoints.glob("step_*") if _NAME.fullmatch(folder.name))
     return sorted(folders, key=_order, reverse=True)
 
