@@ -125,38 +125,37 @@ def test_a_checkpoint_of_another_model_is_refused(
     tiny_folder: Path, untied_folder: Path, tmp_path: Path
 ) -> None:
     make_learner(tiny_folder).save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"another model: .*lm_head\.weight is None there"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is None"):
         make_learner(untied_folder).restore(tmp_path)
-    with pytest.raises(CheckpointError, match="not a learner's"):
+    with pytest.raises(CheckpointError, match="progress.json"):
         make_learner(tiny_folder).restore(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "path"),
     [
-        ("tensors", r"learner/tensors/\S+\.safetensors: corrupt: "),
-        ("progress.json", r"learner/progress\.json: not a learner's: "),
-        ("rng_00000.json", r"learner/rng_00000\.json: no random state: "),
+        ("tensors", r"learner/tensors/\S+\.safetensors"),
+        ("progress.json", r"learner/progress\.json"),
+        ("rng_00000.json", r"learner/rng_00000\.json"),
     ],
 )
 async def test_a_damaged_file_is_named_and_the_last_whole_checkpoint_with_it(
-    tiny_folder: Path, tmp_path: Path, damage: str, words: str
+    tiny_folder: Path, tmp_path: Path, damage: str, path: str
 ) -> None:
     learner = make_learner(tiny_folder)
     for number in (1, 2):
         async with create_checkpoint(tmp_path, step=number) as partial:
             learner.save(partial)
     damaged = tmp_path / "step_000002"
-    (path,) = (
+    (file,) = (
         (damaged / "learner" / "tensors").iterdir()
         if damage == "tensors"
         else [damaged / "learner" / damage]
     )
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=words) as refused:
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=path) as refused:
         make_learner(tiny_folder).restore(damaged)
-    whole = tmp_path / "step_000001"
-    assert f"the last other whole checkpoint is {whole}" in str(refused.value)
+    assert str(tmp_path / "step_000001") in str(refused.value)
 
 
 async def test_the_newest_whole_checkpoint_is_found_and_the_rest_named(tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
     script = """
         import asyncio, sys
         from pathlib import Path
-        from raylearner.learner import checkpoint
+        from raylearner.learner.checkpoint.directory import create_checkpoint
 
         async def main(folder):
             for step in range(1, 10_000):

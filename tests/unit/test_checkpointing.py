@@ -127,7 +127,7 @@ async def test_a_write_that_failed_is_told_with_its_step_and_the_last_whole_one(
     with pytest.raises(CheckpointError) as refused:
         await saver.start(3 if should_defer else 2)
     assert "the checkpoint of step 2 was not written: learner rank 1: OSError" in str(refused.value)
-    assert f"the last other whole checkpoint is {tmp_path / 'step_000001'}" in str(refused.value)
+    assert str(tmp_path / "step_000001") in str(refused.value)
 
 
 async def test_a_rank_that_died_is_told_as_such_and_what_it_wrote_given_up(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_without_a_whole_checkpoint_nothing_is_touched_and_the_way_out_said(
     assert after == before
     said = str(refused.value)
     assert "holds no whole checkpoint to go on from, and 2 steps in metrics.jsonl" in said
-    assert "step_000002: weights has 4 bytes, not 9" in said
+    assert "step_000002: weights has 4 bytes" in said
     assert f"train {folder / 'config.yaml'} run.dir=ANOTHER" in said
     assert f"train --resume {folder} --or-start-over" in said
 
