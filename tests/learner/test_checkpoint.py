@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     make_learner(tiny_folder).save(tmp_path)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is None"):
         make_learner(untied_folder).restore(tmp_path)
-    with pytest.raises(CheckpointError, match="progress.json"):
+    with pytest.raises(CheckpointError, match=r"progress\.json"):
         make_learner(tiny_folder).restore(tmp_path / "nowhere")
 
 
