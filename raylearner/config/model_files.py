@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,8 +161,29 @@ def _is_same(left: Place, right: Place) -> bool:
         return all(a.read(size) == b.read(size) for size in sizes)
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
-"""Model types whose placeholders and positions are known."""
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """How the files of one family's models name tokens and count pixels."""
+
+    token_mark: str = "vision"
+    """Part of the names of the tokens at an image's start and end."""
+    counts_frames: bool = False
+    """Whether sizes count the pixels of all the frames that one patch spans; an image is repeated as
+    each."""
+
+    @property
+    def token_keys(self) -> tuple[str, str, str, str]:
+        """Keys of config.json: ids of images' and videos' placeholders, of an image's start and end."""
+        mark = self.token_mark
+        return "image_token_id", "video_token_id", f"{mark}_start_token_id", f"{mark}_end_token_id"
+
+
+FAMILIES = {
+    "qwen2_5_vl": VisionFamily(),
+    "qwen3_vl": VisionFamily(),
+    "glm4v": VisionFamily(token_mark="image", counts_frames=True),
+}
+"""Vision families by `model_type`; the tokens' order and the positions are the same in all."""
 SIZES = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",
@@ -174,12 +196,6 @@ PROCESSOR_FILE, NESTED_FILE = "preprocessor_config.json", "processor_config.json
 CURE = "take the file that the model came with"
 
 
-def token_keys(family: str) -> tuple[str, str, str, str]:
-    """Keys of config.json: ids of images' and videos' placeholders, of an image's start and end."""
-    mark = "image" if family == "glm4v" else "vision"
-    return "image_token_id", "video_token_id", f"{mark}_start_token_id", f"{mark}_end_token_id"
-
-
 def config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     """What keeps the config.json of a model that sees from being used."""
     family = config.get("model_type")
@@ -189,7 +205,7 @@ def config_faults(config: Mapping[str, Any]) -> Iterator[str]:
             f"{_told(config, 'model_type')}; images of others are not supported"
         )
         return
-    for key in token_keys(family):
+    for key in FAMILIES[family].token_keys:
         if not _is_whole(config.get(key), least=0):
             yield f"config.json: {key} must be the id of a token, {_told(config, key)}; {CURE}"
     if not isinstance(config["vision_config"], dict):
@@ -228,8 +244,7 @@ def processor_faults(
 def pixel_range(family: str, processor: Mapping[str, Any]) -> tuple[int, int]:
     """Pixels between which a whole processor without faults leaves an image of whole patches as it is."""
     least, most = (processor["size"][edge] for edge in EDGES)
-    # GLM counts the pixels of all the frames that one patch spans; an image is repeated as each.
-    num_counted = processor["temporal_patch_size"] if family == "glm4v" else 1
+    num_counted = processor["temporal_patch_size"] if FAMILIES[family].counts_frames else 1
     return -(-least // num_counted), most // num_counted
 
 

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from PIL import UnidentifiedImageError
-
 from raylearner.config.environment import ImageSection
 from raylearner.errors import ConfigError
-from raylearner.tools.image import BadImage, check_image
+from raylearner.images import BadImage, check_image, describe_cause
 from raylearner.types import IMAGE_MARK, Message, Prompt
 
 LIMITS = ImageSection()
@@ -114,11 +112,5 @@ def _problem(prompt: Prompt, where: str, max_images: int | None) -> str | None:
         try:
             check_image(image, LIMITS)
         except BadImage as error:
-            return f"{where}: image {number} of {len(images)}: {error}{_reason(error)}"
+            return f"{where}: image {number} of {len(images)}: {error}{describe_cause(error)}"
     return None
-
-
-def _reason(error: BadImage) -> str:
-    """What the codec says; of bytes in no format it knows, it says nothing more."""
-    cause = error.__cause__
-    return "" if cause is None or isinstance(cause, UnidentifiedImageError) else f": {cause}"

@@ -29,7 +29,7 @@ from raylearner.environments.tool_use import ToolUseEnvironment
 from raylearner.errors import ConfigError
 from raylearner.tools.catalogue import make_tool
 from raylearner.tools.http import wait_for_service
-from raylearner.tools.image import ImageCheck
+from raylearner.tools.pages import ImageCheck
 from raylearner.tools.protocol import Tool
 
 

@@ -21,9 +21,9 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, Field
 
 from raylearner.errors import ConfigError
+from raylearner.images import FORMATS
 from raylearner.services.server import make_app, parser, serve
 from raylearner.services.text_index import TextIndex
-from raylearner.tools.image import FORMATS
 
 INDEX = "pages.jsonl"
 MAX_RESULTS = 100

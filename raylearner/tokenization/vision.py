@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from raylearner.config.actors import ImagesSection
 from raylearner.config.model_files import (
     CURE,
+    FAMILIES,
     SIZES,
     config_faults,
     pixel_range,
     processor_faults,
     processor_file,
     read_json,
-    token_keys,
 )
 from raylearner.errors import ConfigError, RenderError
-from raylearner.tokenization.images import blank_image, fit_image, image_size, upright_size
+from raylearner.images import fit_image, make_blank_image, read_size, read_upright_size
 
 MAX_KEPT_BYTES = 256 * 1024**2
 """Images that one actor keeps, encoded, as they came and fitted: the episodes of a group are shown the
@@ -66,7 +66,7 @@ class Vision:
         values: dict[str, Any] = {key: said.get(key) for key in (*SIZES, "size")}
         _refuse(path, processor_faults(config, values, file=processor_file(Path(path))))
         family: str = config["model_type"]
-        image, video, start, end = (config[key] for key in token_keys(family))
+        image, video, start, end = (config[key] for key in FAMILIES[family].token_keys)
         least, most = pixel_range(family, values)
         return cls(
             image_token_id=image,
@@ -96,7 +96,7 @@ class Vision:
 
     def grid(self, image: bytes) -> Grid:
         """Of an image that `ImageFitter` made. Raises `RenderError` for any other."""
-        height, width = image_size(image)
+        height, width = read_size(image)
         unit = self.unit
         if (
             height % unit
@@ -209,7 +209,7 @@ class ImageFitter:
 
     def stand_in(self, image: bytes) -> bytes:
         """A blank image of the size that `fit` gives, found from the header. Raises `RenderError`."""
-        return _blank(*self._size(*upright_size(image)))
+        return _blank(*self._size(*read_upright_size(image)))
 
     def _keep(self, image: bytes, fitted: bytes) -> bytes:
         self._drop(image)
@@ -226,7 +226,7 @@ class ImageFitter:
 
 @lru_cache(maxsize=256)
 def _blank(height: int, width: int) -> bytes:
-    return blank_image(height, width)
+    return make_blank_image(height, width)
 
 
 def _fitted_size(unit: int, section: ImagesSection, height: int, width: int) -> tuple[int, int]:

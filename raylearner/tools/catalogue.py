@@ -12,8 +12,7 @@ from raylearner.config.environment import (
 from raylearner.tools.calculator import Calculator
 from raylearner.tools.code_execution import CodeExecution
 from raylearner.tools.function import Function
-from raylearner.tools.image import ImageCheck
-from raylearner.tools.pages import PageFetch, PageSearch
+from raylearner.tools.pages import ImageCheck, PageFetch, PageSearch
 from raylearner.tools.protocol import Tool
 from raylearner.tools.search import Search
 

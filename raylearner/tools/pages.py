@@ -1,17 +1,18 @@
 """Pages of documents: search finds pages within the prompt's document, fetch shows one by its id."""
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
+from raylearner.images import BadImage, decode_base64
 from raylearner.tools.failure import FailureRule
 from raylearner.tools.http import Batcher, Service, ToolMetrics
-from raylearner.tools.image import BadImage, ImageCheck, image_from_text
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.types import IMAGE_MARK, Prompt
 
@@ -24,6 +25,9 @@ _SEARCH_FORM = f"per query a list of {_PAGE_FORM}"
 _FETCH_FORM = f"per query one {_PAGE_FORM}"
 
 Row = TypeVar("Row")
+
+ImageCheck: TypeAlias = Callable[[bytes], Awaitable[None]]
+"""Raises `RenderError` for an image that does not fit the model, which no tool knows."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +88,9 @@ class _Pages(Generic[Row]):
                 ids.append(page.id)
             else:
                 try:
-                    image = await image_from_text(page.contents, self._section.image)
+                    image = await asyncio.to_thread(
+                        decode_base64, page.contents, self._section.image
+                    )
                     if self._check_image is not None:
                         await self._check_image(image)
                 except (BadImage, RenderError) as error:

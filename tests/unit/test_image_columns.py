@@ -24,9 +24,9 @@ from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
 from raylearner.data.images import LIMITS
 from raylearner.errors import ConfigError
+from raylearner.images import fit_image
 from raylearner.run import evaluate_command, training
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
-from raylearner.tokenization.images import fit_image
 from raylearner.types import IMAGE_MARK, Prompt
 
 ROOT = Path(__file__).parents[2]

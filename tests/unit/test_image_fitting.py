@@ -7,8 +7,8 @@ import pytest
 from pictures import make_image
 
 from raylearner.config.actors import ImagesSection
+from raylearner.images import TargetSize, fit_image
 from raylearner.tokenization import vision as vision_module
-from raylearner.tokenization.images import TargetSize, fit_image
 from raylearner.tokenization.vision import ImageFitter, Vision
 
 VISION = Vision(

@@ -16,8 +16,8 @@ from PIL import Image, PngImagePlugin
 
 from raylearner.config.environment import ImageSection, PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
-from raylearner.tools.image import BadImage, ImageCheck, check_image
-from raylearner.tools.pages import NOTHING_FOUND, PageFetch, PageSearch
+from raylearner.images import BadImage, check_image
+from raylearner.tools.pages import NOTHING_FOUND, ImageCheck, PageFetch, PageSearch
 from raylearner.types import IMAGE_MARK, Prompt
 
 LIMITS = ImageSection()

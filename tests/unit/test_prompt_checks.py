@@ -16,8 +16,8 @@ from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
+from raylearner.images import read_size
 from raylearner.run import prompt_checks
-from raylearner.tokenization.images import image_size
 from raylearner.tokenization.vision import ImageFitter, Vision
 
 LIMIT = 64
@@ -118,4 +118,4 @@ def test_a_stand_in_has_the_size_of_the_fitted_image(form: str, orientation: int
     section = ImagesSection(min_pixels=56 * 56, max_pixels=280 * 280)
     fitter = ImageFitter(vision, section)
     image = encoded(300, 200, form, orientation)
-    assert image_size(fitter.stand_in(image)) == image_size(fitter.fit(image))
+    assert read_size(fitter.stand_in(image)) == read_size(fitter.fit(image))

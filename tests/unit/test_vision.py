@@ -389,10 +389,10 @@ RED = (200, 10, 10)
 @pytest.mark.parametrize(
     ("image", "problem"),
     [
-        (b"", "^image of 0 bytes does not decode as PNG, JPEG, WEBP: it is no such file, or the"),
+        (b"", "^image of 0 bytes [^:]+$"),
         (
             b"\x89PNG\r\n\x1a\nnonsense",
-            "^image of 16 bytes does not decode as PNG, JPEG, WEBP: [^<]+$",
+            "^image of 16 bytes [^:]+: [^<]+$",
         ),
         (encoded(Image.new("RGB", (64, 64), RED))[:-40], "does not decode"),
         (

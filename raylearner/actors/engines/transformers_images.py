@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raylearner.errors import EngineError, RenderError
-from raylearner.tokenization.images import opened
+from raylearner.images import decode_fitted
 from raylearner.tokenization.vision import Vision, deal_out, load_image_processor
 
 Row = tuple[tuple[int, ...], tuple[bytes, ...]]
@@ -53,7 +53,7 @@ class Sight:
             positions[:, index, : len(token_ids)] = self._positions(token_ids, images)
         shown = [image for _, images in rows for image in images]
         distinct = list(dict.fromkeys(shown))
-        pixels = self.processor(images=[opened(i) for i in distinct], return_tensors="pt")
+        pixels = self.processor(images=[decode_fitted(i) for i in distinct], return_tensors="pt")
         features = model.base_model.get_image_features(
             pixels["pixel_values"].to(device),
             pixels["image_grid_thw"].to(device),

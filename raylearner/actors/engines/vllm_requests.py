@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raylearner.errors import EngineError
-from raylearner.tokenization.images import opened
+from raylearner.images import decode_fitted
 from raylearner.types import BAN_BIAS, Completion, CompletionStop, Sampling
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ async def prompt(token_ids: Sequence[int], images: Sequence[bytes] = ()) -> dict
     ids = [int(token) for token in token_ids]
     if not images:
         return {"type": "token", "prompt_token_ids": ids}
-    shown = await asyncio.to_thread(lambda: [opened(image) for image in images])
+    shown = await asyncio.to_thread(lambda: [decode_fitted(image) for image in images])
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": shown}}
 
 

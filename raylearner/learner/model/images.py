@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from raylearner.errors import LearnerError
-from raylearner.tokenization.images import opened
+from raylearner.images import decode_fitted
 from raylearner.tokenization.vision import Vision, load_image_processor
 
 PROBE_SHAPE = (2, 3)
@@ -209,7 +209,7 @@ class ImageReader:
 
 
 def _pixels(processor: Any, encoded: bytes) -> Tensor:  # [P, D] of one image
-    return processor(images=[opened(encoded)], return_tensors="pt")["pixel_values"]
+    return processor(images=[decode_fitted(encoded)], return_tensors="pt")["pixel_values"]
 
 
 def _encoded(image: Image.Image) -> bytes:
