@@ -52,7 +52,7 @@ class EnvironmentFactory:
         self._custom = (
             load_reference(config.path) if isinstance(config, CustomEnvironment) else None
         )
-        sections = config.environment if isinstance(config, ToolUse) else ()
+        sections = config.tools if isinstance(config, ToolUse) else ()
         self._tools: list[Tool] = [make_tool(section, check_image) for section in sections]
         for attribute in ("name", "tag"):
             values = [getattr(tool, attribute) for tool in self._tools]
@@ -100,7 +100,7 @@ async def wait_for_services(config: EnvironmentSection) -> None:
         return
     waits = {
         section.url: section.http.start_wait_s
-        for section in config.environment
+        for section in config.tools
         if not isinstance(section, CalculatorTool | FunctionTool) and section.url is not None
     }
     await asyncio.gather(*(wait_for_service(url, wait_s=s) for url, s in waits.items()))
