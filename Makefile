@@ -3,13 +3,12 @@ VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 PYTEST = $(PYTHON) -m pytest
 SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
-# One process each, longest first; two run at a time.
-SMALL_PARTS = tests/vllm tests/learner tests/unit tests/services tests/oracle
-# One at a time: each starts a Ray cluster.
-LARGE_PARTS = tests/ray tests/e2e
+# One process each. The parts that start a Ray cluster run one after another, beside the others.
+CLUSTER_PARTS = tests/e2e tests/ray
+OTHER_PARTS = tests/vllm tests/learner tests/unit tests/services tests/oracle
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt fmt-check lint types docs test test-unit test-ray test-benchmarks test-gpu check $(SMALL_PARTS) $(LARGE_PARTS)
+.PHONY: help setup fmt fmt-check lint types docs test test-unit test-ray test-benchmarks test-gpu check clusters $(OTHER_PARTS)
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,12 +33,14 @@ docs: ## Generate the key and metric references and the Grafana dashboard
 
 test: ## Set up, then run all tests that need no GPU, one process per folder
 	@$(SETUP)
-	@failed=0; \
-	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -k -j 2 -O $(SMALL_PARTS) || failed=1; \
-	$(MAKE) --no-print-directory -k $(LARGE_PARTS) || failed=1; \
-	exit $$failed
+	@OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -k -j 2 -O clusters $(OTHER_PARTS)
 
-$(SMALL_PARTS) $(LARGE_PARTS):
+clusters:
+	@failed=0; for part in $(CLUSTER_PARTS); do \
+		echo "== $$part"; $(PYTEST) $$part || failed=1; \
+	done; exit $$failed
+
+$(OTHER_PARTS):
 	@echo "== $@"; $(PYTEST) $@
 
 test-unit: ## Run only the unit tests: no Ray, no engine, two minutes
