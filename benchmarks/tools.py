@@ -22,7 +22,8 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from raylearner.config.environment import HttpSection, SearchTool
+from raylearner.config.environment import SearchTool
+from raylearner.config.section import HttpSection
 from raylearner.tools.search import Search
 from raylearner.types import Prompt
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from raylearner.config.environment import HttpSection
+from raylearner.config.section import HttpSection
 from raylearner.network import proxy_of
 
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})

@@ -28,10 +28,23 @@ RENAMED_KEYS = {
 """Dotted keys, `*` for any item of a list, and the name that took the last part's place."""
 
 REMOVED_KEYS: dict[str, str] = {
+    "environment.tools.*.batch_window_s": "it is always 0.003",
+    "environment.tools.*.http.start_wait_s": "it is always 60",
+    "environment.tools.*.max_batch": "it is always 64",
+    "environment.tools.*.tag": "`name` sets the tag too",
     "rewards.functions.*.device": "the model runs on a GPU where gpus is above 0",
     "rewards.functions.*.max_tokens_parameter": (
         "set max_tokens to null, and extra_arguments.max_completion_tokens to the limit"
     ),
+    **{
+        f"rewards.functions.*.{old}": f"use http.{new}"
+        for old, new in (
+            ("request_timeout_s", "timeout_s"),
+            ("retries", "retries"),
+            ("retry_delay_s", "retry_delay_s"),
+            ("max_concurrent", "max_concurrent"),
+        )
+    },
     "rewards.functions.*.start_timeout_s": "it is always 600",
 }
 """Dotted keys and what to do without them."""

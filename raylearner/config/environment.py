@@ -1,12 +1,12 @@
 """What an episode is: the environment and its tools."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from raylearner.config.section import (
+    HttpSection,
     HttpUrl,
-    NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -46,62 +46,55 @@ class SandboxSection(Section):
     """Calls that run at once, others wait. Default: twice the CPUs of this process."""
 
 
-class HttpSection(Section):
-    """How a service is called."""
+class _NamedTool(Section):
+    """What all tools share."""
 
-    timeout_s: PositiveFloat = 30.0
-    """Longest wait for one reply, connecting included."""
-    retries: NaturalInt = 5
-    """Further tries after a failed one."""
-    retry_delay_s: PositiveFloat = 1.0
-    """Wait before the next try."""
-    retry_backoff: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """The wait grows by this factor with each try; 1 keeps it."""
-    max_concurrent: PositiveInt = 256
-    """Requests in flight per tool and actor; others wait."""
-    max_reply_bytes: PositiveInt = 32 * MIB
-    """A longer reply is an error."""
-    start_wait_s: NonNegativeFloat = 60.0
-    """How long a run waits at its start for the service to answer at all; 0 asks once."""
+    name: str | None = None
+    """Name of the tool in calls, and of its tag in the tags dialect. Default: its kind; in the tags dialect
+    a short form of it."""
+    default_tag: ClassVar[str]
 
+    @property
+    def function_name(self) -> str:
+        """Return the name in the tool-calling dialect."""
+        return self.name or str(getattr(self, "kind", ""))
 
-class _Tool(Section):
-    """What all tools with a service or a function behind them share."""
-
-    on_failure: Literal["observation", "fail"] = "observation"
-    """After the last retry the policy is told so, or the trajectory fails."""
+    @property
+    def tag(self) -> str:
+        """Return the tag in the tags dialect."""
+        return self.name or self.default_tag
 
 
-class CalculatorTool(Section):
-    """Exact arithmetic."""
+class CalculatorTool(_NamedTool):
+    """Exact arithmetic. Default tag: `calc`."""
 
     kind: Literal["calculator"]
-    name: str = "calculator"
-    """Name in the tool-calling dialect."""
-    tag: str = "calc"
-    """Tag in the tags dialect."""
+    default_tag: ClassVar[str] = "calc"
 
 
-class SearchTool(_Tool):
-    """Text search service."""
+class _Tool(_NamedTool):
+    """What tools with a service or a function behind them share."""
 
-    kind: Literal["search"]
-    name: str = "search"
-    """Name in the tool-calling dialect."""
-    tag: str = "search"
-    """Tag in the tags dialect."""
+    on_failure: Literal["observation", "fail"] = "observation"
+    """What follows the last retry: the policy is shown the failure, or the trajectory fails."""
+
+
+class _ServiceTool(_Tool):
     url: HttpUrl
     """Address of the service, without the path."""
+    http: HttpSection = HttpSection()
+    """Timeouts, retries and limits."""
+
+
+class SearchTool(_ServiceTool):
+    """Text search service. Default tag: `search`."""
+
+    kind: Literal["search"]
+    default_tag: ClassVar[str] = "search"
     form: Literal["search", "retrieve"] = "search"
     """`search` posts one query to /search; `retrieve` posts batches to /retrieve (Search-R1)."""
     top_n: PositiveInt = 3
-    """Passages per query."""
-    batch_window_s: PositiveFloat = 0.003
-    """Concurrent queries of the `retrieve` form within this time share one request."""
-    max_batch: PositiveInt = 64
-    """Queries of one request at most."""
-    http: HttpSection = HttpSection()
-    """Timeouts, retries and limits."""
+    """Number of passages per query."""
 
 
 class ImageSection(Section):
@@ -123,60 +116,34 @@ class ImageSection(Section):
         return self
 
 
-class PageSearchTool(_Tool):
-    """Page search service: a query finds page images or texts within the prompt's document."""
+class _PageTool(_ServiceTool):
+    contents: Literal["image", "text"] = "image"
+    """Form in which the service sends a page: an image in base64, or its text."""
+    image: ImageSection = ImageSection()
+    """Which images are accepted."""
+
+
+class PageSearchTool(_PageTool):
+    """Page search service: a query finds page images or texts within the prompt's document. Default tag: `search`."""
 
     kind: Literal["page_search"]
-    name: str = "page_search"
-    """Name in the tool-calling dialect."""
-    tag: str = "search"
-    """Tag in the tags dialect."""
-    url: HttpUrl
-    """Address of the service, without the path."""
+    default_tag: ClassVar[str] = "search"
     top_n: PositiveInt = 3
-    """Pages per query."""
-    contents: Literal["image", "text"] = "image"
-    """What the service sends as a page: an image in base64, or its text."""
-    image: ImageSection = ImageSection()
-    """Which images are accepted."""
-    batch_window_s: PositiveFloat = 0.003
-    """Concurrent queries within this time share one request."""
-    max_batch: PositiveInt = 64
-    """Queries of one request at most."""
-    http: HttpSection = HttpSection()
-    """Timeouts, retries and limits."""
+    """Number of pages per query."""
 
 
-class PageFetchTool(_Tool):
-    """Page fetch service: a page id gives that page's image or text."""
+class PageFetchTool(_PageTool):
+    """Page fetch service: a page id gives that page's image or text. Default tag: `fetch`."""
 
     kind: Literal["page_fetch"]
-    name: str = "page_fetch"
-    """Name in the tool-calling dialect."""
-    tag: str = "fetch"
-    """Tag in the tags dialect."""
-    url: HttpUrl
-    """Address of the service, without the path."""
-    contents: Literal["image", "text"] = "image"
-    """What the service sends as a page: an image in base64, or its text."""
-    image: ImageSection = ImageSection()
-    """Which images are accepted."""
-    batch_window_s: PositiveFloat = 0.003
-    """Concurrent calls within this time share one request."""
-    max_batch: PositiveInt = 64
-    """Pages of one request at most."""
-    http: HttpSection = HttpSection()
-    """Timeouts, retries and limits."""
+    default_tag: ClassVar[str] = "fetch"
 
 
 class CodeExecutionTool(_Tool):
-    """Runs Python: on a service of the SandboxFusion form, or in the local sandbox."""
+    """Runs Python: on a service of the SandboxFusion form, or in the local sandbox. Default tag: `code`."""
 
     kind: Literal["code_execution"]
-    name: str = "code_execution"
-    """Name in the tool-calling dialect."""
-    tag: str = "code"
-    """Tag in the tags dialect."""
+    default_tag: ClassVar[str] = "code"
     url: HttpUrl | None = None
     """Address of the service, without the path. Absent: the local sandbox."""
     sandbox: SandboxSection = SandboxSection()
@@ -192,17 +159,21 @@ class FunctionTool(_Tool):
 
     kind: Literal["function"]
     function: str
-    """`module:function`, sync or async."""
-    name: str | None = None
-    """Name in the tool-calling dialect. Default: the function's."""
-    tag: str | None = None
-    """Tag in the tags dialect. Default: the function's name."""
+    """`module:function`, sync or async. Its name is the tool's where `name` gives no other."""
     timeout_s: PositiveFloat = 30.0
     """A call that takes longer is a failure."""
     max_concurrent: PositiveInt = 32
     """Calls at once; others wait."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Passed to each call as keywords, and not shown to the policy."""
+
+    @property
+    def function_name(self) -> str:
+        return self.name or self.function.rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def tag(self) -> str:
+        return self.function_name
 
 
 ToolSection = Annotated[

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from raylearner.config.section import (
     OPEN_KIND,
+    HttpSection,
     HttpUrl,
     NaturalInt,
     NonNegativeFloat,
@@ -190,14 +191,10 @@ class _Endpoint(_Reward):
     extra_arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of the request, such as `reasoning_effort`, or `max_completion_tokens` beside
     `max_tokens: null`."""
-    request_timeout_s: PositiveFloat = 30.0
-    """Longest wait for one reply."""
-    retries: NaturalInt = 3
-    """Further requests after one that failed or whose reply could not be read."""
-    retry_delay_s: PositiveFloat = 0.5
-    """Wait before the first further request; doubles with each."""
-    max_concurrent: PositiveInt = 32
-    """Requests in flight per process; others wait."""
+    http: HttpSection = HttpSection(
+        retries=3, retry_delay_s=0.5, retry_backoff=2.0, max_concurrent=32, max_reply_bytes=4 << 20
+    )
+    """Timeouts, retries and limits. A reply that cannot be read is retried too."""
 
     @property
     def limits_itself(self) -> bool:

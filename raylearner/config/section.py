@@ -201,3 +201,20 @@ def dotted_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+class HttpSection(Section):
+    """Limits and retries of requests to a service."""
+
+    timeout_s: PositiveFloat = 30.0
+    """Maximum wait for one reply, connecting included."""
+    retries: NaturalInt = 5
+    """Number of further tries after a failed one."""
+    retry_delay_s: PositiveFloat = 1.0
+    """Wait before the first further try."""
+    retry_backoff: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """Factor by which the wait grows with each try."""
+    max_concurrent: PositiveInt = 256
+    """Maximum number of requests in flight per process; others wait."""
+    max_reply_bytes: PositiveInt = 32 << 20
+    """A longer reply is an error."""

@@ -28,7 +28,7 @@ from raylearner.environments.single_turn import SingleTurnEnvironment
 from raylearner.environments.tool_use import ToolUseEnvironment
 from raylearner.errors import ConfigError
 from raylearner.tools.catalogue import make_tool
-from raylearner.tools.http import wait_for_service
+from raylearner.tools.http import START_WAIT_S, wait_for_service
 from raylearner.tools.pages import ImageCheck
 from raylearner.tools.protocol import Tool
 
@@ -98,12 +98,12 @@ async def wait_for_services(config: EnvironmentSection) -> None:
     """Until every service behind a tool answers. Raises `ConfigError` naming the one that does not."""
     if not isinstance(config, ToolUse):
         return
-    waits = {
-        section.url: section.http.start_wait_s
+    urls = {
+        section.url
         for section in config.tools
         if not isinstance(section, CalculatorTool | FunctionTool) and section.url is not None
     }
-    await asyncio.gather(*(wait_for_service(url, wait_s=s) for url, s in waits.items()))
+    await asyncio.gather(*(wait_for_service(url, wait_s=START_WAIT_S) for url in urls))
 
 
 def make_dialect(

@@ -7,15 +7,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from raylearner import strict_json
-from raylearner.config.environment import HttpSection
 from raylearner.config.rewards import Judge, PairwiseJudge
 from raylearner.errors import ConfigError, JudgeRefused, RewardError
 from raylearner.http_client import SHOWN_CHARACTERS, HttpClient, RequestFailed, quote
 from raylearner.text import encodable_json
 
 PATH = "/chat/completions"
-MAX_REPLY_BYTES = 4 << 20
-RETRY_BACKOFF = 2.0
 PARAMETER_STATUSES = frozenset({400, 422})
 """Statuses of a request with parameters that the service does not take."""
 
@@ -53,16 +50,8 @@ class Endpoint:
     def __init__(self, section: Judge | PairwiseJudge) -> None:
         """Raises `ConfigError` for an address or a proxy that cannot be used."""
         self._section = section
-        limits = HttpSection(
-            timeout_s=section.request_timeout_s,
-            retries=section.retries,
-            retry_delay_s=section.retry_delay_s,
-            retry_backoff=RETRY_BACKOFF,
-            max_concurrent=section.max_concurrent,
-            max_reply_bytes=MAX_REPLY_BYTES,
-        )
         try:
-            self._client = HttpClient(section.url, limits, follows_redirects=True)
+            self._client = HttpClient(section.url, section.http, follows_redirects=True)
         except ValueError as error:
             raise ConfigError(f"rewards.functions: url: {error}") from error
 

@@ -113,7 +113,7 @@ async def check_judges(rewards: RewardSection) -> None:
     service does not take, with its own words. Other failures may pass, and are logged.
     """
     judges = {
-        name: section.model_copy(update={"retries": 0})
+        name: section.model_copy(update={"http": section.http.model_copy(update={"retries": 0})})
         for name, section in zip(rewards.names, rewards.functions, strict=True)
         if isinstance(section, Judge | PairwiseJudge)
     }

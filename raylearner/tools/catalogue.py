@@ -24,7 +24,7 @@ def make_tool(section: ToolSection, check_image: ImageCheck | None = None) -> To
     """
     match section:
         case CalculatorTool():
-            return Calculator(name=section.name, tag=section.tag)
+            return Calculator(name=section.function_name, tag=section.tag)
         case SearchTool():
             return Search(section)
         case PageSearchTool():

@@ -36,12 +36,14 @@ class CodeExecution:
     """The SandboxFusion wire form where a url is given, the local sandbox otherwise."""
 
     def __init__(self, section: CodeExecutionTool) -> None:
-        self.name, self.tag = section.name, section.tag
+        self.name, self.tag = section.function_name, section.tag
         self._section = section
-        self._metrics = ToolMetrics(section.name)
-        self._rule = FailureRule(section.name, section.on_failure, self._metrics)
+        self._metrics = ToolMetrics(section.function_name)
+        self._rule = FailureRule(section.function_name, section.on_failure, self._metrics)
         self._service = (
-            Service(section.name, section.url, section.http, self._metrics) if section.url else None
+            Service(section.function_name, section.url, section.http, self._metrics)
+            if section.url
+            else None
         )
         self._sandbox = Sandbox(section.sandbox) if self._service is None else None
 

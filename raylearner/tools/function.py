@@ -35,9 +35,7 @@ class Function:
 
     def __init__(self, section: FunctionTool) -> None:
         self._function = load_function(section.function)
-        bare_name = section.function.rpartition(":")[2].rpartition(".")[2]
-        self.name = section.name or bare_name
-        self.tag = section.tag or bare_name
+        self.name, self.tag = section.function_name, section.tag
         self._section = section
         self._metrics = ToolMetrics(self.name)
         self._rule = FailureRule(self.name, section.on_failure, self._metrics)

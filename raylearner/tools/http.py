@@ -13,13 +13,17 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from raylearner import strict_json
-from raylearner.config.environment import HttpSection
+from raylearner.config.section import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.http_client import HttpClient, RequestFailed, quote
 from raylearner.text import encodable_json
 from raylearner.tools.protocol import BadArguments
 
 MAX_LATENCIES = 4096
+BATCH_WINDOW_S, MAX_BATCH = 0.003, 64
+"""Concurrent queries within this time share one request, of at most so many."""
+START_WAIT_S = 60.0
+"""Maximum time that a run waits for a service to answer when it starts."""
 START_TRY_TIMEOUT_S, START_RETRY_S = 5.0, 0.5
 
 Item = TypeVar("Item")

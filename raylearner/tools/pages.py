@@ -12,7 +12,7 @@ from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
 from raylearner.images import BadImage, decode_base64
 from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import Batcher, Service, ToolMetrics
+from raylearner.tools.http import BATCH_WINDOW_S, MAX_BATCH, Batcher, Service, ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.types import IMAGE_MARK, Prompt
 
@@ -59,14 +59,14 @@ class _Pages(Generic[Row]):
     ) -> None:
         self._section, self._check_image = section, check_image
         self._path, self._reply, self._form, self._extra = path, reply, form, extra
-        self.metrics = ToolMetrics(section.name, own=(BAD_PAGES,))
-        self.rule = FailureRule(section.name, section.on_failure, self.metrics)
-        self._service = Service(section.name, section.url, section.http, self.metrics)
+        self.metrics = ToolMetrics(section.function_name, own=(BAD_PAGES,))
+        self.rule = FailureRule(section.function_name, section.on_failure, self.metrics)
+        self._service = Service(section.function_name, section.url, section.http, self.metrics)
         self._batcher: Batcher[_Question, Row] = Batcher(
             self._ask,
             send_alone=self._ask_alone,
-            window_s=section.batch_window_s,
-            max_batch=section.max_batch,
+            window_s=BATCH_WINDOW_S,
+            max_batch=MAX_BATCH,
         )
 
     async def ask(self, text: str, prompt: Prompt) -> Row:
@@ -110,7 +110,7 @@ class _Pages(Generic[Row]):
     def _count_bad(self, page: _Page, error: BadImage | RenderError) -> None:
         """A service that sends nothing better would leave a policy blind, and no call fails."""
         if self.metrics.count(BAD_PAGES) == 1:
-            log.warning("tool %s: page %r: %s", self._section.name, page.id, error)
+            log.warning("tool %s: page %r: %s", self._section.function_name, page.id, error)
 
     async def close(self) -> None:
         await self._batcher.close()
@@ -140,7 +140,7 @@ class PageSearch:
     """`POST /batch_search`: the pages of the prompt's document that fit a query."""
 
     def __init__(self, section: PageSearchTool, check_image: ImageCheck | None = None) -> None:
-        self.name, self.tag = section.name, section.tag
+        self.name, self.tag = section.function_name, section.tag
         self._top_n = section.top_n
         self._pages = _Pages(
             section,
@@ -177,7 +177,7 @@ class PageFetch:
     """`POST /batch_fetch`: one page of the prompt's document."""
 
     def __init__(self, section: PageFetchTool, check_image: ImageCheck | None = None) -> None:
-        self.name, self.tag = section.name, section.tag
+        self.name, self.tag = section.function_name, section.tag
         self._pages = _Pages(
             section,
             check_image,

@@ -7,7 +7,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from raylearner.config.environment import SearchTool
 from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import Batcher, Service, ToolMetrics
+from raylearner.tools.http import BATCH_WINDOW_S, MAX_BATCH, Batcher, Service, ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.types import Prompt
 
@@ -35,17 +35,17 @@ class Search:
     """Speaks `POST /search` one query at a time, or Search-R1's `POST /retrieve` in batches."""
 
     def __init__(self, section: SearchTool) -> None:
-        self.name = section.name
+        self.name = section.function_name
         self.tag = section.tag
         self._section = section
-        self._metrics = ToolMetrics(section.name)
-        self._rule = FailureRule(section.name, section.on_failure, self._metrics)
-        self._service = Service(section.name, section.url, section.http, self._metrics)
+        self._metrics = ToolMetrics(section.function_name)
+        self._rule = FailureRule(section.function_name, section.on_failure, self._metrics)
+        self._service = Service(section.function_name, section.url, section.http, self._metrics)
         self._batcher: Batcher[str, list[str]] = Batcher(
             self._retrieve,
             send_alone=self._retrieve_alone,
-            window_s=section.batch_window_s,
-            max_batch=section.max_batch,
+            window_s=BATCH_WINDOW_S,
+            max_batch=MAX_BATCH,
         )
 
     @property

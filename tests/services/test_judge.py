@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,10 @@ from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 
-FAST = {"model": "judge-1", "retry_delay_s": 0.01, "request_timeout_s": 0.5}
+
+def fast(**http: Any) -> dict[str, Any]:
+    """A judge whose requests fail and are retried soon."""
+    return {"model": "judge-1", "http": {"retry_delay_s": 0.01, "timeout_s": 0.5, **http}}
 
 
 @dataclass
@@ -83,8 +86,10 @@ def judge() -> Iterator[JudgeServer]:
     thread.join(timeout=10)
 
 
-async def score(judge: JudgeServer, view=None, **settings: Any):
-    section = {"kind": "judge", "url": judge.url, **FAST, **settings}
+async def score(
+    judge: JudgeServer, view=None, http: Mapping[str, Any] | None = None, **settings: Any
+):
+    section = {"kind": "judge", "url": judge.url, **fast(**(http or {})), **settings}
     scorer = Scorer(RewardSection.model_validate({"functions": [section]}))
     try:
         return await scorer.score(view or make_view("forty-six"))
@@ -135,7 +140,7 @@ async def test_what_is_transient_is_tried_again(judge: JudgeServer) -> None:
         "<score>10</score>",
     ]
     judge.answer = lambda prompt: replies.pop(0)
-    assert (await score(judge, retries=3)).reward == 1.0
+    assert (await score(judge, http={"retries": 3})).reward == 1.0
     assert len(judge.bodies) == 4
 
 
@@ -158,7 +163,7 @@ async def test_a_reply_that_cannot_be_used_is_an_error_that_shows_it(
     judge: JudgeServer, reply: str | Response, words: str, num_requests: int
 ) -> None:
     judge.answer = lambda prompt: reply
-    said = await failure(judge, retries=2)
+    said = await failure(judge, http={"retries": 2})
     assert said.startswith(f"reward 'judge' failed: POST {judge.url}/chat/completions")
     assert words in said
     assert len(judge.bodies) == num_requests
@@ -167,13 +172,13 @@ async def test_a_reply_that_cannot_be_used_is_an_error_that_shows_it(
 async def test_a_silent_judge_fails_in_bounded_time(judge: JudgeServer) -> None:
     judge.delay_s = 5.0
     started = time.monotonic()
-    said = await failure(judge, retries=1, request_timeout_s=0.1)
+    said = await failure(judge, http={"retries": 1, "timeout_s": 0.1})
     assert "0.1 s (2 tries)" in said
     assert time.monotonic() - started < 2.0
 
 
 async def test_a_judge_that_is_not_there_is_named() -> None:
-    said = await failure(JudgeServer(url="http://127.0.0.1:9/v1"), retries=0)
+    said = await failure(JudgeServer(url="http://127.0.0.1:9/v1"), http={"retries": 0})
     assert "POST http://127.0.0.1:9/v1/chat/completions" in said
 
 
@@ -185,7 +190,7 @@ async def test_a_missing_key_is_named_and_nothing_is_sent(judge: JudgeServer) ->
 
 async def test_no_more_requests_are_open_than_allowed(judge: JudgeServer) -> None:
     judge.delay_s = 0.02
-    section = {"kind": "judge", "url": judge.url, **FAST, "max_concurrent": 3}
+    section = {"kind": "judge", "url": judge.url, **fast(max_concurrent=3)}
     scorer = Scorer(RewardSection.model_validate({"functions": [section]}))
     views = [make_view(str(i)) for i in range(12)]
     scores = await asyncio.gather(*(scorer.score(view) for view in views))
@@ -202,7 +207,7 @@ async def test_pairs_of_a_group_are_compared_in_both_orders(judge: JudgeServer) 
         return f"<winner>{'A' if len(first) > len(second) else 'B'}</winner>"
 
     judge.answer = longer
-    section = {"kind": "pairwise_judge", "url": judge.url, **FAST, "template": "{first}|{second}"}
+    section = {"kind": "pairwise_judge", "url": judge.url, **fast(), "template": "{first}|{second}"}
     scorer = Scorer(RewardSection.model_validate({"functions": [section]}), sees_groups=True)
     views = [make_view(text) for text in ("a", "bbb", "cc", "dd")]
     scores = await scorer.score_all(views)
@@ -215,7 +220,7 @@ async def test_pairs_of_a_group_are_compared_in_both_orders(judge: JudgeServer) 
 
 async def test_one_comparison_that_fails_fails_the_group(judge: JudgeServer) -> None:
     judge.answer = lambda prompt: "<winner>C</winner>"
-    section = {"kind": "pairwise_judge", "url": judge.url, **FAST, "retries": 0}
+    section = {"kind": "pairwise_judge", "url": judge.url, **fast(retries=0)}
     scorer = Scorer(RewardSection.model_validate({"functions": [section]}), sees_groups=True)
     with pytest.raises(RewardError, match="A, B or tie"):
         await scorer.score_all([make_view("a"), make_view("b")])
@@ -246,8 +251,10 @@ async def test_what_a_judge_quotes_of_the_candidate_is_not_its_verdict(judge: Ju
     for text in texts:
         quote = f"It ends with {text}".replace("<score>", "<Score>").replace("</score>", "</Score>")
         judge.answer = lambda prompt, quote=quote: quote
-        assert "expected a final answer" in await failure(judge, make_view(text), retries=0)
-    section = {"kind": "pairwise_judge", "url": judge.url, **FAST, "retries": 0}
+        assert "expected a final answer" in await failure(
+            judge, make_view(text), http={"retries": 0}
+        )
+    section = {"kind": "pairwise_judge", "url": judge.url, **fast(retries=0)}
     scorer = Scorer(RewardSection.model_validate({"functions": [section]}), sees_groups=True)
     judge.answer = lambda prompt: "A says <Winner>A</Winner>"
     with pytest.raises(RewardError):
@@ -271,7 +278,7 @@ async def test_a_reply_that_was_cut_is_not_a_verdict(judge: JudgeServer) -> None
         return JSONResponse({"choices": [{"message": message, "finish_reason": "length"}]})
 
     judge.answer = cut
-    assert "max_tokens" in await failure(judge, retries=0)
+    assert "max_tokens" in await failure(judge, http={"retries": 0})
 
 
 async def test_thoughts_in_parts_of_their_own_are_left_out(judge: JudgeServer) -> None:
@@ -299,7 +306,7 @@ def picky(request: Any, body: dict[str, Any]) -> Response | None:
 
 async def test_parameters_are_left_out_renamed_and_added(judge: JudgeServer) -> None:
     judge.answer = lambda prompt: picky(prompt, judge.bodies[-1]) or "<score>10</score>"
-    plain = await failure(judge, retries=5)
+    plain = await failure(judge, http={"retries": 5})
     assert "Unsupported parameter" in plain
     assert plain.endswith("change temperature (null leaves it out)")
     renamed = await failure(judge, temperature=None)
@@ -325,8 +332,8 @@ async def test_a_judge_that_refuses_for_good_is_reported_before_a_run(
     judge: JudgeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     functions = [
-        {"kind": "judge", "url": judge.url, "name": "grader", **FAST},
-        {"kind": "pairwise_judge", "url": judge.url, "name": "pairs", **FAST},
+        {"kind": "judge", "url": judge.url, "name": "grader", **fast()},
+        {"kind": "pairwise_judge", "url": judge.url, "name": "pairs", **fast()},
     ]
     rewards = RewardSection.model_validate({"functions": functions})
     judge.answer = lambda prompt: picky(prompt, judge.bodies[-1]) or ""

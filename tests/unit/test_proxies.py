@@ -17,8 +17,8 @@ import pytest
 from raylearner import network
 from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.actors.proxy.program import CommandProgram, Task
-from raylearner.config.environment import HttpSection
 from raylearner.config.rewards import Judge
+from raylearner.config.section import HttpSection
 from raylearner.errors import ConfigError
 from raylearner.http_client import HttpClient, RequestFailed
 from raylearner.rewards.endpoint import Endpoint
@@ -255,4 +255,6 @@ def connect(url: str) -> HttpClient:
 
 
 def judge(url: str) -> Endpoint:
-    return Endpoint(Judge(kind="judge", url=url, model="m", retries=0, request_timeout_s=5))
+    return Endpoint(
+        Judge(kind="judge", url=url, model="m", http=HttpSection(retries=0, timeout_s=5))
+    )

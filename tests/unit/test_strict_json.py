@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from raylearner.actors.proxy.program import CommandProgram, Task
 from raylearner.config.data import FileData
-from raylearner.config.environment import HttpSection
+from raylearner.config.section import HttpSection
 from raylearner.data.table import table_prompts
 from raylearner.observability.sinks import jsonl
 from raylearner.strict_json import dumps, loads, plain

@@ -98,8 +98,8 @@ async def test_json_calls_of_one_turn_are_answered_in_order() -> None:
 
 
 def test_two_tools_of_one_tag_are_refused() -> None:
-    tools = [{"kind": "calculator"}, {"kind": "calculator", "name": "other"}]
-    with pytest.raises(ConfigError, match="two tools have the tag 'calc'"):
+    tools = [{"kind": kind, "url": "http://127.0.0.1:9"} for kind in ("search", "page_search")]
+    with pytest.raises(ConfigError, match="tag 'search'"):
         EnvironmentFactory(ToolUse.model_validate({"kind": "tool_use", "tools": tools}))
 
 

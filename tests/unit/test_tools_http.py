@@ -15,7 +15,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from pydantic import TypeAdapter, ValidationError
 
-from raylearner.config.environment import HttpSection, ToolSection
+from raylearner.config.environment import ToolSection
+from raylearner.config.section import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.tools.catalogue import make_tool
 from raylearner.tools.http import BadReply, Batcher, Service, ToolMetrics, wait_for_service
