@@ -1,7 +1,8 @@
 """The loop of a run: takes groups, steps the learner, publishes, reports, checkpoints, evaluates.
 
 Consumes finished groups; produces policy versions. Waits for groups (unblocked by rollout actors)
-and for the learner's step; whoever makes no progress for `run.watchdog_s` is named and ends the run.
+and for the learner's step. Without progress for `run.watchdog_s` the run ends, and the message names
+what waits for what.
 """
 
 import asyncio
@@ -14,145 +15,177 @@ from typing import Any
 
 from raylearner.cleanup import clean_up
 from raylearner.config.schema import RunConfig
-from raylearner.errors import (
-    LearnerDied,
-    RunStopped,
-    TooManyFailures,
-    summary,
-)
+from raylearner.errors import LearnerDied, RunStopped, TooManyFailures, causes, summary
 from raylearner.learner.batch.pack import pack
 from raylearner.learner.checkpoint.directory import Checkpoint, find_latest
-from raylearner.observability.action_watch import ActionWatch
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
-from raylearner.observability.step_report import step_metrics
 from raylearner.replay.buffer import Take
 from raylearner.run import placement
 from raylearner.run.checkpointing import CheckpointWriter
-from raylearner.run.evaluation import Evaluator, SideEvaluation
+from raylearner.run.evaluation import Evaluations, Evaluator
 from raylearner.run.run_actors import RunActors, prepare_model
-from raylearner.run.watchdog import T, in_time, stalled, unless_set
+from raylearner.run.step_reporter import StepReporter
+from raylearner.run.watchdog import T, describe_stall, in_time, unless_set
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-MIN_ACTORS_TO_LEND = 2
-"""With fewer, evaluation would take the only one."""
 TAKE_POLL_S = 5.0
-"""How long one take call waits before the watchdog looks."""
+"""Maximum wait of one take call before the watchdog checks progress."""
 
 
 class Controller:
-    """Owns the run's actors and its loop. `start`, `train`, `close`."""
+    """Owns the loop of a run, its actors and its checkpoint in flight. Made by `start`; `run` ends it."""
 
     def __init__(
         self,
         config: RunConfig,
         folder: Path,
         recorder: Recorder,
-        training: list[Prompt],
         held_out: list[Prompt],
+        *,
+        actors: RunActors,
+        tracer: Tracer,
+        stop: asyncio.Event,
     ) -> None:
         self._config = config
         self._folder = folder
         self._recorder = recorder
-        self._training = training
-        self._evaluator = (
-            Evaluator(
-                config.evaluation,
-                held_out,
-                failed_reward=config.rewards.reported_failed_reward,
-            )
-            if held_out
-            else None
-        )
-        self._side_evaluation: SideEvaluation | None = None
-        self._tracer = Tracer(track="controller", is_enabled=config.observability.trace)
-        self._stop_requested = asyncio.Event()
+        self._actors = actors
+        self._tracer = tracer
+        self._stop_requested = stop
         self._num_learner_restarts = 0
-        self._reporting: asyncio.Task[None] | None = None
-        self._action_watch = ActionWatch(config.environment, max_steps=config.run.num_steps)
-        self._started: RunActors | None = None
-        self._saver: CheckpointWriter | None = None
-        self._is_resumed = False
-        self.step = 0
-
-    def request_stop(self) -> None:
-        """Ends the run at the next step boundary, after a checkpoint (SIGTERM, `ray job stop`, a deadline)."""
-        logger.info("stop requested: a checkpoint follows the running step")
-        self._stop_requested.set()
-
-    @property
-    def _should_stop(self) -> bool:
-        return self._stop_requested.is_set()
-
-    # -- starting and ending -------------------------------------------------------------------
-
-    async def start(self, tasks: asyncio.TaskGroup, *, latest: Checkpoint | None) -> None:
-        """Raises `RunStopped` at once where a stop is requested meanwhile: starting takes minutes."""
-        await unless_set(self._stop_requested, self._start(latest))
-        if self._should_stop:
-            raise RunStopped(self._stopped())
-        self._actors.fleet.play(tasks)
-
-    async def _start(self, latest: Checkpoint | None) -> None:
-        config, self._is_resumed = self._config, latest is not None
-        with self._recorder.stage("preparing the model"):
-            model_path = await prepare_model(config, self._folder, self._training)
-        actors = self._started = await RunActors.reserved(
-            config,
-            self._training,
-            folder=self._folder,
-            model_path=model_path,
-            tracer=self._tracer,
-        )
-        self._saver = CheckpointWriter(
-            self._folder / "checkpoints",
+        self._reports = StepReporter(config, recorder, actors=actors, tracer=tracer)
+        self._checkpoints = CheckpointWriter(
+            folder / "checkpoints",
             learner=actors.learner,
             replay=actors.replay,
             keep_last=config.run.keep_last,
             should_defer=config.run.checkpoint_async,
-            tracer=self._tracer,
+            tracer=tracer,
         )
-        with self._recorder.stage(
+        self._evaluations = (
+            Evaluations(
+                Evaluator(
+                    config.evaluation,
+                    held_out,
+                    failed_reward=config.rewards.reported_failed_reward,
+                ),
+                actors=actors,
+                can_lend=not config.engines_sleep,
+                record=recorder.evaluation,
+                tracer=tracer,
+            )
+            if held_out
+            else None
+        )
+        self.step = 0
+
+    # -- starting and ending -------------------------------------------------------------------
+
+    @classmethod
+    async def start(
+        cls,
+        config: RunConfig,
+        folder: Path,
+        recorder: Recorder,
+        training: list[Prompt],
+        held_out: list[Prompt],
+        *,
+        latest: Checkpoint | None,
+        stop: asyncio.Event,
+    ) -> "Controller":
+        """Start every actor, restore the checkpoint `latest` and publish the weights.
+
+        `stop` ends the run at the next step boundary, after a checkpoint. Raises `RunStopped` at once
+        where it is set meanwhile, since starting takes minutes. Nothing is left behind on failure.
+        """
+        starting = cls._start(config, folder, recorder, training, held_out, latest, stop)
+        controller = await unless_set(stop, starting)
+        if controller is None or stop.is_set():
+            if controller is not None:
+                await controller.close()
+            raise RunStopped(_stop_message(folder, 0 if latest is None else latest.step))
+        return controller
+
+    @classmethod
+    async def _start(
+        cls,
+        config: RunConfig,
+        folder: Path,
+        recorder: Recorder,
+        training: list[Prompt],
+        held_out: list[Prompt],
+        latest: Checkpoint | None,
+        stop: asyncio.Event,
+    ) -> "Controller":
+        tracer = Tracer(track="controller", is_enabled=config.observability.trace)
+        with recorder.stage("preparing the model"):
+            model_path = await prepare_model(config, folder, training)
+        with recorder.stage(
             f"starting {config.learner.num_ranks} learner ranks and"
             f" {config.actors.num_actors} engines"
         ):
-            await actors.start()
-        if self._evaluator is not None:
-            self._side_evaluation = SideEvaluation(
-                self._evaluator,
-                actors=actors.fleet.evaluators,
-                lend=actors.lend,
-                give_back=actors.give_back,
-                record=self._recorder.evaluation,
+            actors = await RunActors.start(
+                config, training, folder=folder, model_path=model_path, tracer=tracer
             )
-        if latest is not None:
-            with self._recorder.stage("restoring the last checkpoint"):
-                await self._restore(latest)
-        with self._recorder.stage("publishing the first weights"):
-            await actors.publish()
+        controller = cls(
+            config, folder, recorder, held_out, actors=actors, tracer=tracer, stop=stop
+        )
+        try:
+            if latest is not None:
+                with recorder.stage("restoring the last checkpoint"):
+                    await controller._restore(latest)
+            with recorder.stage("publishing the first weights"):
+                await actors.publish()
+        except BaseException:
+            await clean_up(sys.exception(), controller.close)
+            raise
+        return controller
+
+    async def run(self) -> None:
+        """Train to the last step, with the rollout actors watched beside the loop, then close.
+
+        Raises the first cause of a failure, and `RunStopped` after a requested stop.
+        """
+        first: Exception | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    self._actors.fleet.play(tasks)
+                    await self._train()
+                    await self.close()
+                except Exception as error:
+                    task = asyncio.current_task()
+                    # If a task of the group had failed before, it would have cancelled this one.
+                    first = error if task is not None and not task.cancelling() else None
+                    raise
+        except ExceptionGroup as group:
+            cause = next(causes(first or group))
+            if not isinstance(cause, RunStopped):
+                logger.error("the run ended at step %d: %s", self.step, summary(cause))
+                await self._finish_checkpoint()
+            raise cause from cause.__cause__
+        finally:
+            logger.info("ended at step %d; run directory: %s", self.step, self._folder)
+            await clean_up(sys.exception(), self.close)
 
     async def close(self) -> None:
-        """Ends every actor and what it started. Safe to call twice."""
-        parts = (self._side_evaluation, self._saver)
+        """End every actor and everything it started. Safe to call twice."""
         await clean_up(
             sys.exception(),
-            self._finish_report,
-            *(part.cancel for part in parts if part is not None),
-            *([] if self._started is None else [self._started.close]),
+            self._reports.finish,
+            *([] if self._evaluations is None else [self._evaluations.cancel]),
+            self._checkpoints.cancel,
+            self._actors.close,
             lambda: self._recorder.spans(self._tracer.drain()),
         )
 
-    @property
-    def _actors(self) -> RunActors:
-        assert self._started is not None, "start comes first"
-        return self._started
-
     # -- the loop ------------------------------------------------------------------------------
 
-    async def train(self) -> None:
-        """Steps until `run.num_steps`. Raises `RunStopped` after a requested stop."""
+    async def _train(self) -> None:
+        """Make steps until `run.num_steps`. Raises `RunStopped` after a requested stop."""
         if self.step == 0:
             await self._evaluate()
         while self.step < self._config.run.num_steps:
@@ -160,10 +193,10 @@ class Controller:
                 await self._make_step()
             except LearnerDied as error:
                 await self._roll_back(error)
-        await self._actors.assert_current()
+        await self._actors.publish_last()
 
     async def _make_step(self) -> None:
-        """Takes, trains, publishes, reports, and what is due after the step."""
+        """Take groups, train, publish, report, and checkpoint or evaluate where that is due."""
         config, actors = self._config, self._actors
         learner = actors.learner
         wait_started = time.monotonic()
@@ -178,7 +211,7 @@ class Controller:
                 num_mini_batches=config.learner.num_mini_batches,
                 should_mask_truncated=config.learner.mask_truncated,
             )
-        await actors.let_engines_sleep()
+        await actors.sleep_engines()
         with self._tracer.span("step", step=self.step + 1):
             output = await self._in_time(learner.step(batches), "the learner's step")
         await actors.replay.commit.remote(
@@ -189,14 +222,11 @@ class Controller:
         metrics = self._step_metrics(
             take, output, wait_s=step_started - wait_started, since=wait_started
         )
-        await self._reported()
-        self._reporting = asyncio.create_task(
-            self._report(self.step, take, output, metrics, trained_version=trained_version)
-        )
+        await self._reports.start(self.step, take, output, metrics, trained_version=trained_version)
         await self._checkpoint_and_evaluate()
 
     async def _take(self) -> Take:
-        """The next groups. Raises `StalledError` when nobody made progress for `watchdog_s`, and
+        """Return the next groups. Raises `StalledError` without progress for `watchdog_s`, and
         `TooManyFailures`."""
         try:
             return await self._take_in_time()
@@ -217,11 +247,11 @@ class Controller:
                     )
                 )
                 taking = unless_set(self._stop_requested, asked)
-                # A take that finds nothing comes back by itself.
+                # A take without groups returns by itself.
                 take = await self._in_time(taking, "the replay actor's take", beyond_s=TAKE_POLL_S)
                 if take is not None:
                     return take
-                if self._should_stop:
+                if self._stop_requested.is_set():
                     await self._stop()
                 now = time.monotonic()
                 current = await self._in_time(
@@ -231,7 +261,7 @@ class Controller:
                     progress, changed_at = current, now
                 elif now - changed_at > config.run.watchdog_s:
                     folder, idle_s = self._folder / "stalled", now - changed_at
-                    raise await stalled(actors.replay, folder, idle_s=idle_s, step=self.step)
+                    raise await describe_stall(actors.replay, folder, idle_s=idle_s, step=self.step)
 
     async def _in_time(self, call: Awaitable[T], what: str, *, beyond_s: float = 0.0) -> T:
         limit_s = self._config.run.watchdog_s + beyond_s
@@ -240,10 +270,10 @@ class Controller:
     def _step_metrics(
         self, take: Take, output: Any, *, wait_s: float, since: float
     ) -> dict[str, float]:
-        """What the controller knows at the end of a step."""
+        """Return the metrics that are known before the rollout actors report."""
         actors = self._actors
         metrics = take.metrics | output.metrics | dict(actors.publisher.metrics)
-        metrics |= self._saver.drain_metrics() if self._saver is not None else {}
+        metrics |= self._checkpoints.drain_metrics()
         return metrics | {
             "policy_version": float(output.policy_version),
             "rollout/restarts": float(actors.fleet.num_restarts),
@@ -251,127 +281,40 @@ class Controller:
             "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - since),
         }
 
-    async def _report(
-        self,
-        step: int,
-        take: Take,
-        output: Any,
-        metrics: dict[str, float],
-        *,
-        trained_version: int,
-    ) -> None:
-        """Beside the next step: actors under load take a while to answer, and files to write.
-
-        `trained_version` is the policy's before the step.
-        """
-        actors = self._actors
-        (activities, played), trained = await asyncio.gather(
-            actors.fleet.drain(), actors.learner.drain_spans()
-        )
-        self._recorder.spans([*played, *trained, *self._tracer.drain()])
-        reported = step_metrics(
-            take.groups,
-            activities,
-            failed_reward=self._config.rewards.reported_failed_reward,
-        )
-        self._recorder.failures(step, take.failures)
-        self._recorder.step(step, reported | metrics)
-        self._action_watch.look(take.groups)
-        trajectories = [t for group in take.groups for t in group.trajectories]
-        await asyncio.to_thread(
-            self._recorder.trajectories,
-            step,
-            trajectories,
-            policy_version=trained_version,
-            advantages=output.advantages,
-            learner_logprobs=output.logprobs,
-        )
-
-    async def _reported(self) -> None:
-        """Until the last step is on record."""
-        if self._reporting is not None:
-            # Whoever cancels the loop does not cancel the report, which `close` waits for.
-            await asyncio.shield(self._reporting)
-            self._reporting = None
-
-    async def _finish_report(self) -> None:
-        """Where something worse went wrong already."""
-        try:
-            await self._reported()
-        except Exception as error:
-            self._reporting = None
-            logger.warning("step %d is not wholly on record: %s", self.step, summary(error))
-
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
-        every = run.checkpoint_every_steps
-        assert self._saver is not None, "start comes first"
-        if is_last or self._should_stop or (every and self.step % every == 0):
-            await self._reported()
-            await self._saver.start(self.step)
+        is_stopping, every = self._stop_requested.is_set(), run.checkpoint_every_steps
+        if is_last or is_stopping or (every and self.step % every == 0):
+            await self._reports.wait()
+            await self._checkpoints.start(self.step)
         if is_last:
-            await self._saver.wait()
-        if self._should_stop and not is_last:
+            await self._checkpoints.wait()
+        if is_stopping and not is_last:
             await self._stop()
         every = self._config.evaluation.every_steps
         if is_last:
             await self._evaluate()
-        elif every and self.step % every == 0:
-            await self._evaluate_beside_training()
-
-    async def _stop(self) -> None:
-        assert self._saver is not None, "start comes first"
-        await self._reported()
-        if self.step and self._saver.step != self.step:
-            await self._saver.start(self.step)
-        await self._saver.wait()
-        raise RunStopped(self._stopped())
-
-    def _stopped(self) -> str:
-        if self.step or self._is_resumed:
-            return f"stopped on request at step {self.step}; resume with --resume {self._folder}"
-        return (
-            f"stopped on request before the first step: {self._folder} holds no checkpoint; start"
-            " again in another run.dir"
-        )
-
-    # -- evaluation and checkpoints ------------------------------------------------------------
+        elif self._evaluations is not None and every and self.step % every == 0:
+            await self._evaluations.start(self.step)
 
     async def _evaluate(self) -> None:
-        if self._evaluator is None:
-            return
-        if self._side_evaluation is not None:
-            await self._side_evaluation.settle()
-        actors = self._actors
-        await actors.publish()
-        with self._tracer.span("evaluate", step=self.step):
-            record = await self._evaluator.evaluate(
-                actors.fleet.evaluators,
-                step=self.step,
-                policy_version=actors.learner.policy_version,
-            )
-        self._recorder.evaluation(record)
+        if self._evaluations is not None:
+            await self._evaluations.run(self.step)
 
-    async def _evaluate_beside_training(self) -> None:
-        """With a single actor, or engines that sleep in a step, nobody is free, so the run waits."""
-        if self._side_evaluation is None:
-            return
-        actors = self._actors
-        if len(actors.fleet.actors) < MIN_ACTORS_TO_LEND or self._config.engines_sleep:
-            await self._evaluate()
-            return
-        await actors.publish()
-        await self._side_evaluation.start(
-            step=self.step, policy_version=actors.learner.policy_version
-        )
+    async def _stop(self) -> None:
+        """Write a checkpoint of this step, unless there is one, and raise `RunStopped`."""
+        await self._reports.wait()
+        if self.step and self._checkpoints.step != self.step:
+            await self._checkpoints.start(self.step)
+        await self._checkpoints.wait()
+        raise RunStopped(_stop_message(self._folder, self.step))
 
-    async def finish_checkpoint(self) -> None:
-        """Of a run that failed otherwise: the checkpoint in flight is still worth having."""
-        if self._saver is not None:
-            try:
-                await self._saver.wait()
-            except Exception as error:
-                logger.warning("the checkpoint in flight is lost: %s", summary(error))
+    async def _finish_checkpoint(self) -> None:
+        """Finish the checkpoint in flight of a run that failed otherwise."""
+        try:
+            await self._checkpoints.wait()
+        except Exception as error:
+            logger.warning("the checkpoint in flight is lost: %s", summary(error))
 
     async def _restore(self, latest: Checkpoint) -> None:
         learner = self._actors.learner
@@ -382,34 +325,44 @@ class Controller:
         logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
 
     async def _roll_back(self, error: LearnerDied) -> None:
-        """Learner, ledger and buffer go back to one cut; engines are set to its version.
+        """Restore learner, ledger and buffer from one checkpoint, and publish its version to engines.
 
-        A learner that dies again meanwhile is restarted again, as often as is allowed in all.
+        A learner that dies again meanwhile is restarted again, up to `run.max_learner_restarts` in all.
         """
-        await self._finish_report()
-        if self._saver is not None:
-            await self._saver.cancel()
-        if self._side_evaluation is not None:
-            await self._side_evaluation.cancel()
+        await self._reports.finish()
+        await self._checkpoints.cancel()
+        if self._evaluations is not None:
+            await self._evaluations.cancel()
         while True:
             latest = await self._restart_point(error)
             try:
                 await self._actors.restart_learner()
                 await self._restore(latest)
-                return await self._actors.push_restored()
+                return await self._actors.publish_restored()
             except LearnerDied as again:
                 error = again
 
     async def _restart_point(self, error: LearnerDied) -> Checkpoint:
-        """Counts a restart. Raises `LearnerDied` where none is left, or no checkpoint."""
+        """Count a restart. Raises `LearnerDied` where none is left, or there is no checkpoint."""
         self._num_learner_restarts += 1
         latest = await asyncio.to_thread(find_latest, self._folder / "checkpoints")
         if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
-            why = (
-                "there is no whole checkpoint"
+            reason = (
+                "there is no complete checkpoint"
                 if latest is None
                 else "run.max_learner_restarts is used up"
             )
-            raise LearnerDied(f"the learner died at step {self.step} and {why}: {error}") from error
+            raise LearnerDied(
+                f"the learner died at step {self.step} and {reason}: {error}"
+            ) from error
         logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
         return latest
+
+
+def _stop_message(folder: Path, step: int) -> str:
+    if step:
+        return f"stopped on request at step {step}; resume with --resume {folder}"
+    return (
+        f"stopped on request before the first step: {folder} holds no checkpoint; start again in"
+        " another run.dir"
+    )

@@ -1,14 +1,14 @@
 """Evaluation on held-out prompts: played by rollout actors at one policy version.
 
-Before training and after it all actors play, and the run waits. In between one actor keeps the
-version that is evaluated while the others go on and get newer ones.
+Before and after training all actors play, and the run waits. In between one actor keeps the version
+that is evaluated, while the others continue and get newer ones.
 """
 
 import asyncio
 import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,14 +17,18 @@ from raylearner.config.schema import EvaluationSection
 from raylearner.data.cells import HASH_CHARACTERS, content_hash
 from raylearner.errors import EvaluationIncomplete, RaylearnerError, error_kind
 from raylearner.observability.episodes import Episode, episodes_of, mean_reward
+from raylearner.observability.spans import Tracer
+from raylearner.run.run_actors import RunActors
 from raylearner.types import PolicyVersion, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
 WARNED_FAILED_FRACTION = 0.1
-"""Share of failed episodes from which an evaluation is warned of."""
+"""Minimum fraction of failed episodes for a warning."""
 MAX_ROUNDS = 3
-"""How often the share of an actor that died is given to the others."""
+"""Maximum number of times that the prompts of a dead actor are given to the others."""
+MIN_ACTORS_TO_LEND = 2
+"""With fewer actors, evaluation would take the only one."""
 
 
 class Evaluator:
@@ -33,7 +37,7 @@ class Evaluator:
     def __init__(
         self, config: EvaluationSection, prompts: Sequence[Prompt], *, failed_reward: float = 0.0
     ) -> None:
-        """`failed_reward` is what an episode that failed counts as in means."""
+        """`failed_reward` is the reward of a failed episode in means."""
         self._config = config
         self._failed_reward = failed_reward
         self._prompts = _spread(prompts)[: config.num_prompts]
@@ -47,7 +51,7 @@ class Evaluator:
         step: int,
         policy_version: PolicyVersion,
     ) -> dict[str, Any]:
-        """One record for `eval.jsonl`. `actors` gives those alive now.
+        """Return one record for `eval.jsonl`. `actors` returns those that are alive.
 
         Raises `RaylearnerError` when an episode was sampled by another version, and
         `EvaluationIncomplete` when no actor lived long enough to play.
@@ -95,7 +99,7 @@ class Evaluator:
         versions = {v for t in played for v in (t.min_policy_version, t.max_policy_version)}
         if versions - {policy_version}:
             raise RaylearnerError(
-                f"evaluation was to be pinned to version {policy_version}, but tokens carry"
+                f"evaluation must be pinned to version {policy_version}, but tokens carry"
                 f" versions {sorted(versions)}"
             )
         episodes = episodes_of(played)
@@ -132,56 +136,73 @@ class Evaluator:
         )
 
 
-class SideEvaluation:
-    """Evaluates beside training, one evaluation at a time, on an actor that is lent for it.
+class Evaluations:
+    """Owns the evaluations of a run: alone, or beside training on one actor that is lent for it.
 
-    Waits for: that actor alone. While it is lent it plays training episodes too, as far as their
-    staleness allows, and takes no weights; after that it gets the newest. One that dies takes its
-    evaluation with it, which is logged; the run goes on.
+    A lent actor plays training episodes too, as far as their staleness allows, and takes no weights;
+    afterwards it gets the newest. If it dies, its evaluation is lost, which is logged.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
         *,
-        actors: Callable[[], Mapping[str, EvaluateCall]],
-        lend: Callable[[str], None],
-        give_back: Callable[[str], Awaitable[None]],
+        actors: RunActors,
+        can_lend: bool,
         record: Callable[[Mapping[str, Any]], None],
+        tracer: Tracer,
     ) -> None:
-        """`lend` keeps weights from an actor from now on; `give_back` brings it to the newest."""
+        """Without `can_lend` the run always waits, as where engines sleep during a step."""
         self._evaluator = evaluator
         self._actors = actors
-        self._lend = lend
-        self._give_back = give_back
+        self._can_lend = can_lend
         self._record = record
+        self._tracer = tracer
         self._running: asyncio.Task[None] | None = None
 
-    async def start(self, *, step: int, policy_version: PolicyVersion) -> None:
-        """Begin, once the one before is over. Every actor must hold `policy_version`."""
-        await self.settle()
-        actor_id = max(self._actors())
-        self._lend(actor_id)
+    async def run(self, step: int) -> None:
+        """Evaluate on all actors, after the evaluation in flight."""
+        await self.wait()
+        await self._actors.publish()
+        with self._tracer.span("evaluate", step=step):
+            record = await self._evaluator.evaluate(
+                self._actors.fleet.evaluators,
+                step=step,
+                policy_version=self._actors.learner.policy_version,
+            )
+        self._record(record)
+
+    async def start(self, step: int) -> None:
+        """Start an evaluation beside training, after the one in flight; run it where no actor is free."""
+        if not self._can_lend or len(self._actors.fleet.actors) < MIN_ACTORS_TO_LEND:
+            await self.run(step)
+            return
+        await self._actors.publish()
+        version = self._actors.learner.policy_version
+        await self.wait()
+        actor_id = max(self._actors.fleet.evaluators())
+        self._actors.lend(actor_id)
         self._running = asyncio.create_task(
-            self._run(actor_id, step=step, policy_version=policy_version), name="evaluation"
+            self._run_beside(actor_id, step=step, policy_version=version), name="evaluation"
         )
 
-    async def settle(self) -> None:
-        """Wait for the running evaluation; raises what it raised."""
+    async def wait(self) -> None:
+        """Wait for the evaluation in flight, and raise its error."""
         running, self._running = self._running, None
         if running is not None:
             await running
 
     async def cancel(self) -> None:
-        """Give it up; the actor gets no weights from here."""
+        """Cancel the evaluation in flight; its actor gets no weights from here."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _run(self, actor_id: str, *, step: int, policy_version: PolicyVersion) -> None:
+    async def _run_beside(self, actor_id: str, *, step: int, policy_version: PolicyVersion) -> None:
         def lent() -> dict[str, EvaluateCall]:
-            return {key: call for key, call in self._actors().items() if key == actor_id}
+            calls = self._actors.fleet.evaluators()
+            return {key: call for key, call in calls.items() if key == actor_id}
 
         try:
             self._record(
@@ -190,11 +211,11 @@ class SideEvaluation:
         except EvaluationIncomplete as error:
             logger.warning("%s; it is lost", error)
         if lent():
-            await self._give_back(actor_id)
+            await self._actors.give_back(actor_id)
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """One prompt of each source in turn, so that a limit cuts none of them off."""
+    """Alternate between sources, so that a limit leaves prompts of each."""
     by_source: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_source[prompt.source].append(prompt)
@@ -205,7 +226,7 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 def _summary(
     episodes: Sequence[Episode], *, prefix: str, failed_reward: float
 ) -> dict[str, float | int | None]:
-    """The headline `reward/mean` counts episodes that failed as not solved."""
+    """Return means over episodes; in `reward/mean` failed episodes count as not solved."""
     rewards = [e.reward for e in episodes if e.reward is not None]
     num_failed = sum(e.is_failed for e in episodes)
     count = max(1, len(episodes))

@@ -46,8 +46,8 @@ def socket_path_errors(*, has_vllm: bool) -> list[str]:
     sockets = [("Ray", variable, folder, RAY_SOCKET, "RAY_TMPDIR")]
     if has_vllm:
         base = os.environ.get("VLLM_RPC_BASE_PATH")
-        found = ("VLLM_RPC_BASE_PATH", base) if base else ("TMPDIR", tempfile.gettempdir())
-        sockets.append(("vLLM", *found, VLLM_SOCKET, "VLLM_RPC_BASE_PATH"))
+        name, path = ("VLLM_RPC_BASE_PATH", base) if base else ("TMPDIR", tempfile.gettempdir())
+        sockets.append(("vLLM", name, path, VLLM_SOCKET, "VLLM_RPC_BASE_PATH"))
     for program, name, place, socket, cure in sockets:
         size, limit = len(os.fsencode(place)), MAX_SOCKET_PATH_BYTES - len(socket) - 1
         if size > limit:

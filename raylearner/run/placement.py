@@ -31,65 +31,68 @@ from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
 logger = logging.getLogger(__name__)
 
 CALLS_BESIDE_EPISODES = 64
-"""Concurrent calls an actor takes for weights, evaluation and reports."""
+"""Concurrent calls of an actor for weights, evaluation and reports."""
 DRAIN_TIMEOUT_S = 20.0
-"""Longest a step's report waits for an actor."""
+"""Maximum wait of a step's report for an actor."""
 STOP_TIMEOUT_S = 20.0
-"""Longest an actor may take to end its engine before it is killed."""
+"""Maximum time for an actor to end its engine before it is killed."""
 RESERVE_TIMEOUT_S = 60.0
-"""Longest wait for the placement group of learner ranks and engines."""
+"""Maximum wait for the placement group of learner ranks and engines."""
 
 
 class Colocation:
-    """Owns the placement group; promises that an engine has the GPU of the rank it is dealt to."""
+    """Owns the placement group of learner ranks and engines on shared GPUs: one bundle for each GPU."""
 
-    def __init__(self, config: RunConfig) -> None:
-        learner, actors = config.learner, config.actors
-        self._name = f"{config.run.name}/colocated"
-        self._num_bundles = learner.num_ranks
-        self._engines_per_bundle = config.engines_per_rank
-        self._bundle = {
-            "GPU": 1.0,
-            "CPU": learner.cpus_per_rank + self._engines_per_bundle * actors.cpus_per_actor,
-        }
-        self._group: Any = None
+    def __init__(self, config: RunConfig, group: Any) -> None:
+        self._num_bundles = config.learner.num_ranks
+        self._group: Any = group
         self._ranks: dict[str, int] = {}
 
-    async def reserve(self) -> None:
-        """Raises `ConfigError` where the cluster does not have so many GPUs with CPUs beside them."""
-        bundle = {resource: number for resource, number in self._bundle.items() if number}
-        self._group = placement_group([bundle] * self._num_bundles, "PACK", name=self._name)
-        if not await asyncio.to_thread(self._group.wait, RESERVE_TIMEOUT_S):
-            self.release()
+    @classmethod
+    async def reserve(cls, config: RunConfig) -> "Colocation":
+        """Reserve the GPUs of all ranks, with the CPUs of ranks and engines.
+
+        Raises `ConfigError` where the cluster has fewer.
+        """
+        learner, num_engines = config.learner, config.engines_per_rank
+        cpus = learner.cpus_per_rank + num_engines * config.actors.cpus_per_actor
+        bundle = {"GPU": 1.0} | ({"CPU": cpus} if cpus else {})
+        name = f"{config.run.name}/colocated"
+        group = placement_group([bundle] * learner.num_ranks, "PACK", name=name)
+        if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
+            remove_placement_group(group)
             raise ConfigError(
-                f"weights.transport: 'ipc' puts a learner rank and {self._engines_per_bundle} engines "
-                f"on each of {self._num_bundles} GPUs, and within {RESERVE_TIMEOUT_S:g} s the cluster "
-                f"had no {self._num_bundles} x {bundle} to spare on its nodes; lower "
-                "actors.num_actors, learner.num_ranks, actors.cpus_per_actor or learner.cpus_per_rank"
+                f"weights.transport: 'ipc' puts a learner rank and {num_engines} engines on each of"
+                f" {learner.num_ranks} GPUs, but within {RESERVE_TIMEOUT_S:g} s the cluster had no"
+                f" {learner.num_ranks} x {bundle} free on its nodes; lower actors.num_actors,"
+                " learner.num_ranks, actors.cpus_per_actor or learner.cpus_per_rank"
             )
+        return cls(config, group)
 
     def release(self) -> None:
-        """Safe to call twice."""
+        """Remove the placement group. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
 
     def rank_options(self) -> list[Mapping[str, Any]]:
-        """Actor options of every learner rank."""
+        """Return the actor options of every learner rank."""
         return [self._options(index) for index in range(self._num_bundles)]
 
     def engine_options(self, actor_id: str) -> Mapping[str, Any]:
-        """Actor options of an engine, in the bundle with the fewest."""
-        taken = Counter(self._ranks.values())
-        self._ranks[actor_id] = rank = min(range(self._num_bundles), key=lambda i: (taken[i], i))
+        """Return the actor options of an engine, in the bundle with the fewest engines."""
+        num_engines = Counter(self._ranks.values())
+        self._ranks[actor_id] = rank = min(
+            range(self._num_bundles), key=lambda i: (num_engines[i], i)
+        )
         return self._options(rank)
 
     def forget(self, actor_id: str) -> None:
-        """An engine that is gone; another may take its place."""
+        """Free the place of an engine that ended."""
         self._ranks.pop(actor_id, None)
 
     def rank_of(self, actor_id: str) -> int:
-        """The learner rank on the GPU of this engine."""
+        """Return the learner rank on the GPU of this engine."""
         return self._ranks[actor_id]
 
     def _options(self, index: int) -> Mapping[str, Any]:
@@ -98,7 +101,7 @@ class Colocation:
 
 
 def rollout_sections(config: RunConfig) -> RolloutSections:
-    """What of a resolved configuration every rollout actor gets."""
+    """Return the part of a resolved configuration that every rollout actor gets."""
     lora, transport = config.learner.lora, config.weights.transport
     return RolloutSections(
         engine=config.actors.engine,
@@ -116,7 +119,7 @@ def rollout_sections(config: RunConfig) -> RolloutSections:
 
 
 async def answer(reference: Any) -> Any:
-    """A Ray reference as a coroutine."""
+    """Await a Ray reference, as a coroutine."""
     return await reference
 
 
@@ -124,7 +127,7 @@ class RolloutFleet:
     """Owns the rollout actors: starts them, watches their loops, replaces those that die.
 
     `on_loss(actor_id)` runs before a replacement starts (claims return to pending, the publisher
-    forgets the member); `on_join(actor_id, receive)` brings the current weights to the new one
+    removes the member); `on_join(actor_id, receive)` brings the current weights to the new one
     before its first claim.
     """
 
@@ -141,7 +144,7 @@ class RolloutFleet:
         ],
         colocation: Colocation | None = None,
     ) -> None:
-        """With `colocation` engines go where it says, otherwise wherever there is room."""
+        """With `colocation`, engines share the GPUs of learner ranks."""
         self._colocation = colocation
         self._config = config
         self._sections = sections
@@ -150,13 +153,13 @@ class RolloutFleet:
         self._on_loss = on_loss
         self._on_join = on_join
         self._num_started = 0
-        self.num_restarts = self._num_faults = 0
-        self._innocent: set[str] = set()
+        self.num_restarts = self._num_failures = 0
+        self._not_at_fault: set[str] = set()
         self._is_stopping = False
         self.actors: dict[str, Any] = {}
 
     async def start(self) -> None:
-        """Starts all actors at once. Raises `EngineError` with the cause of the first failure."""
+        """Start all actors at once. Raises `EngineError` with the cause of the first failure."""
         started = await asyncio.gather(
             *(self._launch() for _ in range(self._config.num_actors)), return_exceptions=True
         )
@@ -165,16 +168,15 @@ class RolloutFleet:
             raise failures[0]
 
     def play(self, tasks: asyncio.TaskGroup) -> None:
-        """Lets every actor play, watched by `tasks`: what cannot be mended ends the task group."""
-        self._tasks = tasks
+        """Let every actor play, each kept alive by a task; a failure beyond repair ends the task group."""
         for actor_id in list(self.actors):
-            tasks.create_task(self._watch(actor_id))
+            tasks.create_task(self._keep_alive(actor_id))
 
-    def condemn(self, actor_id: str, error: BaseException) -> None:
-        """Kills an actor whose engine failed a push; its watcher replaces it."""
-        logger.warning("%s is condemned and will be replaced: %s", actor_id, error)
+    def fail_push(self, actor_id: str, error: BaseException) -> None:
+        """Kill an actor whose engine failed a push, so that it is replaced."""
+        logger.warning("%s failed a weight push and will be replaced: %s", actor_id, error)
         if isinstance(error, PushBroken):
-            self._innocent.add(actor_id)
+            self._not_at_fault.add(actor_id)
         if actor := self.actors.get(actor_id):
             ray.kill(actor)
 
@@ -187,7 +189,7 @@ class RolloutFleet:
         return receive
 
     def evaluators(self) -> dict[str, EvaluateCall]:
-        """The evaluate calls of the actors alive now."""
+        """Return the evaluate calls of the actors that are alive."""
 
         def call(actor: Any) -> EvaluateCall:
             async def evaluate(
@@ -200,7 +202,7 @@ class RolloutFleet:
         return {actor_id: call(actor) for actor_id, actor in self.actors.items()}
 
     async def drain(self) -> tuple[list[RolloutActivity], list[Span]]:
-        """Activity and spans since the last call, of every actor that answers in time."""
+        """Return activity and spans since the last call, of every actor that answers in time."""
         actors = dict(self.actors)
         calls = (answer(actor.drain.remote()) for actor in actors.values())
         reports = await asyncio.gather(
@@ -217,25 +219,25 @@ class RolloutFleet:
         return [a for a, _ in alive], [span for _, spans in alive for span in spans]
 
     async def sleep(self) -> None:
-        """Puts every engine to sleep until its next weights; what cannot is condemned."""
+        """Put every engine to sleep until its next weights; one that fails is replaced."""
         actors = dict(self.actors)
         outcomes = await asyncio.gather(
             *(answer(actor.sleep.remote()) for actor in actors.values()), return_exceptions=True
         )
         for actor_id, outcome in zip(actors, outcomes, strict=True):
-            # Of an actor that died, its watcher knows already.
+            # An actor that died is replaced anyway.
             if isinstance(outcome, RayTaskError):
-                self.condemn(actor_id, outcome)
+                self.fail_push(actor_id, outcome)
 
     async def abort(self) -> None:
-        """Ends every running episode: the ledger that is restored next knows nothing of them."""
+        """End every running episode, before a ledger without them is restored."""
         await asyncio.gather(
             *(answer(actor.abort.remote()) for actor in self.actors.values()),
             return_exceptions=True,
         )
 
     async def stop(self) -> None:
-        """Ends every actor with its engine; what does not end in time is killed."""
+        """End every actor with its engine; those that do not end in time are killed."""
         self._is_stopping = True
         await asyncio.gather(*(self._stop(actor) for actor in self.actors.values()))
         self.actors.clear()
@@ -281,28 +283,31 @@ class RolloutFleet:
         self.actors[actor_id] = actor
         return actor_id
 
-    async def _watch(self, actor_id: str) -> None:
-        try:
-            await self.actors[actor_id].run.remote()
+    async def _keep_alive(self, actor_id: str) -> None:
+        """Wait for the end of an actor's loop and replace the actor, until the fleet stops."""
+        while True:
+            try:
+                await self.actors[actor_id].run.remote()
+                cause: BaseException = RaylearnerError("its loop ended after a failed weight push")
+            except (RayActorError, RayTaskError) as error:
+                cause = error
             if self._is_stopping:
                 return
-            cause: BaseException = RaylearnerError("its loop ended after a failed weight push")
-        except (RayActorError, RayTaskError) as error:
-            if self._is_stopping:
-                return
-            cause = error
-        await self._replace(actor_id, cause)
+            actor_id = await self._replace(actor_id, cause)
 
-    async def _replace(self, actor_id: str, cause: BaseException) -> None:
-        """Until one joins; whoever was left hanging by others is not held against the limit."""
+    async def _replace(self, actor_id: str, cause: BaseException) -> str:
+        """Start replacements until one joins, and return its id.
+
+        An actor that was blocked by another engine's failure does not count against the limit.
+        """
         while True:
             self.num_restarts += 1
-            self._num_faults += actor_id not in self._innocent
+            self._num_failures += actor_id not in self._not_at_fault
             ray.kill(self.actors.pop(actor_id))
             if self._colocation is not None:
                 self._colocation.forget(actor_id)
             await self._on_loss(actor_id)
-            if self._num_faults > self._config.max_restarts:
+            if self._num_failures > self._config.max_restarts:
                 raise RaylearnerError(
                     f"{actor_id} died and actors.max_restarts={self._config.max_restarts} is used up;"
                     f" last cause: {cause}"
@@ -311,9 +316,6 @@ class RolloutFleet:
             actor_id = await self._launch()
             try:
                 await self._on_join(actor_id, self.receiver(actor_id))
+                return actor_id
             except (WeightTransferError, LearnerDied) as error:
-                # Of a learner that died the controller hears by itself, and rolls back meanwhile.
-                cause = error
-                continue
-            break
-        self._tasks.create_task(self._watch(actor_id))
+                cause = error  # if the learner died, the controller rolls back meanwhile

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunActors:
-    """Owns replay, rewards, learner and engines; promises that `close` leaves nothing of them.
+    """Owns replay, rewards, learner and engines, all started; `close` leaves none of their processes.
 
-    Made by `reserved`, then `start`. Learner and engines know each other by the publisher alone.
+    Made by `start`. Learner and engines are connected only by the publisher.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RunActors:
         self.publisher = self._make_publisher()
 
     @classmethod
-    async def reserved(
+    async def start(
         cls,
         config: RunConfig,
         training: list[Prompt],
@@ -90,26 +90,28 @@ class RunActors:
         model_path: str,
         tracer: Tracer,
     ) -> "RunActors":
-        """With their places, where learner and engines share GPUs. Raises `ConfigError` without."""
-        colocation = Colocation(config) if config.weights.transport == "ipc" else None
-        if colocation is not None:
-            await colocation.reserve()
-        return cls(
+        """Start everything at once, and raise the first failure, after which nothing is left."""
+        has_shared_gpus = config.weights.transport == "ipc"
+        actors = cls(
             config,
             training,
             folder=folder,
             model_path=model_path,
             tracer=tracer,
-            colocation=colocation,
+            colocation=await Colocation.reserve(config) if has_shared_gpus else None,
         )
-
-    async def start(self) -> None:
-        """Raises what the first that did not start says."""
-        await asyncio.gather(self._rewards.start(), self.learner.start(), self.fleet.start())
-        self._count_engines()
+        try:
+            await asyncio.gather(
+                actors._rewards.start(), actors.learner.start(), actors.fleet.start()
+            )
+            actors._add_engines()
+        except BaseException:
+            await actors.close()
+            raise
+        return actors
 
     async def close(self) -> None:
-        """Ends every actor and what it started, each whatever the others do. Safe to call twice."""
+        """End every actor and everything it started, even where another fails. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -124,35 +126,35 @@ class RunActors:
         )
 
     async def restart_learner(self) -> None:
-        """After its death: new ranks with the initial policy, episodes under way ended, no push left."""
+        """Replace a dead learner by ranks with the initial policy; end running episodes and pushes."""
         await self.publisher.break_off()
         await self.learner.restart()
         await self.fleet.abort()
 
-    async def push_restored(self) -> None:
-        """What was restored becomes the version of every engine, older than theirs as it may be."""
+    async def publish_restored(self) -> None:
+        """Publish the restored version to every engine, even if theirs is newer."""
         self.publisher = self._make_publisher()
-        self._count_engines()
+        self._add_engines()
         await self.publish()
 
     async def publish(self) -> None:
-        """The learner's version to every engine; returns once all have it or have failed."""
+        """Publish the learner's version; return once every engine has it or failed."""
         await self.publisher.publish(self.learner.policy_version)
 
     def start_publishing(self, policy_version: PolicyVersion) -> None:
-        """The push lands while the next batch is already being taken and packed; it wakes engines."""
+        """Start a push, which lands while the next batch is being taken and packed; it wakes engines."""
         is_new = policy_version != self.publisher.policy_version
         is_due = policy_version % self._config.weights.every_steps == 0
         if (is_new and is_due) or self._config.engines_sleep:
             self.publisher.start(policy_version)
 
-    async def let_engines_sleep(self) -> None:
-        """Between the last episode of a step and its push, where the learner needs their memory."""
+    async def sleep_engines(self) -> None:
+        """Put engines to sleep until the next push, where the learner needs their memory."""
         if self._config.engines_sleep:
-            with self._tracer.span("engines fall asleep"):
+            with self._tracer.span("sleep"):
                 await self.fleet.sleep()
 
-    async def assert_current(self) -> None:
+    async def publish_last(self) -> None:
         """Publish the last version to every engine and log that it was verified."""
         await self.publish()
         logger.info(
@@ -163,24 +165,24 @@ class RunActors:
         )
 
     def lend(self, actor_id: str) -> None:
-        """An engine keeps its version until it is given back."""
+        """Keep weights from an engine until it is given back."""
         self.publisher.remove(actor_id)
 
     async def give_back(self, actor_id: str) -> None:
         try:
             await self._admit(actor_id, self.fleet.receiver(actor_id))
         except WeightTransferError as error:
-            self.fleet.condemn(actor_id, error)
+            self.fleet.fail_push(actor_id, error)
 
     def _make_publisher(self) -> Publisher:
         return Publisher(
             self.learner,
-            on_failed=self.fleet.condemn,
+            on_failed=self.fleet.fail_push,
             deadline_s=self._config.weights.deadline_s,
             tracer=self._tracer,
         )
 
-    def _count_engines(self) -> None:
+    def _add_engines(self) -> None:
         for actor_id in self.fleet.actors:
             self.publisher.add(actor_id, self.fleet.receiver(actor_id))
 

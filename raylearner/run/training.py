@@ -110,35 +110,43 @@ async def _train(
     latest: Checkpoint | None,
     changed: Sequence[str] = (),
 ) -> None:
-    """On from the checkpoint `latest`, or from the beginning; `changed` is logged first."""
+    """Train from the checkpoint `latest`, or from the start; `changed` is logged first."""
     recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
     logger.info("training to step %d in run directory %s", config.run.num_steps, folder)
     for line in changed:
         logger.info("%s", line)
-    controller = Controller(config, folder, recorder, training, held_out)
+    try:
+        controller = await _start(config, folder, recorder, training, held_out, latest)
+        await controller.run()
+    finally:
+        await clean_up(sys.exception(), recorder.close)
+
+
+async def _start(
+    config: RunConfig,
+    folder: Path,
+    recorder: Recorder,
+    training: list[Prompt],
+    held_out: list[Prompt],
+    latest: Checkpoint | None,
+) -> Controller:
+    stop = asyncio.Event()
+
+    def request_stop() -> None:
+        logger.info("stop requested: a checkpoint follows the running step")
+        stop.set()
+
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, controller.request_stop)
+    loop.add_signal_handler(signal.SIGTERM, request_stop)
     stop_s = machine.stop_time_s(config.run, os.environ)
     if stop_s is not None:
-        loop.call_later(max(0.0, stop_s - time.time()), controller.request_stop)
-    first: Exception | None = None
+        loop.call_later(max(0.0, stop_s - time.time()), request_stop)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            try:
-                await controller.start(tasks, latest=latest)
-                await controller.train()
-                await controller.close()
-            except Exception as error:
-                task = asyncio.current_task()
-                # A task of the group that failed before would have cancelled this one.
-                first = error if task is not None and not task.cancelling() else None
-                raise
-    except ExceptionGroup as group:
-        cause = next(causes(first or group))
+        return await Controller.start(
+            config, folder, recorder, training, held_out, latest=latest, stop=stop
+        )
+    except Exception as error:
+        cause = next(causes(error))
         if not isinstance(cause, RunStopped):
-            logger.error("the run ended at step %d: %s", controller.step, summary(cause))
-            await controller.finish_checkpoint()
+            logger.error("the run did not start: %s", summary(cause))
         raise cause from cause.__cause__
-    finally:
-        logger.info("ended at step %d; run directory: %s", controller.step, folder)
-        await clean_up(sys.exception(), controller.close, recorder.close)

@@ -1,4 +1,4 @@
-"""How the controller waits: for a stop that is requested meanwhile, and never without end."""
+"""Bounded waits of the controller, which end early when a stop is requested."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from raylearner.errors import StalledError, summary
 
 DESCRIBE_TIMEOUT_S = 60.0
-"""Longest a run that ends waits for the replay to say who waits for whom."""
+"""Maximum wait for the replay's description of a stalled run."""
 
 T = TypeVar("T")
 
 
 async def unless_set(event: asyncio.Event, call: Coroutine[Any, Any, T]) -> T | None:
-    """What the call returns, or None when the event is set first; the call has been cancelled then."""
+    """Await the call; return None, with the call cancelled, when the event is set first."""
     calling = asyncio.ensure_future(call)
     stopping = asyncio.ensure_future(event.wait())
     try:
@@ -26,8 +26,8 @@ async def unless_set(event: asyncio.Event, call: Coroutine[Any, Any, T]) -> T | 
         await asyncio.wait([calling, stopping])
 
 
-async def in_time(call: Awaitable[T], what: str, *, limit_s: float, step: int) -> T:
-    """What the call returns. Raises `StalledError` where that takes longer than `run.watchdog_s`."""
+async def in_time(call: Awaitable[T], name: str, *, limit_s: float, step: int) -> T:
+    """Await the call. Raises `StalledError` where that takes longer than `run.watchdog_s`."""
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
@@ -36,12 +36,12 @@ async def in_time(call: Awaitable[T], what: str, *, limit_s: float, step: int) -
         if not limit.expired():
             raise
         raise StalledError(
-            f"{what} did not end within {limit_s:g} s at step {step} (run.watchdog_s)"
+            f"{name} did not end within {limit_s:g} s at step {step} (run.watchdog_s)"
         ) from None
 
 
-async def stalled(replay: Any, folder: Path, *, idle_s: float, step: int) -> StalledError:
-    """Who waits for whom, as the replay describes it; its ledger is written to `folder`."""
+async def describe_stall(replay: Any, folder: Path, *, idle_s: float, step: int) -> StalledError:
+    """Return an error that names what waits for what, and write the replay's ledger to `folder`."""
     text = f"no progress for {idle_s:.0f} s at step {step} (run.watchdog_s)"
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT_S):

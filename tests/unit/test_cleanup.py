@@ -1,10 +1,8 @@
 """How a run ends: every part is closed, the first cause stands, and the system's refusals are one line."""
 
-import asyncio
 import errno
 import logging
 import shutil
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from raylearner.config.schema import ObservabilitySection
 from raylearner.errors import ConfigError, LearnerError, StartError, naming, summary
 from raylearner.observability import logs
 from raylearner.observability.recorder import Recorder
-from raylearner.run import training
 
 
 def failing(error: Exception, made: list[str], name: str) -> Any:
@@ -106,69 +103,6 @@ def test_a_run_directory_that_is_removed_ends_the_run_at_its_next_step(tmp_path:
     recorder.close()
     assert caught.value.filename == str(run / "metrics.jsonl")
     assert not run.exists()
-
-
-class _Controller:
-    """A controller of which single parts fail, at the times that a test says."""
-
-    step = 3
-    body: list[Exception] = []  # noqa: RUF012
-    task: list[Exception] = []  # noqa: RUF012
-    at_cancel: list[Exception] = []  # noqa: RUF012
-    closing: list[Exception] = []  # noqa: RUF012
-
-    def __init__(self, *_: object) -> None: ...
-
-    def request_stop(self) -> None: ...
-
-    async def start(self, tasks: asyncio.TaskGroup, *, latest: object) -> None:
-        async def play() -> None:
-            for error in self.task:
-                raise error
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                for error in self.at_cancel:
-                    raise error from None
-                raise
-
-        tasks.create_task(play())
-
-    async def train(self) -> None:
-        await asyncio.sleep(0)
-        for error in self.body:
-            raise error
-        await asyncio.sleep(60)
-
-    async def finish_checkpoint(self) -> None: ...
-
-    async def close(self) -> None:
-        for error in self.closing:
-            raise error
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ({"body": LearnerError("body")}, "body"),
-        ({"task": LearnerError("task")}, "task"),
-        ({"body": LearnerError("body"), "at_cancel": KeyError("later")}, "body"),
-        ({"body": LearnerError("body"), "closing": OSError("closing")}, "body"),
-        ({"task": LearnerError("task"), "closing": KeyError("closing")}, "task"),
-    ],
-)
-def test_the_first_cause_of_a_run_is_what_it_ends_with(
-    parts: dict[str, Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = type("Controller", (_Controller,), {name: [e] for name, e in parts.items()})
-    recorder = types.SimpleNamespace(of_run=lambda *_, **__: types.SimpleNamespace(close=list))
-    monkeypatch.setattr(training, "Controller", controller)
-    monkeypatch.setattr(training, "Recorder", recorder)
-    monkeypatch.setattr(training.machine, "stop_time_s", lambda *_: None)
-    config: Any = types.SimpleNamespace(run=types.SimpleNamespace(num_steps=1))
-    with pytest.raises(LearnerError) as caught:
-        asyncio.run(training._train(config, tmp_path, [], [], latest=None))
-    assert str(caught.value) == expected
 
 
 def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

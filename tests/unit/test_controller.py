@@ -1,4 +1,4 @@
-"""How the controller waits: everything has a limit, and a stop is heard while a run starts."""
+"""The controller: every wait has a limit, a stop ends a starting run, and the first cause stands."""
 
 import asyncio
 import types
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from raylearner.errors import LearnerDied, RunStopped, StalledError
+from raylearner.errors import LearnerDied, LearnerError, RunStopped, StalledError
 from raylearner.run import controller as controllers
 from raylearner.run.controller import Controller
-from raylearner.run.watchdog import stalled, unless_set
+from raylearner.run.watchdog import describe_stall, unless_set
 
 NAME = types.SimpleNamespace
 
@@ -27,6 +27,26 @@ def remote(function: Any) -> Any:
     return NAME(remote=function)
 
 
+CONFIG: Any = NAME(
+    replay=NAME(groups_per_step=1),
+    run=NAME(
+        watchdog_s=0.1, num_steps=5, max_learner_restarts=2, keep_last=1, checkpoint_async=True
+    ),
+    learner=NAME(
+        num_data_ranks=1,
+        max_tokens_per_micro_batch=1,
+        num_mini_batches=1,
+        mask_truncated=False,
+        num_ranks=1,
+    ),
+    actors=NAME(num_actors=1),
+    rewards=NAME(reported_failed_reward=0.0),
+    environment=NAME(kind="single_turn"),
+    observability=NAME(trace=False),
+)
+RECORDER: Any = NAME(stage=lambda _: nullcontext(), spans=lambda _: None)
+
+
 def make_controller(
     folder: Path, *, take: Any = nothing, progress: Any = nothing, step: Any = never
 ) -> Controller:
@@ -35,45 +55,21 @@ def make_controller(
     async def lines() -> list[str]:
         return ["rollout-0 runs 3 episodes"]
 
-    made = Controller.__new__(Controller)
-    values = {
-        "_config": NAME(
-            replay=NAME(groups_per_step=1),
-            run=NAME(watchdog_s=0.1, num_steps=5, max_learner_restarts=2),
-            learner=NAME(
-                num_data_ranks=1,
-                max_tokens_per_micro_batch=1,
-                num_mini_batches=1,
-                mask_truncated=False,
-                num_ranks=1,
-            ),
-            actors=NAME(num_actors=1),
-        ),
-        "_stop_requested": asyncio.Event(),
-        "_tracer": NAME(span=lambda *_, **__: nullcontext()),
-        "_recorder": NAME(stage=lambda _: nullcontext()),
-        "_folder": folder,
-        "_num_learner_restarts": 0,
-        "_saver": None,
-        "_side_evaluation": None,
-        "_reporting": None,
-        "_is_resumed": False,
-        "_training": [],
-        "_evaluator": None,
-        "step": 1,
-        "_started": NAME(
-            replay=NAME(
-                take=remote(take),
-                progress=remote(progress),
-                describe=remote(lines),
-                save=remote(nothing),
-            ),
-            learner=NAME(policy_version=1, step=step),
-            let_engines_sleep=nothing,
-        ),
-    }
-    for name, value in values.items():
-        setattr(made, name, value)
+    replay = NAME(
+        take=remote(take), progress=remote(progress), describe=remote(lines), save=remote(nothing)
+    )
+    actors: Any = NAME(
+        replay=replay,
+        learner=NAME(policy_version=1, step=step),
+        fleet=NAME(play=lambda _: None),
+        sleep_engines=nothing,
+        close=nothing,
+    )
+    tracer: Any = NAME(span=lambda *_, **__: nullcontext(), drain=list)
+    made = Controller(
+        CONFIG, folder, RECORDER, [], actors=actors, tracer=tracer, stop=asyncio.Event()
+    )
+    made.step = 1
     return made
 
 
@@ -90,7 +86,7 @@ async def taken(*_: object) -> Any:
         ({"take": taken}, "the learner's step"),
     ],
 )
-async def test_whoever_does_not_answer_is_named_after_the_watchdogs_time(
+async def test_an_actor_that_does_not_answer_is_named_after_the_watchdogs_time(
     parts: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controllers, "pack", lambda *_, **__: [])
@@ -106,9 +102,8 @@ async def test_a_replay_that_fails_meanwhile_replaces_no_cause(tmp_path: Path) -
     async def breaks() -> None:
         raise OSError(28, "No space left on device", "/x")
 
-    replay = NAME(describe=remote(breaks))
-    error = await stalled(replay, tmp_path, idle_s=7, step=3)
-    assert "no progress for 7 s at step 3" in str(error)
+    error = await describe_stall(NAME(describe=remote(breaks)), tmp_path, idle_s=7, step=3)
+    assert "7 s at step 3" in str(error)
     assert "/x: No space left on device" in str(error)
 
 
@@ -122,17 +117,16 @@ async def test_a_learner_that_dies_in_its_restart_is_restarted_as_often_as_is_al
         calls.append(1)
         raise LearnerDied("again")
 
-    made._actors.restart_learner = dies
-    monkeypatch.setattr(controllers.checkpoint, "latest", lambda _: NAME(step=1, folder=tmp_path))
-    with pytest.raises(LearnerDied, match="is used up: again"):
+    monkeypatch.setattr(made._actors, "restart_learner", dies, raising=False)
+    monkeypatch.setattr(controllers, "find_latest", lambda _: NAME(step=1, folder=tmp_path))
+    with pytest.raises(LearnerDied, match="max_learner_restarts"):
         await made._roll_back(LearnerDied("first"))
-    assert len(calls) == made._config.run.max_learner_restarts
+    assert len(calls) == CONFIG.run.max_learner_restarts
 
 
-async def test_a_stop_ends_a_run_that_still_starts(
+async def test_a_stop_ends_a_run_that_is_still_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_controller(tmp_path)
     ended: list[bool] = []
 
     async def prepare(*_: object) -> str:
@@ -143,12 +137,79 @@ async def test_a_stop_ends_a_run_that_still_starts(
         return ""
 
     monkeypatch.setattr(controllers, "prepare_model", prepare)
-    asyncio.get_running_loop().call_later(0.05, made.request_stop)
-    made.step = 0
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        with pytest.raises(RunStopped, match="no checkpoint"):
-            await made.start(tasks, latest=None)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+    async with asyncio.timeout(5):
+        with pytest.raises(RunStopped):
+            await Controller.start(CONFIG, tmp_path, RECORDER, [], [], latest=None, stop=stop)
     assert ended == [True]
+
+
+@pytest.mark.parametrize("at", ["start", "publish"])
+async def test_a_start_that_fails_leaves_no_actors(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+
+    async def fail(*_: object, **__: object) -> None:
+        raise LearnerError(at)
+
+    async def start(*_: object, **__: object) -> Any:
+        actors = make_controller(tmp_path)._actors
+        actors.publish = fail  # type: ignore[method-assign]
+
+        async def close() -> None:
+            closed.append(True)
+
+        actors.close = close  # type: ignore[method-assign]
+        return actors
+
+    monkeypatch.setattr(controllers, "prepare_model", nothing)
+    monkeypatch.setattr(controllers.RunActors, "start", fail if at == "start" else start)
+    with pytest.raises(LearnerError, match=at):
+        await Controller.start(
+            CONFIG, tmp_path, RECORDER, [], [], latest=None, stop=asyncio.Event()
+        )
+    assert closed == [True] * (at == "publish")
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"body": LearnerError("body")}, "body"),
+        ({"task": LearnerError("task")}, "task"),
+        ({"body": LearnerError("body"), "at_cancel": KeyError("later")}, "body"),
+        ({"body": LearnerError("body"), "closing": OSError("closing")}, "body"),
+        ({"task": LearnerError("task"), "closing": KeyError("closing")}, "task"),
+    ],
+)
+async def test_a_run_ends_with_its_first_cause(
+    parts: dict[str, Exception], expected: str, tmp_path: Path
+) -> None:
+    async def fail(at: str) -> None:
+        if at in parts:
+            raise parts[at]
+
+    async def play() -> None:
+        await fail("task")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await fail("at_cancel")
+            raise
+
+    async def train() -> None:
+        await asyncio.sleep(0)
+        await fail("body")
+        await asyncio.sleep(60)
+
+    made = make_controller(tmp_path)
+    made._train = train  # type: ignore[method-assign]
+    made._actors.fleet.play = lambda tasks: tasks.create_task(play())  # type: ignore[method-assign]
+    made._actors.close = lambda: fail("closing")  # type: ignore[method-assign]
+    with pytest.raises(LearnerError) as caught:
+        await made.run()
+    assert str(caught.value) == expected
 
 
 async def test_a_call_that_is_given_up_has_ended() -> None:

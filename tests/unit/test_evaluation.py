@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from raylearner.config.schema import EvaluationSection, SamplingSection
 from raylearner.errors import EngineError, RaylearnerError
-from raylearner.run.evaluation import Evaluator, SideEvaluation
+from raylearner.observability.spans import Tracer
+from raylearner.run.evaluation import Evaluations, Evaluator
 from raylearner.types import Prompt, Trajectory
 
 PROMPTS = [Prompt(prompt_id=f"a{i}", messages=(), source="a") for i in range(6)]
@@ -109,50 +111,69 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
 
 async def test_tokens_of_another_version_end_the_evaluation() -> None:
     evaluator = Evaluator(EvaluationSection(), PROMPTS)
-    with pytest.raises(RaylearnerError, match=r"pinned to version 3, but .* versions \[3, 4\]"):
+    with pytest.raises(RaylearnerError, match=r"\[3, 4\]"):
         await evaluator.evaluate(
             lambda: {"x": Actor(), "y": Actor(version=4)}, step=0, policy_version=3
         )
 
 
-class Fleet:
+class Run:
+    """The actors of a run, with the evaluations made on them."""
+
     def __init__(self, **actors: Actor) -> None:
-        self.actors = actors
         self.events: list[str] = []
         self.records: list[Mapping[str, Any]] = []
-        self.side = SideEvaluation(
-            Evaluator(EvaluationSection(), PROMPTS),
-            actors=lambda: dict(self.actors),
-            lend=lambda actor_id: self.events.append(f"lend {actor_id}"),
-            give_back=self.give_back,
-            record=self.records.append,
-        )
+        self.actors = actors
 
-    async def give_back(self, actor_id: str) -> None:
-        self.events.append(f"back {actor_id}")
+        async def publish() -> None:
+            self.events.append("publish")
+
+        async def give_back(actor_id: str) -> None:
+            self.events.append(f"back {actor_id}")
+
+        run_actors: Any = SimpleNamespace(
+            fleet=SimpleNamespace(actors=actors, evaluators=lambda: dict(actors)),
+            learner=SimpleNamespace(policy_version=3),
+            publish=publish,
+            lend=lambda actor_id: self.events.append(f"lend {actor_id}"),
+            give_back=give_back,
+        )
+        self.evaluations = Evaluations(
+            Evaluator(EvaluationSection(), PROMPTS),
+            actors=run_actors,
+            can_lend=True,
+            record=self.records.append,
+            tracer=Tracer("controller", is_enabled=False),
+        )
 
 
 async def test_one_actor_is_lent_and_given_back_after_its_evaluation() -> None:
-    fleet = Fleet(r0=Actor(), r1=Actor())
-    await fleet.side.start(step=4, policy_version=3)
-    assert fleet.events == ["lend r1"]
-    await fleet.side.start(step=8, policy_version=3)
-    await fleet.side.settle()
-    assert fleet.events == ["lend r1", "back r1"] * 2
-    assert [record["step"] for record in fleet.records] == [4, 8]
-    assert fleet.actors["r0"].seen == []
+    run = Run(r0=Actor(), r1=Actor())
+    await run.evaluations.start(4)
+    assert run.events == ["publish", "lend r1"]
+    await run.evaluations.start(8)
+    await run.evaluations.wait()
+    assert run.events == ["publish", "lend r1", "publish", "back r1", "lend r1", "back r1"]
+    assert [record["step"] for record in run.records] == [4, 8]
+    assert run.actors["r0"].seen == []
+
+
+async def test_a_single_actor_is_not_lent() -> None:
+    run = Run(r0=Actor())
+    await run.evaluations.start(4)
+    assert (run.events, len(run.records)) == (["publish"], 1)
 
 
 async def test_an_actor_that_lives_is_given_back_after_a_lost_evaluation() -> None:
-    fleet = Fleet(r0=Actor(), r1=Actor(failures=9))
-    await fleet.side.start(step=4, policy_version=3)
-    await fleet.side.settle()
-    assert (fleet.events, fleet.records) == (["lend r1", "back r1"], [])
+    run = Run(r0=Actor(), r1=Actor(failures=9))
+    await run.evaluations.start(4)
+    await run.evaluations.wait()
+    assert (run.events[1:], run.records) == (["lend r1", "back r1"], [])
 
 
 async def test_a_cancelled_evaluation_gives_nothing_back() -> None:
-    fleet = Fleet(r0=Actor())
-    await fleet.side.start(step=4, policy_version=3)
+    run = Run(r0=Actor(), r1=Actor())
+    await run.evaluations.start(4)
     await asyncio.sleep(0)
-    await fleet.side.cancel()
-    assert fleet.events == ["lend r0"]
+    await run.evaluations.cancel()
+    assert run.events == ["publish", "lend r1"]
