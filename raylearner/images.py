@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from raylearner.config.environment import ImageSection
 from raylearner.errors import RenderError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MULTI_PICTURE = "MPO"
 """Pillow's name for a JPEG with further pictures behind the first, as phones make them; the first is
 shown."""
+MIN_SIDE, MAX_PIXELS, MAX_BYTES = 8, 1 << 24, 8 << 20
+"""Limits of images from outside: the shorter side, width times height, and the encoded size."""
 MAX_ASPECT_RATIO = 200
 """Vision models refuse longer strips."""
 MAX_DECODED_PIXELS = 80_000_000
@@ -33,26 +34,26 @@ class BadImage(ValueError):
     """An image that no model should be shown; the message gives the reason."""
 
 
-def decode_base64(contents: str, section: ImageSection) -> bytes:
+def decode_base64(contents: str) -> bytes:
     """Return the checked image of a text in url-safe base64. Raises `BadImage`."""
-    if len(contents) > section.max_bytes * 4 // 3 + 4:
-        raise BadImage(f"image longer than {section.max_bytes} bytes")
+    if len(contents) > MAX_BYTES * 4 // 3 + 4:
+        raise BadImage(f"image longer than {MAX_BYTES} bytes")
     try:
         encoded = base64.b64decode(contents.encode("ascii"), altchars=b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error) as error:
         raise BadImage("image is not whole url-safe base64") from error
-    check_image(encoded, section)
+    check_image(encoded)
     return encoded
 
 
-def check_image(encoded: bytes, section: ImageSection) -> None:
+def check_image(encoded: bytes) -> None:
     """Raises `BadImage` unless the image decodes; its size is checked before that costs memory."""
-    if len(encoded) > section.max_bytes:
-        raise BadImage(f"image longer than {section.max_bytes} bytes")
-    with _open_still(encoded, max_pixels=section.max_pixels) as image:
+    if len(encoded) > MAX_BYTES:
+        raise BadImage(f"image longer than {MAX_BYTES} bytes")
+    with _open_still(encoded, max_pixels=MAX_PIXELS) as image:
         width, height = image.size
-        if min(width, height) < section.min_side:
-            raise BadImage(f"image of {width}x{height} is smaller than {section.min_side} pixels")
+        if min(width, height) < MIN_SIDE:
+            raise BadImage(f"image of {width}x{height} is smaller than {MIN_SIDE} pixels")
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise BadImage(f"image of {width}x{height} is longer than {MAX_ASPECT_RATIO} to 1")
         image.load()

@@ -30,6 +30,7 @@ RENAMED_KEYS = {
 REMOVED_KEYS: dict[str, str] = {
     "environment.tools.*.batch_window_s": "it is always 0.003",
     "environment.tools.*.http.start_wait_s": "it is always 60",
+    "environment.tools.*.image": "images are at least 8 pixels wide and high, and at most 16,777,216 pixels and 8 MiB",
     "environment.tools.*.max_batch": "it is always 64",
     "environment.tools.*.tag": "`name` sets the tag too",
     "rewards.functions.*.device": "the model runs on a GPU where gpus is above 0",

@@ -1,8 +1,8 @@
 """What an episode is: the environment and its tools."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raylearner.config.section import (
     HttpSection,
@@ -97,30 +97,9 @@ class SearchTool(_ServiceTool):
     """Number of passages per query."""
 
 
-class ImageSection(Section):
-    """Which images of a service are accepted."""
-
-    min_side: PositiveInt = 8
-    """Shorter side at least, in pixels."""
-    max_pixels: PositiveInt = 16_777_216
-    """Width times height at most; checked before anything is decoded."""
-    max_bytes: PositiveInt = 8 * MIB
-    """Encoded size at most."""
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.min_side**2 > self.max_pixels:
-            raise ValueError(
-                f"max_pixels must be >= min_side * min_side = {self.min_side**2}, got {self.max_pixels}"
-            )
-        return self
-
-
 class _PageTool(_ServiceTool):
     contents: Literal["image", "text"] = "image"
     """Form in which the service sends a page: an image in base64, or its text."""
-    image: ImageSection = ImageSection()
-    """Which images are accepted."""
 
 
 class PageSearchTool(_PageTool):

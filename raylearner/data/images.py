@@ -9,13 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from raylearner.config.environment import ImageSection
 from raylearner.errors import ConfigError
-from raylearner.images import BadImage, check_image, describe_cause
+from raylearner.images import MAX_BYTES, BadImage, check_image, describe_cause
 from raylearner.types import IMAGE_MARK, Message, Prompt
 
-LIMITS = ImageSection()
-"""Of images in data, as of those that services send."""
 SHOWN_CHARACTERS = 200
 """Characters of a path that an error quotes."""
 _FORMS = "encoded bytes, a path, a data URL, or a list of these"
@@ -49,8 +46,8 @@ def _from_file(path: Path, which: str) -> bytes:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{which} is no file")
-        if status.st_size > LIMITS.max_bytes:
-            raise ConfigError(f"{which} is longer than {LIMITS.max_bytes} bytes")
+        if status.st_size > MAX_BYTES:
+            raise ConfigError(f"{which} is longer than {MAX_BYTES} bytes")
         return path.read_bytes()
     except ConfigError:
         raise
@@ -110,7 +107,7 @@ def _problem(prompt: Prompt, where: str, max_images: int | None) -> str | None:
         return f"{where}: {len(images)} images, renderer.images.max_images is {max_images}"
     for number, image in enumerate(images, 1):
         try:
-            check_image(image, LIMITS)
+            check_image(image)
         except BadImage as error:
             return f"{where}: image {number} of {len(images)}: {error}{describe_cause(error)}"
     return None

@@ -88,9 +88,7 @@ class _Pages(Generic[Row]):
                 ids.append(page.id)
             else:
                 try:
-                    image = await asyncio.to_thread(
-                        decode_base64, page.contents, self._section.image
-                    )
+                    image = await asyncio.to_thread(decode_base64, page.contents)
                     if self._check_image is not None:
                         await self._check_image(image)
                 except (BadImage, RenderError) as error:

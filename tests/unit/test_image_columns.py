@@ -22,9 +22,8 @@ from raylearner.config.model import PretrainedModel
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
-from raylearner.data.images import LIMITS
 from raylearner.errors import ConfigError
-from raylearner.images import fit_image
+from raylearner.images import MAX_BYTES, fit_image
 from raylearner.run import evaluate_command, training
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.types import IMAGE_MARK, Prompt
@@ -164,7 +163,7 @@ def test_the_generators_pages_are_read_by_their_own_column(tmp_path: Path) -> No
     [
         (plain()[:45], "does not decode as PNG, JPEG, WEBP: .*truncated"),
         (b"no image", "does not decode as PNG, JPEG, WEBP$"),
-        (bytes(LIMITS.max_bytes + 1), f"image longer than {LIMITS.max_bytes} bytes"),
+        (bytes(MAX_BYTES + 1), f"image longer than {MAX_BYTES} bytes"),
         (encoded(Image.new("RGB", (16, 12)), "GIF"), "does not decode as PNG, JPEG, WEBP"),
         (b"", "does not decode"),
         (plain(1, 1), "image of 1x1 is smaller than 8 pixels"),
@@ -302,13 +301,6 @@ def test_a_row_that_does_not_fit_its_images_is_refused(
             ],
             "renderer.max_response_tokens",
             "must be >= 130, got 128",
-        ),
-        (
-            [
-                "environment={kind: tool_use, tools: [{kind: page_fetch, url: 'http://h', image: {max_pixels: 9}}]}"
-            ],
-            "environment.tools.0.image",
-            "max_pixels must be >= min_side * min_side = 64, got 9",
         ),
         (
             ["learner.vision_learning_rate=1e-5"],

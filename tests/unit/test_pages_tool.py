@@ -14,13 +14,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from PIL import Image, PngImagePlugin
 
-from raylearner.config.environment import ImageSection, PageFetchTool, PageSearchTool
+from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
-from raylearner.images import BadImage, check_image
+from raylearner.images import MAX_BYTES, BadImage, check_image
 from raylearner.tools.pages import NOTHING_FOUND, ImageCheck, PageFetch, PageSearch
 from raylearner.types import IMAGE_MARK, Prompt
-
-LIMITS = ImageSection()
 
 
 def prompt(doc_id: str | None = "doc-1") -> Prompt:
@@ -81,7 +79,7 @@ BAD_IMAGES: dict[str, Callable[[], str]] = {
     "animated": lambda: encoded(animated()),
     "script": lambda: encoded(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n"),
     "empty": lambda: "",
-    "too_long": lambda: "A" * (LIMITS.max_bytes * 4 // 3 + 100),
+    "too_long": lambda: "A" * (MAX_BYTES * 4 // 3 + 100),
 }
 
 
@@ -172,7 +170,7 @@ async def test_a_bad_image_is_an_error_observation(bad: str) -> None:
 
 async def test_a_page_that_does_not_fit_the_model_is_an_error_observation() -> None:
     strip, good = image(6000, 40), image()
-    check_image(strip, LIMITS)
+    check_image(strip)
 
     async def refuse_strips(shown: bytes) -> None:
         if shown == strip:
@@ -194,14 +192,14 @@ def test_a_bomb_costs_no_memory() -> None:
     bomb = png_that_claims(60_000, 60_000)
     tracemalloc.start()
     with pytest.raises(BadImage):
-        check_image(bomb, LIMITS)
+        check_image(bomb)
     assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
     tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_whole_images_pass(kind: str) -> None:
-    check_image(image(kind=kind), LIMITS)
+    check_image(image(kind=kind))
 
 
 async def test_no_more_pages_are_shown_than_were_asked_for() -> None:
