@@ -3,7 +3,7 @@
 # Change: partition, account, nodes, GPUs and time below. The environment (.venv), models and data must
 # be on storage that all nodes see. The end of the time is told to the run 180 s before, so that it
 # leaves a checkpoint, and so does `scancel --signal=TERM --batch JOB`; a plain `scancel JOB` kills it.
-# `--resume RUN_DIR` goes on from it (add `--or-start-over` where it may have been killed before its
+# `--resume RUN_DIR` goes on from it (add `--restart-if-no-checkpoint` where it may have been killed before its
 # first).
 #SBATCH --job-name=raylearner
 #SBATCH --nodes=2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Submits a run as a Ray job and returns; `--follow` shows its log until it ends.
 #   bash launch/submit.sh CONFIG [OVERLAY..] [key=value..] [--follow]
-#   bash launch/submit.sh --resume RUN_DIR [--or-start-over]
+#   bash launch/submit.sh --resume RUN_DIR [--restart-if-no-checkpoint]
 #   bash launch/submit.sh --sweep configs/sweeps/FILE.yaml
 # RAY_API_SERVER_ADDRESS, or --address, names the cluster's dashboard, http://HOST:8265; without it,
 # that of this machine. The job is given this repository, without what .gitignore or .rayignore name.

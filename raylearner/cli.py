@@ -1,10 +1,7 @@
-"""The command line: `train` runs a configuration, `eval` plays its held-out prompts, `check` validates
-it and prints what follows, `submit` makes a Ray job of it, `sweep` runs many, `view` shows a run's
-trajectories, `doctor` looks at the machine.
+"""The command line: `train`, `eval`, `check`, `submit`, `sweep`, `view` and `doctor`.
 
-Exit codes: 0 done, 1 the run failed, 2 the user's input is at fault, 130 interrupted, 143 stopped on
-request after a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported
-by `training`, once needed.
+Exit codes: 0 success, 1 the run failed, 2 invalid input, 130 interrupted, 143 stopped on request after
+a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported where needed.
 """
 
 import os
@@ -23,7 +20,7 @@ from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
 from raylearner.observability import logs, run_directory
-from raylearner.observability.run_directory import OR_START_OVER
+from raylearner.observability.run_directory import RESTART_OPTION
 from raylearner.run.machine import stop_time_s
 from raylearner.text import visible
 
@@ -43,17 +40,27 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [OVERLAY..] [KEY=VALUE..]",
-        help="YAML files, merged left to right, then overrides such as run.num_steps=20.",
+        help="Configuration files in YAML, merged from left to right, and overrides such as run.num_steps=20.",
         show_default=False,
     ),
 ]
 
-OrStartOver = Annotated[
+RestartOption = Annotated[
     bool,
     typer.Option(
-        OR_START_OVER,
-        help="With --resume: without a whole checkpoint there, keep the directory as RUN_DIR.1 and start over.",
+        RESTART_OPTION,
+        help="With --resume: if RUN_DIR has no complete checkpoint, move it to RUN_DIR.1 and start the run again.",
     ),
+]
+
+
+def _refuse_old_option(is_given: bool) -> None:
+    if is_given:
+        raise typer.BadParameter(f"--or-start-over was renamed to {RESTART_OPTION}")
+
+
+OldRestartOption = Annotated[
+    bool, typer.Option("--or-start-over", hidden=True, callback=_refuse_old_option)
 ]
 
 HandedOn = Annotated[
@@ -61,7 +68,7 @@ HandedOn = Annotated[
     typer.Option(
         job_variables.OPTION,
         metavar="NAME",
-        help="Hand this variable of the environment on to the job; repeat it for more.",
+        help="Pass this environment variable on to the job. Can be given several times.",
         show_default=False,
     ),
 ]
@@ -74,29 +81,30 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="Go on from the last whole checkpoint of this run directory, with its own config.yaml.",
+            help="Resume from the last complete checkpoint of this run directory, with its config.yaml.",
             show_default=False,
         ),
     ] = None,
-    or_start_over: OrStartOver = False,
+    restart_if_no_checkpoint: RestartOption = False,
+    _: OldRestartOption = False,
 ) -> None:
-    """Run a configuration to its end."""
+    """Train a model as the configuration specifies."""
     with _exit_codes():
         logs.set_up()
-        _refuse_alone(or_start_over, resume)
+        _require_resume(restart_if_no_checkpoint, resume)
         resume = run_directory.durable(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume, environment=os.environ), resume)
         from raylearner.run import training
 
-        training.run(config, resume=resume, or_start_over=or_start_over)
+        training.run(config, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint)
 
 
 @app.command(name="eval")
 def evaluate(arguments: Arguments = None) -> None:
-    """Play the held-out prompts of a configuration and train nothing.
+    """Evaluate a model on the held-out prompts, without training.
 
-    checkpoint=RUN_DIR/checkpoints/step_NNNNNN evaluates that; without it the model of the
-    configuration is.
+    checkpoint=RUN_DIR/checkpoints/step_NNNNNN selects a checkpoint. By default the model in the
+    configuration is evaluated.
     """
     with _exit_codes():
         logs.set_up()
@@ -122,12 +130,12 @@ def check(
         bool,
         typer.Option(
             "--play",
-            help="Also play one episode of the first row through environment, tools and rewards, with a"
-            " policy that calls each tool once and gives the row's answer.",
+            help="Also run one episode on the first row through the environment, tools and rewards, with a"
+            " scripted policy that calls each tool once and then gives the row's answer.",
         ),
     ] = False,
 ) -> None:
-    """Validate a configuration, print the numbers that follow from it, start nothing."""
+    """Validate a configuration and print the resources and sizes that it implies. Starts nothing."""
     with _exit_codes():
         config = _load(arguments or [], None, environment=os.environ)
         typer.echo(report.report(config))
@@ -147,17 +155,21 @@ def submit(
     arguments: Arguments = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with this run.", show_default=False),
+        typer.Option(metavar="RUN_DIR", help="Resume this run.", show_default=False),
     ] = None,
-    or_start_over: OrStartOver = False,
+    restart_if_no_checkpoint: RestartOption = False,
+    _: OldRestartOption = False,
     sweep_file: Annotated[
         str | None,
-        typer.Option("--sweep", metavar="FILE", help="Run this sweep.", show_default=False),
+        typer.Option(
+            "--sweep", metavar="FILE", help="Run the sweep in this file.", show_default=False
+        ),
     ] = None,
     address: Annotated[
         str | None,
         typer.Option(
-            help="Dashboard, http://HOST:8265; else that of RAY_API_SERVER_ADDRESS or RAY_ADDRESS.",
+            help="Address of the Ray dashboard, such as http://HOST:8265. Default: RAY_API_SERVER_ADDRESS or"
+            " RAY_ADDRESS.",
             show_default=False,
         ),
     ] = None,
@@ -165,28 +177,30 @@ def submit(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Requirements that the cluster installs for the job, where its image lacks them.",
+            help="Requirements file that the cluster installs for the job.",
             show_default=False,
         ),
     ] = None,
     variables: HandedOn = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Show its log until it ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Print the log of the job until it ends.")
+    ] = False,
 ) -> None:
-    """Start a run or a sweep as a Ray job, with this directory as its working directory."""
+    """Start a run or a sweep as a Ray job, with the current directory as its working directory."""
     with _exit_codes():
         if sweep_file is not None and (arguments or resume is not None):
             raise ConfigError(
-                f"--sweep {sweep_file}: the file says all of a sweep; leave out --resume, other files"
-                " and overrides, or write them into its `base` and `overrides`"
+                f"--sweep {sweep_file}: does not go with --resume, other files or overrides; write those"
+                " into `base` and `overrides` of the sweep file"
             )
-        _refuse_alone(or_start_over, resume)
+        _require_resume(restart_if_no_checkpoint, resume)
         from raylearner.jobs import submission
         from raylearner.jobs.sweep import plan
 
         request = submission.Request(
             arguments=tuple(arguments or ()),
             resume=resume,
-            or_start_over=or_start_over,
+            restart_if_no_checkpoint=restart_if_no_checkpoint,
             sweep_file=sweep_file,
             variables=tuple(variables or ()),
         )
@@ -195,7 +209,7 @@ def submit(
             if sweep_file is not None:
                 return [trial.config for trial in plan.read(sweep_file).trials]
             config = _load(arguments or [], resume)
-            if resume is not None and not or_start_over:
+            if resume is not None and not restart_if_no_checkpoint:
                 from raylearner.run import checkpointing
 
                 checkpointing.require_checkpoint(resume)
@@ -208,13 +222,15 @@ def submit(
 
 @app.command()
 def sweep(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A sweep, see configs/sweeps/.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Sweep file; configs/sweeps/ has examples.")
+    ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every trial's command, start nothing.")
+        bool, typer.Option("--dry-run", help="Print the command of every trial and start nothing.")
     ] = False,
     variables: HandedOn = None,
 ) -> None:
-    """Run every trial of a sweep as a Ray job; the same command goes on with one that ended early."""
+    """Run every trial of a sweep as a Ray job. The same command resumes an interrupted sweep."""
     with _exit_codes():
         logs.set_up()
         from raylearner.jobs.sweep import plan
@@ -231,38 +247,42 @@ def sweep(
 @app.command()
 def view(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")],
-    step: Annotated[int | None, typer.Option(help="Step; the last one if not given.")] = None,
-    port: Annotated[int, typer.Option(help="Port on localhost.", min=1, max=65535)] = 8266,
+    step: Annotated[int | None, typer.Option(help="Step to show. Default: the last one.")] = None,
+    port: Annotated[int, typer.Option(help="Local port of the page.", min=1, max=65535)] = 8266,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the page instead.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Write the page to this file instead of serving it.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
-    """Show trajectories: turns, tokens by log-probability, mask and policy version."""
+    """Show trajectories of a run: turns, and tokens with log-probability, mask and policy version."""
     with _exit_codes():
         from raylearner.observability import viewer
 
         if output is not None:
             viewer.write(run_dir, output, step=step)
             return
-        said = f"http://127.0.0.1:{port} shows {run_dir}; Ctrl-C ends it"
-        viewer.serve(run_dir, step=step, port=port, on_ready=lambda: typer.echo(said, err=True))
+        message = f"http://127.0.0.1:{port} shows {run_dir}; press Ctrl-C to stop"
+        viewer.serve(run_dir, step=step, port=port, on_ready=lambda: typer.echo(message, err=True))
 
 
 @app.command()
 def doctor() -> None:
-    """Look at this machine and its cluster, and say what to do about each problem."""
+    """Check this machine and its cluster, and print how to fix each problem."""
     with _exit_codes():
-        from raylearner.jobs import doctor as examination
+        from raylearner.jobs import doctor as checks
 
         num_problems = 0
-        for finding in examination.findings():
+        for finding in checks.findings():
             num_problems += finding.verdict == "problem"
             typer.echo(f"{finding.verdict:<8} {finding.subject}: {finding.text}")
             if finding.advice:
                 typer.echo(f"{'':<8} -> {finding.advice}")
         if num_problems:
-            _leave(f"{num_problems} problem{'s' * (num_problems != 1)}", FAILED)
+            _exit(f"{num_problems} problem{'s' * (num_problems != 1)}", FAILED)
 
 
 def main() -> None:
@@ -275,26 +295,26 @@ def _load(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """Files and overrides; `environment` is that of the run, where it is known."""
+    """Load files and overrides; `environment` is that of the run, where it is known."""
     overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
     files = [a for a in arguments if a not in overrides]
     if resume is not None:
         saved = resume / "config.yaml"
         if not saved.is_file():
-            raise ConfigError(f"--resume {resume}: not a run directory, it has no config.yaml")
+            raise ConfigError(f"--resume {resume}: not a run directory: config.yaml is missing")
         files = [str(saved), *files]
     config = load(files, overrides, environment=environment)
     stop_time_s(config.run, environment or {})
     return config
 
 
-def _refuse_alone(or_start_over: bool, resume: Path | None) -> None:
-    if or_start_over and resume is None:
-        raise ConfigError(f"{OR_START_OVER} goes with --resume RUN_DIR; a new run starts anyway")
+def _require_resume(restart_if_no_checkpoint: bool, resume: Path | None) -> None:
+    if restart_if_no_checkpoint and resume is None:
+        raise ConfigError(f"{RESTART_OPTION} needs --resume RUN_DIR")
 
 
 def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
-    """The run directory made explicit; one that exists is only for `--resume`."""
+    """Return the configuration with its run directory, which exists only with `--resume`."""
     if resume is not None:
         folder = resume
     else:
@@ -307,27 +327,29 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """The one boundary of the command line: errors become a message and an exit code."""
+    """Turn errors into a message and an exit code; the only place that does."""
     job_variables.take()
     network.keep_direct()
     try:
         yield
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        _exit("interrupted", INTERRUPTED)
     except RunStopped as stop:
-        _leave(str(stop), STOPPED)
+        _exit(str(stop), STOPPED)
     except typer.Exit:
         raise
     except Exception as error:
-        found = list(causes(error))
-        said = "\n".join(dict.fromkeys(map(summary, found)))
-        if not all(isinstance(cause, RaylearnerError | OSError) for cause in found):
+        errors = list(causes(error))
+        message = "\n".join(dict.fromkeys(map(summary, errors)))
+        if not all(isinstance(cause, RaylearnerError | OSError) for cause in errors):
             traceback.print_exception(error)
-            _leave(f"failed: {said}", FAILED)
-        is_input = all(isinstance(cause, ConfigError) for cause in found)
-        _leave(said if is_input else f"the run failed: {said}", BAD_INPUT if is_input else FAILED)
+            _exit(f"failed: {message}", FAILED)
+        is_input = all(isinstance(cause, ConfigError) for cause in errors)
+        _exit(
+            message if is_input else f"the run failed: {message}", BAD_INPUT if is_input else FAILED
+        )
 
 
-def _leave(message: str, code: int) -> NoReturn:
+def _exit(message: str, code: int) -> NoReturn:
     typer.echo(visible(message), err=True)
     raise typer.Exit(code) from None

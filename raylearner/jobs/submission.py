@@ -32,7 +32,7 @@ class Request:
 
     arguments: tuple[str, ...]
     resume: Path | None
-    or_start_over: bool = False
+    restart_if_no_checkpoint: bool = False
     sweep_file: str | None
     variables: tuple[str, ...] = ()
     """Names of those that the job is given of this environment."""
@@ -190,8 +190,8 @@ def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) ->
         return ["sweep", request.sweep_file]
     if request.resume is not None:
         folder = request.resume.absolute() if is_local else request.resume
-        or_start_over = [run_directory.OR_START_OVER] * request.or_start_over
-        return ["train", "--resume", str(folder), *or_start_over, *request.arguments]
+        restart_if_no_checkpoint = [run_directory.RESTART_OPTION] * request.restart_if_no_checkpoint
+        return ["train", "--resume", str(folder), *restart_if_no_checkpoint, *request.arguments]
     if not is_local:
         return ["train", *request.arguments]
     assert config is not None, "a new run has a configuration"

@@ -21,7 +21,7 @@ JOB_FILES = "working_dir_files"
 LOCK_FILE = "run.lock"
 FAILURES_FILE = "failures.jsonl"
 """The first failed episode of each kind, with its cause."""
-OR_START_OVER = "--or-start-over"
+RESTART_OPTION = "--restart-if-no-checkpoint"
 """The option of a resume that may find nothing to go on from."""
 
 

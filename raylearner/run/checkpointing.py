@@ -28,7 +28,7 @@ from raylearner.learner.checkpoint.directory import (
 )
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability import run_directory
-from raylearner.observability.run_directory import OR_START_OVER
+from raylearner.observability.run_directory import RESTART_OPTION
 from raylearner.observability.sinks.sinks import flattened
 from raylearner.observability.spans import Tracer
 
@@ -144,10 +144,12 @@ class CheckpointWriter:
 
 
 @contextmanager
-def locked_checkpoint(folder: Path, *, or_start_over: bool) -> Iterator[Checkpoint | None]:
+def locked_checkpoint(
+    folder: Path, *, restart_if_no_checkpoint: bool
+) -> Iterator[Checkpoint | None]:
     """Holds a run directory for this process and yields its last whole checkpoint.
 
-    Without one, `or_start_over` sets the directory aside under a numbered name and yields None, with
+    Without one, `restart_if_no_checkpoint` sets the directory aside under a numbered name and yields None, with
     an empty one in its place. Raises `ConfigError` otherwise, and where another run has it.
     """
     with run_directory.claimed(folder, is_new=False):
@@ -156,7 +158,7 @@ def locked_checkpoint(folder: Path, *, or_start_over: bool) -> Iterator[Checkpoi
             logger.info("going on from %s", latest.folder)
             yield latest
             return
-        if not or_start_over:
+        if not restart_if_no_checkpoint:
             raise ConfigError(_refusal(folder))
         aside = run_directory.set_aside(folder)
         logger.warning(
@@ -190,7 +192,7 @@ def _refusal(folder: Path) -> str:
             " metrics.jsonl; nothing was changed",
             *(found or ["  no checkpoint was begun"]),
             f"  to start over beside it: train {folder / 'config.yaml'} run.dir=ANOTHER",
-            f"  to start over in its place: train --resume {folder} {OR_START_OVER}, which keeps what"
+            f"  to start over in its place: train --resume {folder} {RESTART_OPTION}, which keeps what"
             f" is there under a numbered name",
         ]
     )

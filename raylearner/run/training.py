@@ -38,10 +38,12 @@ from raylearner.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = False) -> None:
+def run(
+    config: RunConfig, *, resume: Path | None = None, restart_if_no_checkpoint: bool = False
+) -> None:
     """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return.
 
-    `resume` is the run directory to go on in; without a whole checkpoint there, `or_start_over` sets
+    `resume` is the run directory to go on in; without a whole checkpoint there, `restart_if_no_checkpoint` sets
     it aside, and `ConfigError` is raised otherwise.
     """
     if resume is not None and checkpointing.is_done(resume, num_steps=config.run.num_steps):
@@ -75,7 +77,9 @@ def run(config: RunConfig, *, resume: Path | None = None, or_start_over: bool = 
     with ExitStack() as held:
         if resume is not None:
             latest = held.enter_context(
-                checkpointing.locked_checkpoint(folder, or_start_over=or_start_over)
+                checkpointing.locked_checkpoint(
+                    folder, restart_if_no_checkpoint=restart_if_no_checkpoint
+                )
             )
             if latest is not None:
                 changed = list(checkpointing.described(checkpointing.changed_keys(folder, config)))

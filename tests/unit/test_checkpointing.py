@@ -173,12 +173,12 @@ def test_the_last_whole_checkpoint_is_taken_and_the_corrupt_one_named(
     (folder / "checkpoints" / "step_000002" / "weights").write_text("weights 3")
     (folder / "checkpoints" / "step_000003.partial").mkdir()
     caplog.set_level("INFO")
-    with locked_checkpoint(folder, or_start_over=True) as latest:
+    with locked_checkpoint(folder, restart_if_no_checkpoint=True) as latest:
         assert latest is not None
         assert latest.step == 1
         with (
             pytest.raises(ConfigError, match="is in use by"),
-            locked_checkpoint(folder, or_start_over=True),
+            locked_checkpoint(folder, restart_if_no_checkpoint=True),
         ):
             pass
     said = caplog.text
@@ -195,7 +195,10 @@ def test_without_a_whole_checkpoint_nothing_is_touched_and_the_way_out_said(
     make_run(folder, steps=(2,))
     (folder / "checkpoints" / "step_000002" / "weights").write_text("half")
     before = content(folder)
-    with pytest.raises(ConfigError) as refused, locked_checkpoint(folder, or_start_over=False):
+    with (
+        pytest.raises(ConfigError) as refused,
+        locked_checkpoint(folder, restart_if_no_checkpoint=False),
+    ):
         pass
     after = content(folder)
     assert after.pop(run_directory.LOCK_FILE)
@@ -204,7 +207,7 @@ def test_without_a_whole_checkpoint_nothing_is_touched_and_the_way_out_said(
     assert "holds no whole checkpoint to go on from, and 2 steps in metrics.jsonl" in said
     assert "step_000002: weights has 4 bytes" in said
     assert f"train {folder / 'config.yaml'} run.dir=ANOTHER" in said
-    assert f"train --resume {folder} --or-start-over" in said
+    assert f"train --resume {folder} --restart-if-no-checkpoint" in said
 
 
 def test_starting_over_keeps_every_byte_under_the_next_number(tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ def test_starting_over_keeps_every_byte_under_the_next_number(tmp_path: Path) ->
         make_run(folder, steps=())
         (folder / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
         before = content(folder)
-        with locked_checkpoint(folder, or_start_over=True) as latest:
+        with locked_checkpoint(folder, restart_if_no_checkpoint=True) as latest:
             assert latest is None
             assert content(folder).keys() == {run_directory.LOCK_FILE}
         kept = content(tmp_path / f"run.{number}")

@@ -71,27 +71,30 @@ def test_bad_input_exits_2_with_the_report_and_no_traceback(command: str, config
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("command", "fragment"),
     [
-        (("check", "config.yaml", "run.deadline=soon"), "run.deadline: 'soon' is no time"),
-        (("train", "config.yaml", "run.dir=config.yaml/x"), "config.yaml', which is no directory"),
-        (("train", "config.yaml", "--or-start-over"), "--or-start-over goes with --resume"),
-        (("submit", "config.yaml", "--or-start-over"), "--or-start-over goes with --resume"),
-        (("submit", "--sweep", "none.yaml"), "none.yaml  no such file"),
-        (("submit", "--sweep", "s.yaml", "run.seed=1"), "the file says all of a sweep"),
-        (("submit", "config.yaml", "--pip", "none.txt"), "--pip none.txt: no such file"),
-        (("submit", "config.yaml", "--address", "garbage"), "Invalid address format: garbage"),
-        (("view", ".", "--port", "80"), "holds no trajectories"),
-        (("view", ".", "--port", "65536"), "65535"),
+        ("check config.yaml run.deadline=soon", "run.deadline: 'soon'"),
+        ("train config.yaml run.dir=config.yaml/x", "config.yaml'"),
+        ("train config.yaml --restart-if-no-checkpoint", "--resume"),
+        ("submit config.yaml --restart-if-no-checkpoint", "--resume"),
+        ("train --resume old --or-start-over", "--restart-if-no-checkpoint"),
+        ("train --resume nowhere", "--resume nowhere"),
+        ("check", "command line"),
+        ("submit --sweep none.yaml", "none.yaml"),
+        ("submit --sweep s.yaml run.seed=1", "--sweep s.yaml"),
+        ("submit config.yaml --pip none.txt", "--pip none.txt"),
+        ("submit config.yaml --address garbage", "garbage"),
+        ("view . --port 80", "trajectories"),
+        ("view . --port 65536", "65535"),
     ],
 )
-def test_whatever_the_user_got_wrong_is_said_before_anything_starts(
-    config_file: str, training: types.ModuleType, arguments: tuple[str, ...], said: str
+def test_bad_arguments_are_refused_before_anything_starts(
+    config_file: str, training: types.ModuleType, command: str, fragment: str
 ) -> None:
     training.run = raising(ConfigError("too late"))  # pyright: ignore[reportAttributeAccessIssue]
-    result = invoke(*arguments)
+    result = invoke(*command.split())
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert fragment in result.stderr
     assert "Traceback" not in result.stderr
     assert "too late" not in result.stderr
     assert "Ctrl-C" not in result.stderr
@@ -107,16 +110,16 @@ def test_a_deadline_of_the_environment_is_checked(
     monkeypatch.setenv("RAYLEARNER_DEADLINE", "soon")
     result = invoke(command, config_file)
     assert result.exit_code == 2
-    assert "RAYLEARNER_DEADLINE: 'soon' is no time" in result.stderr
+    assert "RAYLEARNER_DEADLINE: 'soon'" in result.stderr
 
 
 def test_an_override_may_be_longer_than_a_files_name(config_file: str) -> None:
     assert invoke("check", config_file, f"data.system_prompt={'x' * 300}").exit_code == 0
     result = invoke("submit", config_file, f"data.system_prompt={'x' * 300}", "--pip", "none.txt")
-    assert result.stderr == "--pip none.txt: no such file; name a requirements file\n"
+    assert result.stderr.startswith("--pip none.txt: no such file")
 
 
-def test_a_submission_is_told_all_its_faults(config_file: str) -> None:
+def test_a_submission_reports_all_errors(config_file: str) -> None:
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
     Path("model/model.safetensors").write_bytes(b"")
@@ -125,14 +128,8 @@ def test_a_submission_is_told_all_its_faults(config_file: str) -> None:
     assert "run.num_steps=x: must be a whole number" in result.stderr
     result = invoke("submit", config_file, "model={kind: pretrained, path: model}")
     assert result.exit_code == 2
-    assert result.stderr.startswith("model.path: 'model' is a model in this directory, and weights")
+    assert result.stderr.startswith("model.path: 'model'")
     assert result.stderr.endswith(f"such as {Path('model').absolute()}\n")
-
-
-def test_without_a_file_it_says_so(config_file: str) -> None:
-    result = invoke("check")
-    assert result.exit_code == 2
-    assert "names no configuration file" in result.stderr
 
 
 def test_a_file_whose_name_has_an_equals_sign_is_a_file(config_file: str) -> None:
@@ -159,17 +156,16 @@ def test_train_refuses_a_run_directory_that_exists(
     Path("old").mkdir()
     result = invoke("train", config_file, "run.dir=old")
     assert result.exit_code == 2
-    assert result.stderr == (
-        "run.dir: 'old' exists already; name another, or go on with --resume old\n"
-    )
+    assert result.stderr.startswith("run.dir: 'old'")
+    assert "--resume old" in result.stderr
 
 
 def test_resume_reads_the_run_directory_and_takes_overrides(
     config_file: str, training: types.ModuleType
 ) -> None:
     seen: list[tuple[RunConfig, Path | None, bool]] = []
-    training.run = lambda config, *, resume, or_start_over: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
-        (config, resume, or_start_over)
+    training.run = lambda config, *, resume, restart_if_no_checkpoint: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
+        (config, resume, restart_if_no_checkpoint)
     )
     from raylearner.config.loader import load
 
@@ -177,17 +173,11 @@ def test_resume_reads_the_run_directory_and_takes_overrides(
     saved = load([config_file], ["run.dir=elsewhere", "run.seed=7"])
     Path("old/config.yaml").write_text(resolved_yaml(saved))
     assert invoke("train", "--resume", "old", "run.num_steps=9").exit_code == 0
-    assert invoke("train", "--resume", "old", "--or-start-over").exit_code == 0
-    (config, resume, or_start_over), (_, _, or_start_over_asked) = seen
+    assert invoke("train", "--resume", "old", "--restart-if-no-checkpoint").exit_code == 0
+    (config, resume, restart_if_no_checkpoint), (_, _, restart_asked) = seen
     assert resume == Path("old")
-    assert (or_start_over, or_start_over_asked) == (False, True)
+    assert (restart_if_no_checkpoint, restart_asked) == (False, True)
     assert (config.run.dir, config.run.seed, config.run.num_steps) == ("old", 7, 9)
-
-
-def test_resume_refuses_what_is_no_run_directory(config_file: str) -> None:
-    result = invoke("train", "--resume", "nowhere")
-    assert result.exit_code == 2
-    assert "--resume nowhere: not a run directory, it has no config.yaml" in result.stderr
 
 
 class RayTaskError(LearnerError):
@@ -199,7 +189,7 @@ class RayTaskError(LearnerError):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (ConfigError("data.train.path: row 3 has no prompt"), 2, "data.train.path: row 3"),
         (LearnerError("loss is NaN"), 1, "the run failed: loss is NaN"),
@@ -210,12 +200,12 @@ class RayTaskError(LearnerError):
     ],
 )
 def test_what_ends_a_run_becomes_one_line_and_an_exit_code(
-    config_file: str, training: types.ModuleType, error: BaseException, code: int, said: str
+    config_file: str, training: types.ModuleType, error: BaseException, code: int, message: str
 ) -> None:
     training.run = raising(error)  # pyright: ignore[reportAttributeAccessIssue]
     result = invoke("train", config_file)
     assert result.exit_code == code
-    assert said in result.stderr
+    assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 

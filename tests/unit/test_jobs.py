@@ -269,7 +269,10 @@ def test_a_run_elsewhere_is_gone_on_with_unseen(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     request = submission.Request(
-        arguments=("run.seed=1",), resume=Path("runs/a b"), or_start_over=True, sweep_file=None
+        arguments=("run.seed=1",),
+        resume=Path("runs/a b"),
+        restart_if_no_checkpoint=True,
+        sweep_file=None,
     )
 
     def not_here() -> Sequence[RunConfig]:
@@ -278,7 +281,7 @@ def test_a_run_elsewhere_is_gone_on_with_unseen(
     elsewhere = Client(head=node("head", "203.0.113.1"))
     job = submitted(elsewhere, request, not_here, monkeypatch)
     assert job["entrypoint"] == (
-        "python -m raylearner train --resume 'runs/a b' --or-start-over run.seed=1"
+        "python -m raylearner train --resume 'runs/a b' --restart-if-no-checkpoint run.seed=1"
     )
     assert job["submission_id"].startswith("runs-a-b-2")
     assert job["metadata"]["run"] == "runs/a b"
@@ -296,7 +299,9 @@ def test_a_run_without_a_checkpoint_is_not_submitted_again(
     result = CliRunner().invoke(cli.app, ["submit", "--resume", "old"])
     assert (result.exit_code, client.jobs) == (2, [])
     assert "--resume old: it holds no whole checkpoint" in result.stderr
-    result = CliRunner().invoke(cli.app, ["submit", "--resume", "old", "--or-start-over"])
+    result = CliRunner().invoke(
+        cli.app, ["submit", "--resume", "old", "--restart-if-no-checkpoint"]
+    )
     assert (result.exit_code, len(client.jobs)) == (0, 1), result.stderr
 
 

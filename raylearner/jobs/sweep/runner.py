@@ -252,7 +252,7 @@ class Sweep:
         """From the start, or on from what an earlier attempt left behind, if it got to a checkpoint."""
         run_dir = self._state.run_dir(trial.number)
         if (run_dir / "config.yaml").is_file():
-            return ["train", "--resume", str(run_dir), run_directory.OR_START_OVER]
+            return ["train", "--resume", str(run_dir), run_directory.RESTART_OPTION]
         if run_dir.exists():
             run_directory.set_aside(run_dir)
         return arguments(self._plan, trial, run_dir)
