@@ -66,6 +66,10 @@ class RenderError(TrajectoryError):
     kind = "render"
 
 
+class PromptTooLong(RenderError):
+    """A prompt has more tokens than its limit."""
+
+
 class UserCodeStuck(RaylearnerError):
     """Too many calls of users' code never ended; the process that they are stuck in has to end."""
 

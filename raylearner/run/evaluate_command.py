@@ -30,7 +30,7 @@ from raylearner.rewards.scorer import Scorer
 from raylearner.run import cluster, machine, placement, prompt_checks
 from raylearner.run.evaluation import Evaluator
 from raylearner.run.placement import RolloutFleet
-from raylearner.tokenization.start import check_template
+from raylearner.tokenization.template_checks import check_template
 from raylearner.types import PolicyVersion, Prompt
 
 COLUMNS = (

@@ -32,7 +32,7 @@ from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
 from raylearner.run import checkpointing, cluster, machine, prompt_checks
 from raylearner.run.controller import Controller
-from raylearner.tokenization.start import check_template
+from raylearner.tokenization.template_checks import check_template
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
-"""Messages to tokens and back, append-only: what the policy sampled is never tokenised again.
+"""Messages to tokens and back, append-only: sampled tokens are never tokenised again.
 
-A prompt goes through the model's chat template once. Each later reply is what the template writes
-behind an assistant's turn, found in its own rendering of a dialogue with that reply, so a transcript
-only grows. Contents never produce control tokens.
+A prompt goes through the model's chat template once. The tokens of each later reply are cut out of the
+template's rendering of a dialogue with that reply, so a transcript only grows. Contents never produce
+control tokens.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from raylearner.config.schema import RendererSection
-from raylearner.errors import ConfigError, RenderError
+from raylearner.errors import ConfigError, PromptTooLong, RenderError
 from raylearner.tokenization.continuation import (
     Continuation,
     calls_before,
@@ -24,34 +24,38 @@ from raylearner.tokenization.continuation import (
     stand_in_result,
 )
 from raylearner.tokenization.control import ControlTokens, Marked
-from raylearner.tokenization.messages import images_of, template_message, texts_of
 from raylearner.tokenization.template import (
     STAND_IN_SCHEMA,
     ChatTemplate,
     adapted,
     frame_token_ids,
+    images_of,
     result,
+    template_message,
+    texts_of,
 )
-from raylearner.tokenization.tokenizer import end_token_ids, load_tokenizer, unknown_token_ids
-from raylearner.tokenization.turn_reader import TurnReader
+from raylearner.tokenization.tokenizer import (
+    TextCutter,
+    TurnReader,
+    end_token_ids,
+    find_end_tokens,
+    load_tokenizer,
+    unknown_token_ids,
+)
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
-CUT_MARK = " ...[cut]"
+TEXT_ONLY = "a message holds images, and this model is text-only"
 SHOWN_CHARACTERS = 200
-"""Of a rendered text that an error quotes."""
+"""Characters of a rendered text that an error quotes."""
 LOOP_CHARACTERS = 16_384
 """Longer contents are tokenized in a thread: an event loop that waits for them receives no weights."""
-CHARACTERS_PER_TOKEN = 8
-"""How much of a long text is read at first for each token that may be shown of it."""
-SPARE_TOKENS = 16
-"""Beyond the limit, so that where a text was parted has no part in what is shown."""
 
 Result = TypeVar("Result")
 
 
 async def unless_long(contents: Iterable[str], work: Callable[[], Result]) -> Result:
-    """`work()`, in a thread where the contents that it tokenizes are long."""
+    """Return `work()`, run in a thread where the contents that it tokenizes are long."""
     if sum(map(len, contents)) <= LOOP_CHARACTERS:
         return work()
     return await asyncio.to_thread(work)
@@ -69,11 +73,11 @@ class Renderer:
         end_token_ids: Sequence[int] = (),
         unknown_token_ids: Sequence[int] = (),
     ) -> None:
-        """`vision` makes it one that shows images, `end_token_ids` are what the model names itself,
-        `unknown_token_ids` what it has logits for and the tokenizer no token.
+        """`end_token_ids` are those of the model's own files, `unknown_token_ids` those that have logits
+        but no token; with `vision` images are shown.
 
-        Raises `ConfigError` where the chat template writes images otherwise than `vision` does, or does
-        not show what `observation_role` makes of observations.
+        Raises `ConfigError` where the chat template and `vision` write images differently, or where the
+        template does not show observations in `observation_role`.
         """
         self._tokenizer = tokenizer
         self.vision = vision
@@ -81,7 +85,7 @@ class Renderer:
         self.config = config
         self._unknown_token_ids = tuple(unknown_token_ids)
         self.turns = TurnReader(tokenizer, config)
-        self.end_token_ids = self.turns.turn_ends([*_end_token_ids(tokenizer), *end_token_ids])
+        self.end_token_ids = self.turns.turn_ends([*find_end_tokens(tokenizer), *end_token_ids])
         arguments = config.chat_template_arguments
         vision_ids = () if vision is None else vision.control_token_ids
         frame_ids = frame_token_ids(tokenizer, arguments, self.end_token_ids)
@@ -89,7 +93,7 @@ class Renderer:
         self.chat = ChatTemplate(tokenizer, arguments, self._control)
         self.continuation = Continuation(self.chat, self._control, self.end_token_ids)
         self._image_mark = f"raylearner{secrets.token_hex(8)}"
-        self._cut_mark = self.encode(CUT_MARK)
+        self._cutter = TextCutter(tokenizer, self._control.encode)
         if config.observation_role != "inline":
             self._refuse_lost_observations(config.observation_role)
         if vision is not None:
@@ -97,10 +101,10 @@ class Renderer:
 
     @classmethod
     def from_pretrained(cls, path: str, config: RendererSection) -> Self:
-        """Loads the tokenizer in `path` (directory or hub id).
+        """Load the tokenizer in `path` (directory or hub id).
 
-        Raises `ConfigError` when there is no tokenizer, it has no chat template, or the model sees
-        images in a way that is not known or that its chat template does not know.
+        Raises `ConfigError` for a missing tokenizer or chat template, and for images in a form that is
+        not supported or that the chat template does not write.
         """
         try:
             tokenizer, ends = load_tokenizer(path), end_token_ids(path)
@@ -124,27 +128,30 @@ class Renderer:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """What a policy must not sample, and learners give no probability: placeholders of images, and
-        ids without a token."""
+        """Tokens that a policy must not sample and learners give no probability: placeholders of images,
+        and ids without a token."""
         placeholders = () if self.vision is None else self.vision.banned_token_ids
         return tuple(dict.fromkeys([*placeholders, *self._unknown_token_ids]))
 
     def refuse_lost_results(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raises `RenderError` where the chat template has no place for what tools answer."""
+        """Raises `RenderError` where the chat template has no place for results of tools."""
         answer = stand_in_result(tools)
         self.continuation.after_turn([answer], calls=calls_before([answer], tools), tools=tools)
 
     def with_prompt_limit(self, max_prompt_tokens: int) -> Self:
-        """The same one with another limit."""
+        """Return a copy with another limit."""
         other = copy(self)
         other.config = self.config.model_copy(update={"max_prompt_tokens": max_prompt_tokens})
         return other
 
     def stand_ins(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages with blank images of the sizes that `fit_images` gives: they render to as many
-        tokens, and nothing is decoded. Raises `RenderError` for images that cannot be shown."""
+        """Return the messages with blank images of the sizes that `fit_images` gives.
+
+        They render to as many tokens without decoding. Raises `RenderError` for images that cannot be
+        shown.
+        """
         if self._fitter is None and any(m.images for m in messages):
-            raise RenderError("a message holds images, which this model cannot see")
+            raise RenderError(TEXT_ONLY)
         fitter = self._fitter
         return tuple(
             replace(m, images=tuple(map(fitter.stand_in, m.images))) if fitter and m.images else m
@@ -154,26 +161,27 @@ class Renderer:
     def opening(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Opening tag of the thought that the turn behind `messages` begins in; empty for none."""
+        """Return the opening tag of the thought in which the turn behind `messages` begins; empty for
+        none."""
         shown, prefill = self._dialogue(messages)
         return self.turns.opening(shown, tools, prefill=prefill)
 
     def _dialogue(self, messages: Sequence[Message]) -> tuple[list[Mapping[str, Any]], str]:
-        """Messages as the chat template takes them, and the beginning of the turn behind them."""
+        """Return messages as the chat template takes them, and the beginning of the turn behind them."""
         is_prefilled = messages[-1].role == "assistant"
         shown = [template_message(m) for m in (messages[:-1] if is_prefilled else messages)]
         prefill = messages[-1].content if is_prefilled else ""
         return adapted(shown, self.continuation.form), prefill
 
     async def fit_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages with images as the model sees them; `render` takes no others.
+        """Return the messages with images as the model is shown them; `render` takes no others.
 
         Raises `RenderError` for images that cannot be shown.
         """
         if not any(m.images for m in messages):
             return tuple(messages)
         if self._fitter is None:
-            raise RenderError("a message holds images, which this model cannot see")
+            raise RenderError(TEXT_ONLY)
         fit = self._fitter.fit
         return await asyncio.to_thread(
             lambda: tuple(replace(m, images=tuple(map(fit, m.images))) for m in messages)
@@ -187,12 +195,11 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The prompt's tokens, the header of the assistant's turn included, and behind it the content of
-        a last message of the assistant, which the policy continues.
+        """Return the prompt's tokens, the header of the assistant's turn included.
 
-        `tools` are function schemas that the chat template announces.
-
-        Raises `RenderError` when the template fails or the prompt exceeds `max_prompt_tokens`.
+        The content of a last message of the assistant follows the header, and the policy continues it.
+        `tools` are function schemas that the chat template announces. Raises `RenderError` where the
+        template fails, `PromptTooLong` beyond `max_prompt_tokens`.
         """
         shown, prefill = self._dialogue(messages)
         marked = self.chat.render(shown, tools) + prefill
@@ -201,7 +208,7 @@ class Renderer:
         if self.vision is not None:
             token_ids = self.vision.expand(token_ids, images_of(messages))
         if len(token_ids) > self.config.max_prompt_tokens:
-            raise RenderError(
+            raise PromptTooLong(
                 f"prompt has {len(token_ids)} tokens, renderer.max_prompt_tokens is"
                 f" {self.config.max_prompt_tokens}; raise it or shorten the prompt"
             )
@@ -210,25 +217,25 @@ class Renderer:
     def chat_opening(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """As `opening`, of messages as chat templates take them."""
+        """Return `opening` for messages as chat templates take them."""
         return self.turns.opening(adapted(messages, self.continuation.form), tools)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """As `render`, of messages as chat templates take them, and as long as prompt and response
-        together may be."""
+        """Return `render` for messages as chat templates take them, up to the length of prompt and
+        response together."""
         marked = self.chat.render(adapted(messages, self.continuation.form), tools)
         limits = self.config
         self._refuse_far_too_long(marked, limits.max_prompt_tokens + limits.max_response_tokens)
         return self._control.encode(marked)
 
     def _refuse_far_too_long(self, marked: Marked, limit: int) -> None:
-        """Raises `RenderError` for what has more tokens than `limit` even where all are the longest
-        that there are, before any is made."""
+        """Raises `PromptTooLong`, before tokenizing, for a text of more than `limit` tokens even of the
+        longest kind."""
         size = len(self._control.plain(marked))
         if size > limit * self._longest_token:
-            raise RenderError(
+            raise PromptTooLong(
                 f"prompt has {size} characters, more than {limit} tokens can hold;"
                 f" renderer.max_prompt_tokens is {self.config.max_prompt_tokens}; raise it or"
                 " shorten the prompt"
@@ -239,17 +246,17 @@ class Renderer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def cut_text(self, text: str) -> str:
-        """At most `max_observation_tokens` of the text, what is left out marked."""
-        return self._cut(text, self.config.max_observation_tokens)[0]
+        """Return at most `max_observation_tokens` of the text, with a mark where it was cut."""
+        return self._cutter.cut(text, self.config.max_observation_tokens)[0]
 
     def cut(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Observations as they are shown: `max_observation_tokens` of their text together."""
+        """Return observations as they are shown: `max_observation_tokens` of their text together."""
         room = self.config.max_observation_tokens
         shown: list[Message] = []
         for message in messages:
             pieces: list[str] = []
             for text in texts_of([message]):
-                piece, size = self._cut(text, room)
+                piece, size = self._cutter.cut(text, room)
                 pieces.append(piece)
                 room -= size
             shown.append(replace(message, content=IMAGE_MARK.join(pieces)))
@@ -264,11 +271,10 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         last_token_id: int | None,
     ) -> list[int]:
-        """As `render_reply`, each message in its own role and cut by itself, whatever the
-        configuration says of roles. `history` comes before the turn, `calls` are those of the turn.
+        """Return `render_reply` for messages in their own roles, each cut by itself.
 
-        Raises `RewritesHistory`, and `RenderError` where the template does not show every message, in
-        order.
+        `history` comes before the turn, `calls` are those of the turn. Raises `RewritesHistory`, and
+        `RenderError` where the template does not show every message, in order.
         """
         shown = [{**m, "content": self.cut_text(m["content"])} for m in messages]
         calls = calls or calls_before(shown, tools)
@@ -291,15 +297,12 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         last_token_id: int | None,
     ) -> list[int]:
-        """The tokens that carry `messages` after an assistant turn, up to the next turn's header.
+        """Return the tokens of `messages` after a turn of the assistant, up to the next turn's header.
 
         In the role of tools each message is one result, in the user's they are one message. `opening`
-        and `replies` are what the turns so far began from and were answered with, `tools` those of the
-        prompt; where they are not given, a stand-in for the role of tools. `last_token_id` is the last
-        token sampled: an end token that the policy sampled itself is not written twice. Contents are
-        cut to `max_observation_tokens` with a visible mark.
-
-        Raises `RenderError` where the template refuses the reply.
+        and `replies` are the dialogue so far; `tools` are those of the prompt, or a stand-in. An end
+        token that the policy sampled itself, as `last_token_id`, is not written twice. Contents are cut
+        to `max_observation_tokens`. Raises `RenderError` where the template refuses the reply.
         """
         role = self.config.observation_role
         if tools is None:
@@ -325,7 +328,7 @@ class Renderer:
         contents: Sequence[str],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[Mapping[str, Any]]:
-        """Observations with these contents, in the configured role."""
+        """Return observations with these contents, in the configured role."""
         if self.config.observation_role == "user":
             return [{"role": "user", "content": "\n".join(contents)}]
         return [
@@ -334,31 +337,8 @@ class Renderer:
         ]
 
     def _contents(self, messages: Sequence[Message]) -> list[str]:
-        """Of an observation, as they are shown, with a mark for each image."""
+        """Return the contents of observations as they are shown, with a mark for each image."""
         return [self._image_mark.join(texts_of([message])) for message in self.cut(messages)]
-
-    def _cut(self, text: str, limit: int) -> tuple[str, int]:
-        """The text that is shown, and its tokens."""
-        token_ids = self._first_tokens(text, limit + SPARE_TOKENS)
-        if len(token_ids) <= limit:
-            return text, len(token_ids)
-        keep = max(0, limit - len(self._cut_mark))
-        length = len(self._text(token_ids[:keep]))
-        mark = self._text(self._cut_mark[: limit - keep])
-        while length and len(self.encode(text[:length] + mark)) > limit:
-            length -= 1  # what is cut may need more tokens than it did as a part
-        return text[:length] + mark, limit
-
-    def _first_tokens(self, text: str, number: int) -> list[int]:
-        """All tokens of the text, or at least `number` of its first ones where it has more; no more
-        of a long text is read than that takes."""
-        size = number * CHARACTERS_PER_TOKEN
-        while size < len(text):
-            token_ids = self.encode(text[:size])
-            if len(token_ids) >= number:
-                return token_ids
-            size *= 2
-        return self.encode(text)
 
     def _with_images(self, marked: Marked, images: Sequence[bytes]) -> Marked:
         if not images:
@@ -369,61 +349,42 @@ class Renderer:
         return first + "".join(b + text for b, text in zip(blocks, others, strict=True))
 
     def _behind(self, last_token_id: int | None, marked: Marked) -> list[int]:
-        """The tokens of a continuation, without the end token that the policy sampled itself."""
+        """Return the tokens of a continuation without the end token that the policy sampled itself."""
         token_ids = self._control.encode(marked)
         is_sampled = last_token_id in self.end_token_ids and token_ids[:1] == [last_token_id]
         return token_ids[1:] if is_sampled else token_ids
 
     def collapse(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """As engines take tokens: one placeholder for each image."""
+        """Return the tokens as engines take them: one placeholder for each image."""
         return token_ids if self.vision is None else self.vision.collapse(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens left out but for those of reasoning tags."""
+        """Return the text of `token_ids` without special tokens other than those of reasoning tags."""
         return self.turns.decode(token_ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included, one placeholder for each image."""
+        """Return the text of `token_ids`, special tokens included, one placeholder for each image."""
         shown = list(self.collapse(token_ids))
         return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
     def encode(self, text: str, *, keeps_special: bool = False) -> list[int]:
-        """The tokens of `text`; control tokens written in it count as text unless kept."""
+        """Return the tokens of `text`; control tokens that it spells count as text unless kept."""
         return self._control.encode(self._control.mark(text) if keeps_special else text)
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
-
-    def _template(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        return self.chat.text(messages, tools)
-
     def _refuse_other_images(self, vision: Vision) -> None:
-        """Observations get their images from `Vision.block`, prompts from the template."""
+        """Raises `ConfigError` unless images of prompts, which the template writes, are written like
+        those of observations, which `Vision.block` writes."""
         image = Message(role="user", content=f"-{IMAGE_MARK}-", images=(b"",))
         cure = "take the chat template and the config.json that the model came with"
         try:
             token_ids = self.render_chat([template_message(image)])
         except RenderError as error:
             raise ConfigError(f"of a message with one image {error}; {cure}") from error
-        count = token_ids.count(vision.image_token_id)
-        if count != 1:
-            raise ConfigError(
-                f"the chat template writes {count} placeholders {self._shown(vision.image_token_id)}"
-                f" (image_token_id of config.json) for one image: {self._shown(*token_ids)}; {cure}"
-            )
-        place = token_ids.index(vision.image_token_id)
-        written = token_ids[max(0, place - 1) : place + 2]
-        expected = [vision.start_token_id, vision.image_token_id, vision.end_token_id]
-        if written != expected:
-            raise ConfigError(
-                f"the chat template writes an image as {self._shown(*written)}, and the start and end"
-                f" tokens of config.json make it {self._shown(*expected)}; {cure}"
-            )
+        if difference := vision.find_difference(token_ids, self._quote):
+            raise ConfigError(f"the chat template writes {difference}; {cure}")
 
-    def _shown(self, *token_ids: int) -> str:
-        """Their text as errors quote it, its end where it is long."""
+    def _quote(self, token_ids: Sequence[int]) -> str:
+        """Return the end of their text as errors quote it."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         return repr(text[-SHOWN_CHARACTERS:]) if text else f"of ids {list(token_ids)}"
 
@@ -438,13 +399,3 @@ class Renderer:
                 f"renderer.observation_role: {role!r} does not work with the model's chat template:"
                 f" {error}; choose another (user, tool or inline)"
             ) from error
-
-
-def _end_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """eos, pad and the token that the chat template puts at the end of an assistant turn."""
-    ids = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"):
-        index = tokenizer.convert_tokens_to_ids(name)
-        if index is not None and index != tokenizer.unk_token_id:
-            ids.append(index)
-    return tuple(dict.fromkeys(i for i in ids if i is not None))

@@ -1,7 +1,7 @@
 """A model's chat template: messages to marked texts, in which only the template's own words are control.
 
-What messages and tools contain is never control, whatever it spells: the template is rendered a second
-time with the spellings in its contents broken, so what is left of control tokens is its own.
+The contents of messages and tools are never control, whatever they spell: the template is rendered a
+second time with the spellings in its contents broken, so all control tokens that are left are its own.
 """
 
 import hashlib
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from raylearner.errors import RenderError
+from raylearner.text import encodable_values
 from raylearner.tokenization.control import ControlTokens, Marked
-from raylearner.types import CALL_ID_LENGTH
+from raylearner.types import CALL_ID_LENGTH, IMAGE_MARK, Message
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -237,3 +238,61 @@ def _id(call_id: str, form: CallForm) -> str:
 
 def _arguments(arguments: Any, form: CallForm) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if form.has_text_arguments else arguments
+
+
+def template_message(message: Message) -> Json:
+    """Content as text, or in parts where there are images; arguments of calls as objects."""
+    found: dict[str, object] = {"role": message.role, "content": _content(message)}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    if message.calls:
+        found["tool_calls"] = [
+            call(
+                made.call_id,
+                made.name,
+                encodable_values(encodable_values(json.loads(made.arguments))),
+            )
+            for made in message.calls
+        ]
+    if message.call_id is not None:
+        found["tool_call_id"] = message.call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
+
+
+def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
+    """All images of the messages, in order."""
+    return tuple(image for message in messages for image in message.images)
+
+
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """What stands before, between and behind all images of the messages, which are a line apart.
+
+    Raises `RenderError` when a message has other marks than images.
+    """
+    texts: list[str] = []
+    for message in messages:
+        first, *others = _texts(message)
+        texts[-1:] = [f"{texts[-1]}\n{first}" if texts else first, *others]
+    return texts
+
+
+def _texts(message: Message) -> list[str]:
+    """Of one message, in which marks without images are text like any other."""
+    if not message.images:
+        return [message.content]
+    texts, num_images = message.content.split(IMAGE_MARK), len(message.images)
+    if len(texts) != num_images + 1:
+        raise RenderError(f"{len(texts) - 1} marks in the content for {num_images} images")
+    return texts
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if not message.images:
+        return message.content
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(_texts(message)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts

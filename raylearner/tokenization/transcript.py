@@ -8,9 +8,9 @@ import numpy as np
 
 from raylearner.errors import RenderError
 from raylearner.text import outside
-from raylearner.tokenization.messages import images_of, texts_of
 from raylearner.tokenization.reasoning import Thoughts
 from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.template import images_of, texts_of
 from raylearner.types import (
     IMAGE_MARK,
     Claim,

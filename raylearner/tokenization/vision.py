@@ -6,7 +6,7 @@ engine's, which expands it by itself. Every run of placeholders is one image: th
 for its start and end stand between any two.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -116,6 +116,26 @@ class Vision:
         """The learner's tokens of one image, its start and end included."""
         pads = [self.image_token_id] * self.num_placeholders(self.grid(image))
         return [self.start_token_id, *pads, self.end_token_id]
+
+    def find_difference(
+        self, token_ids: Sequence[int], quote: Callable[[Sequence[int]], str]
+    ) -> str | None:
+        """Describe how tokens that show one image in the engine's form differ from `block`."""
+        count = token_ids.count(self.image_token_id)
+        if count != 1:
+            return (
+                f"{count} placeholders {quote([self.image_token_id])} (image_token_id of config.json)"
+                f" for one image: {quote(token_ids)}"
+            )
+        place = token_ids.index(self.image_token_id)
+        written = token_ids[max(0, place - 1) : place + 2]
+        expected = [self.start_token_id, self.image_token_id, self.end_token_id]
+        if list(written) == expected:
+            return None
+        return (
+            f"an image as {quote(written)}, and the start and end tokens of config.json make it"
+            f" {quote(expected)}"
+        )
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
         """From the engine's form to the learner's. Raises `RenderError` when counts differ."""

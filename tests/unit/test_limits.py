@@ -11,7 +11,8 @@ from raylearner.config.schema import RendererSection
 from raylearner.errors import RenderError
 from raylearner.replay.stats import ReplayCounters
 from raylearner.tiny.tokenizer import make_tokenizer
-from raylearner.tokenization import renderer as renderers
+from raylearner.tokenization import tokenizer as tokenizers
+from raylearner.tokenization.control import ControlTokens
 from raylearner.tokenization.renderer import Renderer, unless_long
 from raylearner.types import CALLS, FAILURES, Message, StopReason
 
@@ -32,13 +33,13 @@ def make_renderer(folder: Path, **limits: int) -> Renderer:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Characters of every text that is tokenized."""
     sizes: list[int] = []
-    encode = Renderer.encode
+    encode = ControlTokens.encode
 
-    def counted(self: Renderer, text: str, *, keeps_special: bool = False) -> list[int]:
-        sizes.append(len(text))
-        return encode(self, text, keeps_special=keeps_special)
+    def counted(self: ControlTokens, marked: str) -> list[int]:
+        sizes.append(len(marked))
+        return encode(self, marked)
 
-    monkeypatch.setattr(Renderer, "encode", counted)
+    monkeypatch.setattr(ControlTokens, "encode", counted)
     return sizes
 
 
@@ -63,7 +64,7 @@ def test_a_long_observation_is_cut_to_the_same_text_without_being_read_whole(
     assert len(renderer.encode(cut.content)) <= 32
     # Against cutting after tokenizing, of a text that is short enough for that.
     part = long[:20_000]
-    monkeypatch.setattr(renderers, "CHARACTERS_PER_TOKEN", 10**6)
+    monkeypatch.setattr(tokenizers, "CHARACTERS_PER_TOKEN", 10**6)
     (whole,) = renderer.cut([Message(role="tool", content=part)])
     assert cut.content == whole.content
 

@@ -17,7 +17,7 @@ from raylearner.config.schema import RendererSection, TinyModel, ToolUse
 from raylearner.errors import ConfigError, RenderError
 from raylearner.tiny.model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
-from raylearner.tokenization.start import check_template
+from raylearner.tokenization.template_checks import check_template
 from raylearner.tokenization.tokenizer import QWEN_CLASSES, QWEN_TYPES, load_tokenizer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import Claim, Completion, CompletionStop, Message, Prompt, StopReason

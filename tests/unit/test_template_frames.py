@@ -14,7 +14,7 @@ from templates import FAMILIES, JOINS, MOVES_SYSTEM, MOVES_TOOLS, RENAMES, Famil
 from raylearner.config.schema import RendererSection, ToolUse
 from raylearner.errors import ConfigError
 from raylearner.tokenization.renderer import Renderer
-from raylearner.tokenization.start import check_template
+from raylearner.tokenization.template_checks import check_template
 from raylearner.types import FunctionCall, Message, Prompt, new_call_id
 
 TOOLS = [

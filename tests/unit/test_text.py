@@ -34,8 +34,8 @@ from raylearner.observability.step_report import step_metrics
 from raylearner.rewards.functions import RewardLog
 from raylearner.rewards.scorer import Scorer
 from raylearner.text import as_metrics, encodable, encodable_json, encodable_values, visible
-from raylearner.tokenization.messages import template_message
 from raylearner.tokenization.renderer import Renderer
+from raylearner.tokenization.template import template_message
 from raylearner.tools.protocol import Observation
 from raylearner.types import (
     Claim,

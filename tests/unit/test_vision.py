@@ -374,7 +374,7 @@ def test_a_model_of_text_has_no_vision_and_shows_no_image(
 
 async def test_a_model_of_text_refuses_images(renderer: Renderer) -> None:
     message = make_message(np.random.default_rng(0), 1)
-    with pytest.raises(RenderError, match="which this model cannot see"):
+    with pytest.raises(RenderError, match="text-only"):
         await renderer.fit_images([message])
 
 

@@ -21,12 +21,12 @@ from raylearner.actors.proxy.chat import (
 )
 from raylearner.actors.turn import sample_turn
 from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall, thoughts_of_dialects
-from raylearner.errors import EngineError, RenderError, TrajectoryError
+from raylearner.errors import EngineError, PromptTooLong, RenderError, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.tokenization.continuation import RewritesHistory
-from raylearner.tokenization.messages import template_message
 from raylearner.tokenization.reasoning import Reasoning
 from raylearner.tokenization.renderer import Renderer, unless_long
+from raylearner.tokenization.template import template_message
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     Claim,
@@ -131,7 +131,7 @@ class Conversation:
             )
         except RenderError as error:
             self.first_refusal = self.first_refusal or str(error)
-            is_long = error.args and "max_prompt_tokens" in str(error)
+            is_long = isinstance(error, PromptTooLong)
             code = "context_length_exceeded" if is_long else "invalid_value"
             raise ChatRefusal(400, str(error), code=code, param="messages") from error
         self._refuse_when_over()
@@ -235,7 +235,7 @@ class Conversation:
         """A prompt without history has its own limit; history is bounded by the whole."""
         limit = self.renderer.config.max_prompt_tokens
         if size > limit and not any(m.role == "assistant" for m in request.messages):
-            raise RenderError(
+            raise PromptTooLong(
                 f"the messages have {size} tokens, renderer.max_prompt_tokens is {limit}"
             )
 
