@@ -118,17 +118,8 @@ class Harness:
                 temperature=config.sampling.temperature,
             )
         )
-        self.engine = TransformersEngine(
-            config.actors.engine, model_path=str(model_path), seed=config.run.seed
-        )
+        self._model_path = str(model_path)
         self._renderer = Renderer.from_pretrained(str(model_path), config.renderer)
-        self._kit = EpisodeKit(
-            engine=self.engine,
-            renderer=self._renderer,
-            scorer=Scorer(config.rewards),
-            make_environment=EnvironmentFactory(config.environment).make,
-            tracer=Tracer(track=SAMPLER, is_enabled=False),
-        )
         self._buffer = ReplayBuffer(config.replay, load_prompts(config.data.train), config.run.seed)
         self._snapshots: deque[WeightUpdate] = deque()
         self._num_snapshots = lag + 1
@@ -136,8 +127,18 @@ class Harness:
     async def __aenter__(self) -> "Harness":
         folder = tempfile.TemporaryDirectory(dir=self._config.weights.folder)
         self._folder = self._stack.enter_context(folder)
+        config = self._config
+        self.engine = await TransformersEngine.start(
+            config.actors.engine, model_path=self._model_path, seed=config.run.seed
+        )
         self._stack.push_async_callback(self.engine.close)
-        await self.engine.start()
+        self._kit = EpisodeKit(
+            engine=self.engine,
+            renderer=self._renderer,
+            scorer=Scorer(config.rewards),
+            make_environment=EnvironmentFactory(config.environment).make,
+            tracer=Tracer(track=SAMPLER, is_enabled=False),
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -153,13 +154,13 @@ class Harness:
             reply = self._buffer.claim(SAMPLER, self.engine.policy_version, wanted)
             assert reply.claims, self._buffer.describe()
             sampling = self._sampling(self._config.sampling)
-            for trajectory in await asyncio.gather(
+            for segments in await asyncio.gather(
                 *(
                     play_episode(self._kit, claim, replace(sampling, seed=claim.seed))
                     for claim in reply.claims
                 )
             ):
-                self._buffer.put([trajectory])
+                self._buffer.put(segments)
         (batch,) = pack(
             take.groups,
             policy_version=version,
@@ -188,7 +189,8 @@ class Harness:
             )
             for index, prompt in enumerate(prompts)
         ]
-        played = await asyncio.gather(*(play_episode(self._kit, c, sampling) for c in claims))
+        episodes = await asyncio.gather(*(play_episode(self._kit, c, sampling) for c in claims))
+        played = [trajectory for segments in episodes for trajectory in segments]
         assert {t.min_policy_version for t in played} == {version}
         return statistics.fmean(trajectory.reward or 0.0 for trajectory in played)
 

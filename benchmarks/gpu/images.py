@@ -174,14 +174,13 @@ async def run_variant(name: str, folder: Path, *, out: Path, cpu: bool) -> dict[
         "max_sequences": num_episodes,
         "memory_fraction": 0.4,
     }
-    engine = VllmEngine(
+    engine = await VllmEngine.start(
         Section.model_validate(section),
         model_path=str(folder),
         seed=0,
         weight_transport="shared_files",
     )
     started = time.monotonic()
-    await engine.start()
     say(engine=name, start_s=time.monotonic() - started)
     learner: Any = Seeing(folder, dtype=dtype, device=device)
     weights = WeightsSection.model_validate({"verify_tolerance": 0.25, "verify_statistic": "mean"})

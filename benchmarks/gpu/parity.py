@@ -51,9 +51,10 @@ async def sample(model: str, dtype: str, head: str, *, out: Any, cpu: bool) -> S
         max_sequences=64,
         memory_fraction=0.3,
     )
-    engine = VllmEngine(section, model_path=model, seed=0, weight_transport="shared_files")
     started = time.monotonic()
-    await engine.start()
+    engine = await VllmEngine.start(
+        section, model_path=model, seed=0, weight_transport="shared_files"
+    )
     say(engine_start_s=time.monotonic() - started)
     sampling = Sampling(temperature=1.0, max_tokens=length)
     try:

@@ -122,15 +122,20 @@ class EngineActor:
     """One engine and its load."""
 
     def __init__(self, name: str, model_path: str, section: VllmEngine, transport: str) -> None:
-        from raylearner.actors.engines.vllm import VllmEngine as Engine
-
-        self._engine = Engine(
-            section, model_path=model_path, seed=0, weight_transport=transport, actor_id=name
-        )
+        self._name, self._model_path = name, model_path
+        self._section, self._transport = section, transport
         self._load: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
-        await self._engine.start()
+        from raylearner.actors.engines.vllm import VllmEngine as Engine
+
+        self._engine = await Engine.start(
+            self._section,
+            model_path=self._model_path,
+            seed=0,
+            weight_transport=self._transport,
+            actor_id=self._name,
+        )
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
         return await self._engine.receive(update)

@@ -62,8 +62,9 @@ async def run(arguments: Any, result: Result) -> None:
         memory_fraction=0.4,
         extra_arguments={"load_format": "dummy"},
     )
-    engine = VllmEngine(section, model_path=str(folder), seed=0, weight_transport="shared_files")
-    await engine.start()
+    engine = await VllmEngine.start(
+        section, model_path=str(folder), seed=0, weight_transport="shared_files"
+    )
     shared = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="verification_"))
     try:
         weights = random_weights(folder, torch.bfloat16, "cpu" if cpu else "cuda")

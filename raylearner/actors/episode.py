@@ -7,20 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
+
+import numpy as np
 
 from raylearner.actors.engines.engine import Engine
-from raylearner.actors.proxy.agent import Agent
-from raylearner.actors.turn import sample_turn
 from raylearner.data.dialogue import read_dialogue
 from raylearner.environments.protocol import Environment, Outcome
 from raylearner.errors import DialogueError, EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.functions import view_of
 from raylearner.rewards.scorer import Scorer
+from raylearner.text import outside
 from raylearner.tokenization.renderer import Renderer, unless_long
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import (
     Claim,
+    Completion,
     CompletionStop,
     Sampling,
     StopReason,
@@ -28,87 +31,96 @@ from raylearner.types import (
 )
 from raylearner.user_code.frames import describe
 
+SEED_STEP = 1_000_003
+"""Distance between the seeds of the pieces of one turn."""
+
+
+class Player(Protocol):
+    """Plays whole episodes by itself, as agent programs do."""
+
+    async def play(self, kit: "EpisodeKit", claim: Claim, sampling: Sampling) -> list[Trajectory]:
+        """Return the episode's segments, scored."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKit:
-    """What every episode of an actor shares. `make_environment` gives each episode its own."""
+    """Parts shared by all episodes of an actor. `make_environment` gives each episode its own."""
 
     engine: Engine
     renderer: Renderer
     scorer: Scorer
     make_environment: Callable[[], Environment]
     tracer: Tracer
-    agent: Agent | None = None
-    """Where programs play the episodes by themselves: `make_environment` is then not called."""
+    agent: Player | None = None
+    """Plays the episodes, if any: `make_environment` is then not called."""
 
 
-async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> Trajectory:
-    """Plays and scores `claim`. Failures are data: a trajectory with stop reason `error`.
+async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
+    """Play and score `claim`, and return its segments, at least one.
 
-    Only cancellation propagates; nothing is then reported.
+    Failures are data: segments with the stop reason `error`. Only cancellation propagates, and nothing
+    is then reported.
     """
+    if kit.agent is not None:
+        return await kit.agent.play(kit, claim, sampling)
     started_at_s = time.time()
     transcript = Transcript(renderer=kit.renderer, claim=claim)
     with kit.tracer.span("episode", group=claim.group_id, sample=claim.sample_index):
-        stop_reason, error, outcome = await _from_reset_to_close(kit, transcript, sampling)
+        stop_reason, error, outcome = await _play_in_environment(kit, transcript, sampling)
         if not transcript.token_ids:
             transcript.open_empty()
-        outcome = replace(outcome, shown=_seen(outcome.shown, transcript))
+        # Pages shown last that did not fit are left out.
+        shown = outcome.shown[: len(outcome.shown) - transcript.num_left_out]
         trajectory = transcript.close(
             stop_reason=stop_reason,
             error=error,
             metrics=outcome.metrics,
-            shown=outcome.shown,
+            shown=shown,
             started_at_s=started_at_s,
             finished_at_s=time.time(),
         )
         if error is not None or stop_reason is StopReason.ABORTED:
-            return trajectory
-        (trajectory,) = await scored(kit, claim, [trajectory], outcome)
-        return trajectory
+            return [trajectory]
+        return await score_segments(kit, claim, [trajectory], outcome)
 
 
-async def _from_reset_to_close(
+async def _play_in_environment(
     kit: EpisodeKit, transcript: Transcript, sampling: Sampling
 ) -> tuple[StopReason, str | None, Outcome]:
-    """How the episode ended, its first failure, and what its environment reports."""
+    """Return how the episode ended, its first failure, and the environment's outcome."""
     try:
         environment = kit.make_environment()
     except Exception as cause:
-        return StopReason.ERROR, _said(cause), Outcome()
+        return StopReason.ERROR, _describe(cause), Outcome()
     stop_reason, error, outcome = StopReason.ERROR, None, Outcome()
     try:
-        stop_reason = await _play(kit, environment, transcript, sampling)
-    except Exception as cause:  # an environment may raise whatever its author let through
-        error = _said(cause)
+        stop_reason = await _play_turns(kit, environment, transcript, sampling)
+    except Exception as cause:  # a custom environment may raise anything
+        error = _describe(cause)
     finally:
         try:
             await environment.close()
             outcome = environment.outcome()
         except Exception as cause:
-            stop_reason, error = StopReason.ERROR, error or _said(cause)
+            stop_reason, error = StopReason.ERROR, error or _describe(cause)
     return stop_reason, error, outcome
 
 
-def _said(cause: Exception) -> str:
+def _describe(cause: Exception) -> str:
     if isinstance(cause, TrajectoryError):
         return f"{cause.kind}: {cause}"
     return f"{EnvironmentFault.kind}: the environment {describe(cause)}"
 
 
-def _seen(shown: tuple[str, ...], transcript: Transcript) -> tuple[str, ...]:
-    """Without the pages that came last and no longer fitted."""
-    return shown[: len(shown) - transcript.num_left_out]
-
-
-async def _play(
+async def _play_turns(
     kit: EpisodeKit, environment: Environment, transcript: Transcript, sampling: Sampling
 ) -> StopReason:
     prompt = transcript.claim.prompt
     try:
         messages = read_dialogue(await environment.reset(prompt), prefill=prompt.prefill)
     except DialogueError as error:
-        raise EnvironmentFault(f"what reset returned: {error}") from error
+        raise EnvironmentFault(f"messages returned by reset: {error}") from error
     messages = await kit.renderer.fit_images(messages)
     opening = [message.content for message in messages]
     tools = environment.tool_schemas
@@ -159,11 +171,13 @@ async def _play(
     return StopReason.MAX_TOKENS
 
 
-async def scored(
+async def score_segments(
     kit: EpisodeKit, claim: Claim, segments: Sequence[Trajectory], outcome: Outcome
 ) -> list[Trajectory]:
-    """The segments of one episode with what it is worth, the same for each; none trains when a
-    reward fails."""
+    """Return the segments of one episode with its reward, the same for each.
+
+    When a reward function fails, none of them trains.
+    """
     view = view_of(claim.prompt, segments, kit.scorer.weights.keys())
     try:
         with kit.tracer.span("reward", group=claim.group_id):
@@ -184,3 +198,94 @@ async def scored(
         )
         for segment in segments
     ]
+
+
+# -- one turn -----------------------------------------------------------------------------------
+
+
+async def sample_turn(
+    engine: Engine,
+    renderer: Renderer,
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    opening: str = "",
+    images: Sequence[bytes] = (),
+) -> Completion:
+    """Sample one turn behind `token_ids`, which are in the engine's form.
+
+    `opening` is the tag of the thought that the turn begins in. Where the engine stops at a string
+    inside a thought, the turn continues from there: its tokens, log-probabilities and policy versions
+    are those of all pieces as they were sampled, at most `sampling.max_tokens` together. Turns under a
+    regex are sampled in one piece.
+    """
+    piece = await _sample_piece(engine, renderer, token_ids, sampling, images)
+    turn, num_pieces = piece, 1
+    while _stopped_in_thought(turn, piece, renderer, sampling, opening=opening):
+        left = sampling.max_tokens - len(turn.token_ids)
+        if left <= 0:
+            return replace(turn, stop_reason=CompletionStop.LENGTH)
+        seed = None if sampling.seed is None else sampling.seed + num_pieces * SEED_STEP
+        piece = await _sample_piece(
+            engine,
+            renderer,
+            [*token_ids, *turn.token_ids.tolist()],
+            replace(sampling, max_tokens=left, seed=seed),
+            images,
+        )
+        turn, num_pieces = _join(turn, piece), num_pieces + 1
+    return turn
+
+
+async def _sample_piece(
+    engine: Engine,
+    renderer: Renderer,
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    images: Sequence[bytes],
+) -> Completion:
+    """Sample up to the first end token, which stays; drop any tokens that an engine adds to it."""
+    completion = await engine.generate(token_ids, sampling, images=images)
+    ends = np.flatnonzero(np.isin(completion.token_ids, renderer.end_token_ids))
+    if len(ends) == 0 or ends[0] + 1 == len(completion.token_ids):
+        return completion
+    size = int(ends[0]) + 1
+    return Completion(
+        token_ids=completion.token_ids[:size],
+        logprobs=completion.logprobs[:size],
+        policy_versions=completion.policy_versions[:size],
+        stop_reason=CompletionStop.END,
+    )
+
+
+def _stopped_in_thought(
+    turn: Completion, piece: Completion, renderer: Renderer, sampling: Sampling, *, opening: str
+) -> bool:
+    """Return whether the last `piece` ended at a stop string, and stop strings occur in thoughts only.
+
+    A stop string that is part of a reasoning tag was requested as such and ends the turn.
+    """
+    stops, reasoning = sampling.stop, renderer.turns.reasoning
+    if piece.stop_reason is not CompletionStop.STOP_STRING or sampling.regex is not None:
+        return False
+    if not any(stop in renderer.decode(piece.token_ids.tolist()) for stop in stops):
+        return False
+    text = renderer.decode(turn.token_ids.tolist())
+    spans = reasoning.thoughts(text, opening=opening).spans
+    spoken = outside(text, spans)
+    tags = [tag for pair in reasoning.tags for tag in pair]
+    tag_stops = [stop for stop in stops if any(stop in tag or tag in stop for tag in tags)]
+    return (
+        bool(spans)
+        and not any(stop in spoken for stop in stops)
+        and not any(stop in text for stop in tag_stops)
+    )
+
+
+def _join(first: Completion, second: Completion) -> Completion:
+    return Completion(
+        token_ids=np.concatenate([first.token_ids, second.token_ids]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
+        policy_versions=np.concatenate([first.policy_versions, second.policy_versions]),
+        stop_reason=second.stop_reason,
+    )

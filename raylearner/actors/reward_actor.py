@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raylearner.actors.process import prepare
+from raylearner.actors.process import prepare_process
 from raylearner.config.rewards import RewardModel, RewardSection
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.catalogue import Conversation, ModelCall
@@ -32,7 +32,7 @@ class RewardModelActor:
     """One sequence-classification model; calls that come while it is busy make the next batch."""
 
     def __init__(self, section: RewardModel) -> None:
-        prepare()
+        prepare_process()
         self._queue = ModelQueue(section)
 
     async def start(self) -> None:
@@ -49,7 +49,7 @@ class GroupRewardActor:
     """The functions of a run that see whole groups."""
 
     def __init__(self, rewards: RewardSection) -> None:
-        prepare()
+        prepare_process()
         self._scorer = GroupScorer(rewards)
 
     async def score(

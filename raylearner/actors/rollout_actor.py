@@ -1,20 +1,19 @@
 """The Ray shell around a rollout worker and its engine."""
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from raylearner.actors.engines.engine import Engine
 from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.outbox import Outbox
-from raylearner.actors.process import prepare
+from raylearner.actors.process import prepare_process
 from raylearner.actors.proxy.agent import start_agent
 from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
-from raylearner.cleanup import clean_up
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.observability.spans import Span, Tracer
@@ -30,26 +29,8 @@ from raylearner.types import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSections:
-    """The parts of the configuration that a rollout actor needs."""
-
-    engine: schema.EngineSection
-    environment: schema.EnvironmentSection
-    renderer: schema.RendererSection
-    rewards: schema.RewardSection
-    sampling: schema.SamplingSection
-    max_concurrent_episodes: int
-    run_name: str
-    weight_transport: str
-    seed: int
-    should_trace: bool
-    lora_rank: int | None = None
-    """Of adapters that come by themselves."""
-
-
-def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampling:
-    """Sampling as engines take it: the section's numbers and the renderer's special tokens."""
+def make_sampling(section: schema.SamplingSection, renderer: Renderer) -> Sampling:
+    """Return the section's numbers with the renderer's special tokens, as engines take them."""
     return Sampling(
         temperature=section.temperature,
         top_p=section.top_p,
@@ -66,73 +47,80 @@ def sampling_from(section: schema.SamplingSection, renderer: Renderer) -> Sampli
 
 @ray.remote
 class RolloutActor:
-    """One engine and its episodes. `start`, then `run` until `stop`; weights land by `receive`."""
+    """One engine and its episodes.
+
+    The fleet calls `start` before it hands the actor out, then `run`, which plays until `stop`.
+    """
 
     def __init__(
         self,
         actor_id: str,
-        sections: RolloutSections,
+        config: schema.RunConfig,
         model_path: str,
         replay: Any,
+        adapter_rank: int | None,
     ) -> None:
-        """`replay` is the handle of the replay actor, or None where nothing is kept."""
-        prepare()
+        """`replay` is the handle of the replay actor; None for an actor that only evaluates.
+
+        `adapter_rank` is the rank of pushed adapters; None where whole weights are pushed.
+        """
+        prepare_process()
         self._actor_id = actor_id
-        self._sections = sections
+        self._config = config
         self._model_path = model_path
         self._replay = replay
-        self._tracer = Tracer(track=actor_id, is_enabled=sections.should_trace)
-        self._engine: Engine | None = None
-        self._worker: RolloutWorker | None = None
+        self._adapter_rank = adapter_rank
+        self._tracer = Tracer(track=actor_id, is_enabled=config.observability.trace)
 
     def __repr__(self) -> str:
         return self._actor_id
 
     async def start(self) -> tuple[int, str]:
-        """Starts the engine; returns this process's id and the engine's class.
+        """Start the engine; return this process's id and the engine's class.
 
         Raises `EngineError` with the cause.
         """
-        sections = self._sections
-        renderer = Renderer.from_pretrained(self._model_path, sections.renderer)
-        self._renderer = renderer
-        self._engine = self._make_engine(renderer)
-        await self._engine.start()
-        self._environments = EnvironmentFactory(
-            sections.environment,
-            check_image=renderer.check_image,
-            reasoning_tags=sections.renderer.reasoning_tags,
-        )
-        self._agent = await start_agent(sections.environment)
-        self._scorer = Scorer(
-            sections.rewards, models=model_calls(sections.run_name, sections.rewards)
-        )
-        kit = EpisodeKit(
-            engine=self._engine,
-            renderer=renderer,
-            scorer=self._scorer,
-            make_environment=self._environments.make,
-            tracer=self._tracer,
-            agent=self._agent,
-        )
-        self._worker = RolloutWorker(
-            actor_id=self._actor_id,
-            kit=kit,
-            sampling=sampling_from(sections.sampling, renderer),
-            max_concurrent_episodes=sections.max_concurrent_episodes,
-            claim=self._claim,
-            outbox=Outbox(self._put),
-            is_seeded=isinstance(sections.engine, schema.ScriptedEngine),
-        )
+        config = self._config
+        async with AsyncExitStack() as resources:
+            self._renderer = Renderer.from_pretrained(self._model_path, config.renderer)
+            self._engine = await self._start_engine()
+            resources.push_async_callback(self._engine.close)
+            scorer = Scorer(config.rewards, models=model_calls(config.run.name, config.rewards))
+            resources.push_async_callback(scorer.close)
+            self._environments = EnvironmentFactory(
+                config.environment,
+                check_image=self._renderer.check_image,
+                reasoning_tags=config.renderer.reasoning_tags,
+            )
+            resources.push_async_callback(self._environments.close)
+            agent = await start_agent(config.environment)
+            if agent is not None:
+                resources.push_async_callback(agent.close)
+            kit = EpisodeKit(
+                engine=self._engine,
+                renderer=self._renderer,
+                scorer=scorer,
+                make_environment=self._environments.make,
+                tracer=self._tracer,
+                agent=agent,
+            )
+            self._worker = RolloutWorker(
+                actor_id=self._actor_id,
+                kit=kit,
+                sampling=make_sampling(config.sampling, self._renderer),
+                max_concurrent_episodes=config.actors.max_concurrent_episodes,
+                claim=self._claim,
+                put=self._put,
+                is_seeded=isinstance(config.actors.engine, schema.ScriptedEngine),
+            )
+            resources.callback(self._worker.halt)
+            self._resources = resources.pop_all()
         return os.getpid(), type(self._engine).__name__
 
     async def run(self) -> None:
-        assert self._worker is not None, "start comes first"
         await self._worker.run()
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
-        assert self._engine is not None, "start comes first"
-        assert self._worker is not None, "start comes first"
         try:
             with self._tracer.span("receive", version=update.policy_version):
                 receipt = await self._engine.receive(update)
@@ -144,11 +132,9 @@ class RolloutActor:
         return receipt
 
     async def sleep(self) -> None:
-        """Until the next `receive`. Raises `EngineError`; the engine is of no use then."""
-        assert self._engine is not None, "start comes first"
-        assert self._worker is not None, "start comes first"
+        """Sleep until the next `receive`. Raises `EngineError`; the engine has then failed."""
         try:
-            with self._tracer.span("fall asleep"):
+            with self._tracer.span("sleep"):
                 await self._engine.sleep()
         except BaseException:
             self._worker.halt()
@@ -157,68 +143,56 @@ class RolloutActor:
     async def evaluate(
         self, prompts: Sequence[Prompt], section: schema.SamplingSection
     ) -> list[Trajectory]:
-        assert self._worker is not None, "start comes first"
         with self._tracer.span("evaluate"):
-            return await self._worker.evaluate(prompts, sampling_from(section, self._renderer))
+            return await self._worker.evaluate(prompts, make_sampling(section, self._renderer))
 
     async def drain(self) -> tuple[RolloutActivity, list[Span]]:
-        """Activity and spans since the last call."""
-        assert self._worker is not None, "start comes first"
+        """Return activity and spans since the last call."""
         activity = replace(self._worker.drain_activity(), tools=self._environments.drain_metrics())
         return activity, self._tracer.drain()
 
     async def abort(self) -> None:
-        """Ends running episodes; their claims are void, so nothing of them is reported."""
-        assert self._engine is not None, "start comes first"
+        """End running episodes; their claims are void, so they are not reported."""
         await self._engine.abort()
 
     async def stop(self) -> None:
-        """Ends `run` and the engine with its child processes."""
-        steps: list[Callable[[], Awaitable[None]]] = []
-        if self._worker is not None:
-            self._worker.halt()
-            if self._agent is not None:
-                steps.append(self._agent.server.close)
-            steps += [self._environments.close, self._scorer.close]
-        if self._engine is not None:
-            steps.append(self._engine.close)
-        await clean_up(None, *steps)
+        """End `run` and the engine with its child processes."""
+        await self._resources.aclose()
 
-    def _make_engine(self, renderer: Renderer) -> Engine:
-        match self._sections.engine:
-            case schema.VllmEngine() as config:
+    async def _start_engine(self) -> Engine:
+        config, renderer = self._config, self._renderer
+        match config.actors.engine:
+            case schema.VllmEngine() as section:
                 from raylearner.actors.engines.vllm import VllmEngine
 
-                return VllmEngine(
-                    config,
+                return await VllmEngine.start(
+                    section,
                     model_path=self._model_path,
-                    seed=self._sections.seed,
-                    weight_transport=self._sections.weight_transport,
+                    seed=config.run.seed,
+                    weight_transport=config.weights.transport,
                     actor_id=self._actor_id,
-                    lora_rank=self._sections.lora_rank,
-                    max_images=self._sections.renderer.images.max_images,
+                    lora_rank=self._adapter_rank,
+                    max_images=config.renderer.images.max_images,
                     num_banned=len(renderer.banned_token_ids),
                 )
-            case schema.TransformersEngine() as config:
+            case schema.TransformersEngine() as section:
                 from raylearner.actors.engines.transformers import TransformersEngine
 
-                return TransformersEngine(
-                    config,
+                return await TransformersEngine.start(
+                    section,
                     model_path=self._model_path,
-                    seed=self._sections.seed,
-                    weight_transport=self._sections.weight_transport,
+                    seed=config.run.seed,
+                    weight_transport=config.weights.transport,
                 )
-            case schema.ScriptedEngine() as config:
-                from raylearner.actors.engines.scripted import ScriptedEngine
+            case schema.ScriptedEngine() as section:
+                from raylearner.actors.engines.scripted import ScriptedEngine, load_script
 
-                return ScriptedEngine(config, end_token_ids=renderer.end_token_ids)
+                return ScriptedEngine(load_script(section), end_token_ids=renderer.end_token_ids)
 
     async def _claim(
         self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float
     ) -> ClaimReply:
-        assert self._replay is not None, "an actor without replay only evaluates"
         return await self._replay.claim.remote(actor_id, engine_version, max_claims, timeout_s)
 
     async def _put(self, episodes: list[list[Trajectory]]) -> list[str]:
-        assert self._replay is not None, "an actor without replay only evaluates"
         return await self._replay.put.remote(episodes)

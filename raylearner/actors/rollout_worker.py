@@ -1,33 +1,36 @@
-"""Keeps an engine busy: claims samples, plays many episodes at once, sends what finishes.
+"""Keeps an engine busy: claims samples, plays many episodes at once, sends the finished ones.
 
 Consumes claims; produces trajectories. Waits for the replay to admit groups (unblocked by the
-learner's commit and by weights landing here) and for a free episode slot (unblocked by an episode).
+learner's commit and by new weights of this engine) and for a free episode slot (unblocked by an
+episode). A finished episode waits briefly for others to be sent together with.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.outbox import Outbox
-from raylearner.actors.play import play
+from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.codec import EpisodeBatch
 from raylearner.config.schema import SamplingSection
 from raylearner.observability.spans import Tracer
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
 from raylearner.user_code import host
 
 CLAIM_POLL_S = 2.0
-"""Longest one claim call waits in the replay actor before it is asked again."""
+"""Maximum time one claim call waits in the replay actor before it is repeated."""
 
+Episode = list[Trajectory]
 ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
+PutCall = Callable[[list[Episode]], Awaitable[list[str]]]
 EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutActivity:
-    """What an actor did since it was last asked. Times in seconds."""
+    """Activity of an actor since the last report. Times in seconds."""
 
     num_episodes: int
     num_sampled_tokens: int
@@ -48,7 +51,7 @@ class RolloutWorker:
         sampling: Sampling,
         max_concurrent_episodes: int,
         claim: ClaimCall,
-        outbox: Outbox,
+        put: PutCall,
         is_seeded: bool = False,
     ) -> None:
         self.actor_id = actor_id
@@ -56,7 +59,7 @@ class RolloutWorker:
         self._sampling = sampling
         self._max_concurrent = max_concurrent_episodes
         self._claim = claim
-        self._outbox = outbox
+        self._outbox = Outbox(put)
         self._is_seeded = is_seeded
         self._running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._slot_freed = asyncio.Event()
@@ -65,7 +68,7 @@ class RolloutWorker:
         self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
-        """Plays until `halt`. Raises what is not the failure of one episode, `UserCodeStuck` where
+        """Play until `halt`. Raises errors that are not one episode's failure, and `UserCodeStuck` when
         users' code has used up this process."""
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -78,35 +81,34 @@ class RolloutWorker:
             raise group.exceptions[0] from None
 
     def halt(self) -> None:
-        """Ends `run`; running episodes are cancelled and not reported."""
+        """End `run`; running episodes are cancelled and not reported."""
         self._is_halted = True
         self._slot_freed.set()
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """One episode per prompt, beside whatever else runs; nothing of it reaches the replay.
+        """Play one episode per prompt, beside any others; the replay receives none of them.
 
         Segments of an episode share its group id.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
 
-        async def play_one(index: int, prompt: Prompt) -> list[Trajectory]:
-            version = self._kit.engine.policy_version
+        async def play_one(index: int, prompt: Prompt) -> Episode:
             claim = Claim(
                 group_id=index,
                 sample_index=0,
                 attempt=0,
                 prompt=prompt,
-                policy_version=version,
+                policy_version=self._kit.engine.policy_version,
                 seed=index,
             )
             async with slots:
-                return await play(self._kit, claim, sampling)
+                return await play_episode(self._kit, claim, sampling)
 
         played = await asyncio.gather(*(play_one(i, p) for i, p in enumerate(prompts)))
         return [segment for segments in played for segment in segments]
 
     def drain_activity(self) -> RolloutActivity:
-        """What happened since the last call."""
+        """Return the activity since the last call."""
         idle_s, wall_s = self._busy.drain()
         activity = RolloutActivity(
             num_episodes=self._num_episodes,
@@ -139,8 +141,8 @@ class RolloutWorker:
         if claim.is_greedy:
             sampling = replace(sampling, temperature=0.0)
         try:
-            with suppress(asyncio.CancelledError):  # no longer wanted: nothing of it is reported
-                segments = await play(self._kit, claim, sampling)
+            with suppress(asyncio.CancelledError):  # no longer wanted, and not reported
+                segments = await play_episode(self._kit, claim, sampling)
                 if self._is_halted or segments[0].stop_reason is StopReason.ABORTED:
                     return
                 self._num_episodes += 1
@@ -152,8 +154,82 @@ class RolloutWorker:
             self._busy.set_busy(is_busy=bool(self._running))
 
 
+class Outbox:
+    """Sends finished episodes to the replay in batches, since many small calls would limit it.
+
+    At most one call is in flight. It carries up to `max_episodes`, in order of arrival, and starts when
+    that many are pending or the first has waited `max_delay_s`. A call that fails raises in every sender
+    whose episode it carried; later episodes go with the next call.
+    """
+
+    def __init__(self, call: PutCall, *, max_episodes: int = 64, max_delay_s: float = 0.02) -> None:
+        self._call = call
+        self._max_episodes = max_episodes
+        self._max_delay_s = max_delay_s
+        self._pending: deque[_PendingEpisode] = deque()
+        self._is_full = asyncio.Event()
+        self._flush_task: asyncio.Task[None] | None = None
+
+    async def send(self, episode: Episode) -> str:
+        """Return the replay's outcome for `episode`. A cancelled sender's episode is still sent."""
+        loop = asyncio.get_running_loop()
+        pending = _PendingEpisode(episode, loop.time(), loop.create_future())
+        self._pending.append(pending)
+        if len(self._pending) >= self._max_episodes:
+            self._is_full.set()
+        if self._flush_task is None:
+            self._flush_task = asyncio.create_task(self._flush())
+        return await pending.outcome
+
+    async def _flush(self) -> None:
+        """Run while episodes are pending; an idle outbox has no task."""
+        try:
+            while self._pending:
+                await self._wait_for_more()
+                count = min(len(self._pending), self._max_episodes)
+                await self._send_batch([self._pending.popleft() for _ in range(count)])
+        finally:
+            self._flush_task = None
+            for pending in self._pending:
+                pending.outcome.cancel()
+            self._pending.clear()
+
+    async def _wait_for_more(self) -> None:
+        if len(self._pending) >= self._max_episodes:
+            return
+        self._is_full.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._pending[0].arrived_at_s + self._max_delay_s):
+                await self._is_full.wait()
+
+    async def _send_batch(self, batch: "list[_PendingEpisode]") -> None:
+        try:
+            outcomes = await self._call(EpisodeBatch(pending.episode for pending in batch))
+            if len(outcomes) != len(batch):
+                raise RuntimeError(f"{len(batch)} episodes sent, {len(outcomes)} outcomes received")
+        except asyncio.CancelledError:
+            for pending in batch:
+                pending.outcome.cancel()
+            raise
+        except Exception as error:  # raised in the senders; the flush task continues
+            for pending in batch:
+                if not pending.outcome.done():
+                    pending.outcome.set_exception(error)
+            return
+        for pending, outcome in zip(batch, outcomes, strict=True):
+            if not pending.outcome.done():
+                pending.outcome.set_result(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingEpisode:
+    episode: Episode
+    arrived_at_s: float
+    outcome: asyncio.Future[str]
+
+
 class _BusyClock:
-    """Seconds without any episode in flight, and in all, since the last drain; idle spells as spans."""
+    """Seconds without any episode in flight, and in all, since the last drain; idle periods as spans."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raylearner.actors.engines.scripted import ScriptedEngine
-from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.play import play
+from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.proxy.agent import Agent, start_agent
 from raylearner.cleanup import clean_up
 from raylearner.config.environment import JsonCallsDialect, ToolUse
@@ -73,8 +72,7 @@ async def _play(config: RunConfig, prompt: Prompt, renderer: Renderer) -> list[T
     )
     scorer, groups = Scorer(config.rewards), GroupScorer(config.rewards)
     engine = ScriptedEngine(
-        None,
-        script=WrittenOut(renderer, _turns(config, prompt, environments.tools)),
+        WrittenOut(renderer, _turns(config, prompt, environments.tools)),
         end_token_ids=renderer.end_token_ids,
     )
     agent: Agent | None = None
@@ -96,7 +94,7 @@ async def _play(config: RunConfig, prompt: Prompt, renderer: Renderer) -> list[T
             stop_token_ids=renderer.end_token_ids,
             banned_token_ids=renderer.banned_token_ids,
         )
-        segments = await play(kit, claim, sampling)
+        segments = await play_episode(kit, claim, sampling)
         if any(function.sees_groups for function in config.rewards.functions):
             for index, score in (await groups.score(prompt, segments)).items():
                 if score.error is not None:
@@ -105,7 +103,7 @@ async def _play(config: RunConfig, prompt: Prompt, renderer: Renderer) -> list[T
     finally:
         await clean_up(
             sys.exception(),
-            *([] if agent is None else [agent.server.close]),
+            *([] if agent is None else [agent.close]),
             environments.close,
             scorer.close,
             groups.close,

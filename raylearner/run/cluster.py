@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from raylearner import job_variables
-from raylearner.actors.process import prepare, reach_nodes_directly
+from raylearner.actors.process import prepare_process, reach_nodes_directly
 from raylearner.cleanup import clean_up_now
 from raylearner.config import resources
 from raylearner.config.checks import notes
@@ -129,7 +129,7 @@ def check_variables(config: RunConfig) -> None:
 @ray.remote(num_cpus=0)
 def _unset(names: list[str]) -> list[str]:
     """Those that a worker's process does not have."""
-    prepare()
+    prepare_process()
     return [name for name in names if not os.environ.get(name)]
 
 

@@ -6,7 +6,6 @@ What is evaluated is a checkpoint of a run, or the model of the configuration.
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from raylearner.observability.recorder import Recorder
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
-from raylearner.run import cluster, machine, placement, prompt_checks
+from raylearner.run import cluster, machine, prompt_checks
 from raylearner.run.evaluation import Evaluator
 from raylearner.run.placement import RolloutFleet
 from raylearner.tokenization.template_checks import check_template
@@ -126,12 +125,11 @@ async def _evaluate(
 ) -> dict[str, Any]:
     rewards = RewardActors(config.run.name, config.rewards)
     fleet = RolloutFleet(
-        config=config.actors,
-        sections=replace(
-            placement.rollout_sections(config),
-            weight_transport="shared_files",
-            lora_rank=None,
-            should_trace=False,
+        config=config.model_copy(
+            update={
+                "weights": config.weights.model_copy(update={"transport": "shared_files"}),
+                "observability": config.observability.model_copy(update={"trace": False}),
+            }
         ),
         model_path=model,
         replay=None,

@@ -12,10 +12,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylearner.actors.rollout_actor import RolloutActor, RolloutSections
+from raylearner.actors.rollout_actor import RolloutActor
 from raylearner.actors.rollout_worker import EvaluateCall, RolloutActivity
 from raylearner.config.learner import lora_rank
-from raylearner.config.schema import ActorsSection, RunConfig, SamplingSection
+from raylearner.config.schema import RunConfig, SamplingSection
 from raylearner.config.section import number
 from raylearner.errors import (
     ConfigError,
@@ -100,22 +100,10 @@ class Colocation:
         return {"scheduling_strategy": strategy}
 
 
-def rollout_sections(config: RunConfig) -> RolloutSections:
-    """Return the part of a resolved configuration that every rollout actor gets."""
-    lora, transport = config.learner.lora, config.weights.transport
-    return RolloutSections(
-        engine=config.actors.engine,
-        environment=config.environment,
-        renderer=config.renderer,
-        rewards=config.rewards,
-        sampling=config.sampling,
-        max_concurrent_episodes=config.actors.max_concurrent_episodes,
-        run_name=config.run.name,
-        weight_transport=transport,
-        lora_rank=None if lora is None or transport != "adapter" else lora_rank(lora),
-        seed=config.run.seed,
-        should_trace=config.observability.trace,
-    )
+def _find_adapter_rank(config: RunConfig) -> int | None:
+    """Return the rank of adapters that are pushed by themselves; None where whole weights are."""
+    lora = config.learner.lora
+    return None if lora is None or config.weights.transport != "adapter" else lora_rank(lora)
 
 
 async def answer(reference: Any) -> Any:
@@ -134,8 +122,7 @@ class RolloutFleet:
     def __init__(
         self,
         *,
-        config: ActorsSection,
-        sections: RolloutSections,
+        config: RunConfig,
         model_path: str,
         replay: Any,
         on_loss: Callable[[str], Awaitable[None]],
@@ -147,7 +134,7 @@ class RolloutFleet:
         """With `colocation`, engines share the GPUs of learner ranks."""
         self._colocation = colocation
         self._config = config
-        self._sections = sections
+        self._adapter_rank = _find_adapter_rank(config)
         self._model_path = model_path
         self._replay = replay
         self._on_loss = on_loss
@@ -161,7 +148,7 @@ class RolloutFleet:
     async def start(self) -> None:
         """Start all actors at once. Raises `EngineError` with the cause of the first failure."""
         started = await asyncio.gather(
-            *(self._launch() for _ in range(self._config.num_actors)), return_exceptions=True
+            *(self._launch() for _ in range(self._config.actors.num_actors)), return_exceptions=True
         )
         failures = [s for s in started if isinstance(s, BaseException)]
         if failures:
@@ -251,29 +238,29 @@ class RolloutFleet:
         ray.kill(actor)
 
     async def _launch(self) -> str:
-        actor_id = f"rollout-{self._num_started}"
+        actors, actor_id = self._config.actors, f"rollout-{self._num_started}"
         self._num_started += 1
         options: dict[str, Any] = {
-            "name": f"{self._sections.run_name}/{actor_id}",
-            "num_cpus": self._config.cpus_per_actor,
-            "num_gpus": number(self._config.gpus_per_actor),
-            "max_concurrency": 2 * self._config.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
+            "name": f"{self._config.run.name}/{actor_id}",
+            "num_cpus": actors.cpus_per_actor,
+            "num_gpus": number(actors.gpus_per_actor),
+            "max_concurrency": 2 * actors.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
             "scheduling_strategy": "SPREAD",
         }
         if self._colocation is not None:
             options |= self._colocation.engine_options(actor_id)
         rollout_actor: Any = RolloutActor
         actor = rollout_actor.options(**options).remote(
-            actor_id, self._sections, self._model_path, self._replay
+            actor_id, self._config, self._model_path, self._replay, self._adapter_rank
         )
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(actors.start_timeout_s):
                 pid, engine = await actor.start.remote()
         except TimeoutError as error:
             ray.kill(actor)
             raise EngineError(
                 f"{actor_id}: the engine did not start within"
-                f" {self._config.start_timeout_s} s (actors.start_timeout_s)"
+                f" {actors.start_timeout_s} s (actors.start_timeout_s)"
             ) from error
         except (RayTaskError, RayActorError) as error:
             ray.kill(actor)
@@ -307,9 +294,10 @@ class RolloutFleet:
             if self._colocation is not None:
                 self._colocation.forget(actor_id)
             await self._on_loss(actor_id)
-            if self._num_failures > self._config.max_restarts:
+            limit = self._config.actors.max_restarts
+            if self._num_failures > limit:
                 raise RaylearnerError(
-                    f"{actor_id} died and actors.max_restarts={self._config.max_restarts} is used up;"
+                    f"{actor_id} died and actors.max_restarts={limit} is used up;"
                     f" last cause: {cause}"
                 )
             logger.warning("%s died and is replaced: %s", actor_id, str(cause).splitlines()[0])

@@ -20,7 +20,6 @@ from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
-from raylearner.run import placement
 from raylearner.run.placement import Colocation, RolloutFleet
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
@@ -70,8 +69,7 @@ class RunActors:
             )
         )
         self.fleet = RolloutFleet(
-            config=config.actors,
-            sections=placement.rollout_sections(config),
+            config=config,
             model_path=model_path,
             replay=self.replay,
             on_loss=self._forget,

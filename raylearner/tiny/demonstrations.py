@@ -14,8 +14,7 @@ from string import Formatter
 import numpy as np
 
 from raylearner.actors.engines.engine import Engine
-from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.play import play
+from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.config.schema import (
     EnvironmentSection,
     RendererSection,
@@ -141,10 +140,11 @@ async def _play(
         scorer=Scorer(RewardSection(functions=())),
         make_environment=factory.make,
         tracer=Tracer(track="demonstrator", is_enabled=False),
-        agent=None,
     )
     claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
-    played = await play(kit, claim, Sampling(max_tokens=renderer.config.max_response_tokens))
+    played = await play_episode(
+        kit, claim, Sampling(max_tokens=renderer.config.max_response_tokens)
+    )
     if played[0].stop_reason is StopReason.ERROR:
         raise ConfigError(
             f"model.warm_start: the demonstration of prompt {prompt.prompt_id} failed: "
@@ -178,16 +178,10 @@ class _Demonstrator(Engine):
             stop_reason=CompletionStop.STOP_STRING,
         )
 
-    async def start(self) -> None: ...
-
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
         raise EngineError("a demonstrator takes no weights")
 
     async def sleep(self) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
 
     async def abort(self) -> None: ...
 

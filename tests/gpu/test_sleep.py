@@ -36,10 +36,9 @@ async def test_memory_is_free_in_sleep_and_running_requests_go_on(
         sleep=True,
         eager=eager,
     )
-    engine = VllmEngine(
+    engine = await VllmEngine.start(
         section, model_path=str(checkpoint), seed=0, weight_transport="ipc", actor_id="engine"
     )
-    await engine.start()
     share = IpcShare()
     try:
         prompt = [VOCABULARY.index(character) for character in "user: what is 1 + 1?"]

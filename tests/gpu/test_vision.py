@@ -10,11 +10,11 @@ import torch
 from pictures import (
     change_tower,
     learner_logprobs,
-    make_engine,
     make_folder,
     make_renderer,
     make_update,
     play,
+    start_engine,
 )
 
 from raylearner.learner.model.images import ImageReader
@@ -39,8 +39,7 @@ async def test_images_score_alike_before_and_after_a_push_that_changes_the_tower
     reader = ImageReader.from_pretrained(str(folder))
     assert reader is not None
     model = load_model(str(folder), dtype=torch.float32)
-    engine = make_engine(folder, dtype=dtype, memory_fraction=0.3)
-    await engine.start()
+    engine = await start_engine(folder, dtype=dtype, memory_fraction=0.3)
     gaps = {}
     try:
         for version in range(2):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 
-from raylearner.actors.outbox import Outbox
+from raylearner.actors.rollout_worker import Outbox
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import TooManyFailures
 from raylearner.replay.replay_actor import ReplayActor

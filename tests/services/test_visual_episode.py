@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from kits import Says, make_claim, make_kit, make_renderer, play_one
 
-from raylearner.actors.engines.scripted import ScriptedEngine
-from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.episode import EpisodeKit
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.observability.spans import Tracer
-from raylearner.rewards.scorer import Scorer
 from raylearner.services.corpora.page_images import write_pages
 from raylearner.services.pages import pages_app, read_pages
 from raylearner.tiny.model import make_tiny_model
-from raylearner.tokenization.renderer import Renderer
-from raylearner.types import IMAGE_MARK, Claim, Message, Prompt, Sampling, StopReason
+from raylearner.types import IMAGE_MARK, Message, Prompt, StopReason
 
 ANSWER = "<answer>42</answer>"
 
@@ -45,43 +42,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(section, tmp_path_factory.mktemp("model"), seed=0)
 
 
-class _Says:
-    """Says one text a turn and remembers how many images it was shown at each."""
-
-    def __init__(self, renderer: Renderer, texts: Sequence[str]) -> None:
-        self._turns = [renderer.encode(text) for text in texts]
-        self._renderer = renderer
-        self.num_shown: list[int] = []
-
-    async def complete(
-        self, token_ids: Sequence[int], sampling: Sampling
-    ) -> tuple[list[int], list[float]]:
-        place = self._renderer.banned_token_ids[0]
-        self.num_shown.append(list(token_ids).count(place))
-        sampled = self._turns[len(self.num_shown) - 1]
-        return sampled, [-0.5] * len(sampled)
-
-
-def make_kit(
+def make_stage(
     model: Path, url: str, texts: Sequence[str], *, max_response_tokens: int
-) -> tuple[EpisodeKit, _Says, EnvironmentFactory]:
-    renderer = Renderer.from_pretrained(
-        str(model),
-        schema.RendererSection.model_validate(
-            {
-                "max_response_tokens": max_response_tokens,
-                "images": {"min_pixels": 3_136, "max_pixels": 78_400},  # at most 100 placeholders
-            }
-        ),
-    )
-    config = schema.ScriptedEngine(
-        kind="scripted",
-        script="raylearner.actors.engines.scripted:RandomTokens",
-        arguments={"vocab_size": 10},
-    )
-    engine = ScriptedEngine(config, end_token_ids=renderer.end_token_ids)
-    script = _Says(renderer, texts)
-    engine._script = script
+) -> tuple[EpisodeKit, Says, EnvironmentFactory]:
+    images = {"min_pixels": 3_136, "max_pixels": 78_400}  # at most 100 placeholders
+    renderer = make_renderer(model, max_response_tokens=max_response_tokens, images=images)
+    script = Says(renderer, texts)
     environment = schema.ToolUse.model_validate(
         {
             "kind": "tool_use",
@@ -93,35 +59,28 @@ def make_kit(
         }
     )
     factory = EnvironmentFactory(environment)
-    kit = EpisodeKit(
-        engine=engine,
-        renderer=renderer,
-        scorer=Scorer(schema.RewardSection()),
-        make_environment=factory.make,
-        tracer=Tracer("test"),
-    )
-    return kit, script, factory
+    return make_kit(renderer, script, make_environment=factory.make), script, factory
 
 
-def make_claim() -> Claim:
-    prompt = Prompt(
+CLAIM = make_claim(
+    Prompt(
         prompt_id="p",
         messages=(Message(role="user", content="What does page 3 say?"),),
         answer="42",
         doc_id="doc-1",
     )
-    return Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
+)
 
 
 async def test_pages_found_and_fetched_are_shown_and_recorded(model: Path, url: str) -> None:
     texts = ["<search>element symbol country</search>", "<fetch>3</fetch>", ANSWER]
-    kit, script, factory = make_kit(model, url, texts, max_response_tokens=1_000)
-    trajectory = await play_episode(kit, make_claim(), Sampling())
+    kit, script, factory = make_stage(model, url, texts, max_response_tokens=1_000)
+    trajectory = await play_one(kit, CLAIM)
     await factory.close()
     assert trajectory.error is None
-    assert trajectory.validation_error() is None
     assert trajectory.stop_reason is StopReason.ANSWER
-    assert script.num_shown == [0, 2, 3]
+    place = kit.renderer.banned_token_ids[0]
+    assert [prompt.count(place) for prompt in script.prompts] == [0, 2, 3]
     assert len(trajectory.images) == 3
     assert len(trajectory.shown) == 3
     assert trajectory.shown[2] == "3"
@@ -135,11 +94,10 @@ async def test_pages_found_and_fetched_are_shown_and_recorded(model: Path, url: 
 
 async def test_an_episode_ends_cleanly_with_the_pages_that_fitted(model: Path, url: str) -> None:
     texts = ["<search>element symbol country</search>"]
-    kit, _, factory = make_kit(model, url, texts, max_response_tokens=220)
-    trajectory = await play_episode(kit, make_claim(), Sampling())
+    kit, _, factory = make_stage(model, url, texts, max_response_tokens=220)
+    trajectory = await play_one(kit, CLAIM)
     await factory.close()
     assert trajectory.error is None
-    assert trajectory.validation_error() is None
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert len(trajectory.images) == 1
     assert len(trajectory.shown) == 1

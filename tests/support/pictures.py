@@ -59,9 +59,9 @@ def make_renderer(folder: Path) -> Renderer:
     return Renderer.from_pretrained(str(folder), section)
 
 
-def make_engine(folder: Path, **changes: object) -> VllmEngine:
+async def start_engine(folder: Path, **changes: object) -> VllmEngine:
     section = {"kind": "vllm", "dtype": "float32", "max_model_tokens": 1024, "max_sequences": 8}
-    return VllmEngine(
+    return await VllmEngine.start(
         VllmEngineSection.model_validate(section | changes),
         model_path=str(folder),
         seed=0,

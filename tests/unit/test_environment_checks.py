@@ -1,23 +1,18 @@
 """Programs and classes of the user's: what is wrong with them is told before anything starts."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kits import make_claim, make_kit, play_one
 from pydantic import ValidationError
 
-from raylearner.actors.engines.scripted import ScriptedEngine
-from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.config import schema
 from raylearner.config.episode_checks import check_environment
 from raylearner.config.schema import RunConfig
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.environments.protocol import Environment
-from raylearner.observability.spans import Tracer
-from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import Claim, Message, Prompt, Sampling
+from raylearner.types import Message, Prompt
 
 MODULE = """
 from raylearner.environments.protocol import Outcome, Reply
@@ -137,21 +132,6 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         make_config({"kind": "tool_use", "tools": [{"kind": "search", "url": url}]})
 
 
-def make_kit(renderer: Renderer, make_environment: Callable[[], Environment]) -> EpisodeKit:
-    engine = schema.ScriptedEngine(
-        kind="scripted",
-        script="raylearner.actors.engines.scripted:RandomTokens",
-        arguments={"vocab_size": 10, "max_tokens": 8},
-    )
-    return EpisodeKit(
-        engine=ScriptedEngine(engine, end_token_ids=renderer.end_token_ids),
-        renderer=renderer,
-        scorer=Scorer(schema.RewardSection()),
-        make_environment=make_environment,
-        tracer=Tracer("test"),
-    )
-
-
 async def test_an_environment_of_the_users_plays(module: str, renderer: Renderer) -> None:
     def factory(turns: int) -> EnvironmentFactory:
         section = schema.CustomEnvironment(
@@ -160,18 +140,12 @@ async def test_an_environment_of_the_users_plays(module: str, renderer: Renderer
         return EnvironmentFactory(section)
 
     message = Message(role="user", content="1+1=")
-    claim = Claim(
-        group_id=0,
-        sample_index=0,
-        attempt=0,
-        prompt=Prompt(prompt_id="p", messages=(message,), answer="2"),
-        policy_version=0,
-        seed=0,
-    )
-    sampling = Sampling(max_tokens=8, seed=1)
-    trajectory = await play_episode(make_kit(renderer, factory(2).make), claim, sampling)
+    claim = make_claim(Prompt(prompt_id="p", messages=(message,), answer="2"))
+    kit = make_kit(renderer, make_environment=factory(2).make)
+    trajectory = await play_one(kit, claim, max_tokens=8, seed=1)
     assert (len(trajectory.turns), trajectory.metrics["left"]) == (2, 0.0)
-    failed = await play_episode(make_kit(renderer, factory(0).make), claim, sampling)
+    kit = make_kit(renderer, make_environment=factory(0).make)
+    failed = await play_one(kit, claim, max_tokens=8, seed=1)
     assert failed.error is not None
     head, *frames = failed.error.splitlines()
     assert head == f"environment: environment {module}:Echo, reset raised ValueError: no turns"

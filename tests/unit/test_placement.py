@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 
 from raylearner.config.loader import load
-from raylearner.config.schema import ActorsSection
+from raylearner.config.schema import ActorsSection, LearnerSection, RunConfig
 from raylearner.errors import LearnerDied, PushBroken, RaylearnerError, WeightTransferError
 from raylearner.run import placement
 from raylearner.run.placement import Colocation, RolloutFleet
+
+
+def make_config(max_restarts: int) -> RunConfig:
+    actors = ActorsSection.model_construct(max_restarts=max_restarts, num_actors=2)
+    return RunConfig.model_construct(actors=actors, learner=LearnerSection())
 
 
 class Loop:
@@ -35,8 +40,7 @@ class Fleet(RolloutFleet):
         self.joined: list[str] = []
         self.has_joined = asyncio.Event()
         super().__init__(
-            config=ActorsSection.model_construct(max_restarts=max_restarts, num_actors=2),
-            sections=None,  # type: ignore[arg-type]
+            config=make_config(max_restarts),
             model_path="",
             replay=None,
             on_loss=self.lose,

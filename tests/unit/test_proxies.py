@@ -232,8 +232,7 @@ async def test_programs_reach_the_endpoint_of_their_episode(
         "print(r.urlopen(r.Request(os.environ['OPENAI_BASE_URL'] + '/models', headers={"
         "'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})).status)"
     )
-    server = ChatServer()
-    await server.start()
+    server = ChatServer.start()
     try:
         with server.session(object()) as key:  # pyright: ignore[reportArgumentType]
             task = Task(

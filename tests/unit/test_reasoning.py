@@ -8,22 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits import make_kit, make_renderer, play_one
 from openai import AsyncOpenAI
 
-from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.play import play
 from raylearner.actors.proxy.agent import Agent
 from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.actors.proxy.program import Task
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.observability.spans import Tracer
-from raylearner.rewards.scorer import Scorer
 from raylearner.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer
 from raylearner.tokenization.reasoning import Reasoning
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import Claim, CompletionStop, Message, Prompt, Sampling, StopReason, Turn
+from raylearner.types import CompletionStop, Message, Sampling, StopReason, Trajectory, Turn
 
 THINK = Reasoning((("<think>", "</think>"), ("[THINK]", "[/THINK]")))
 OPENS = CHAT_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
@@ -61,16 +58,8 @@ class _Stage:
     script: _Writes
     kit: EpisodeKit
 
-    async def play(self, *, content: str = "12+34=", max_tokens: int = 300) -> Any:
-        prompt = Prompt(
-            prompt_id="p", messages=(Message(role="user", content=content),), answer="46"
-        )
-        claim = Claim(
-            group_id=1, sample_index=0, attempt=0, prompt=prompt, policy_version=2, seed=0
-        )
-        (trajectory,) = await play(self.kit, claim, Sampling(max_tokens=max_tokens, seed=3))
-        assert trajectory.validation_error() is None
-        return trajectory
+    async def play(self, *, max_tokens: int = 300) -> Trajectory:
+        return await play_one(self.kit, max_tokens=max_tokens, seed=3)
 
 
 def make_stage(
@@ -81,31 +70,16 @@ def make_stage(
     environment: dict[str, Any] | None = None,
     rewards: list[dict[str, Any]] | None = None,
     special: Sequence[str] = (),
-    **renderer_settings: object,
+    **settings: object,
 ) -> _Stage:
     make_tokenizer(1024, special=special, chat_template=template).save_pretrained(folder)
-    limits = {"max_prompt_tokens": 200, "max_response_tokens": 800, **renderer_settings}
-    section = schema.RendererSection.model_validate(limits)
-    renderer = Renderer.from_pretrained(str(folder), section)
-    engine = ScriptedEngine(
-        schema.ScriptedEngine(
-            kind="scripted",
-            script="raylearner.actors.engines.scripted:RandomTokens",
-            arguments={"vocab_size": 10},
-        ),
-        end_token_ids=renderer.end_token_ids,
-    )
-    script = engine._script = _Writes(renderer, list(texts))
+    limits = {"max_prompt_tokens": 200, "max_response_tokens": 800, **settings}
+    renderer = make_renderer(folder, **limits)
+    script = _Writes(renderer, list(texts))
     config = schema.ToolUse.model_validate({"kind": "tool_use", **(environment or {})})
-    factory = EnvironmentFactory(config, reasoning_tags=section.reasoning_tags)
+    factory = EnvironmentFactory(config, reasoning_tags=renderer.config.reasoning_tags)
     functions = schema.RewardSection.model_validate({"functions": rewards} if rewards else {})
-    kit = EpisodeKit(
-        engine=engine,
-        renderer=renderer,
-        scorer=Scorer(functions),
-        make_environment=factory.make,
-        tracer=Tracer("test"),
-    )
+    kit = make_kit(renderer, script, make_environment=factory.make, rewards=functions)
     return _Stage(script, kit)
 
 
@@ -284,14 +258,12 @@ async def test_a_program_gets_thoughts_apart(tmp_path: Path) -> None:
                     ]
                 return seen[-1].content
 
-    server = ChatServer()
-    await server.start()
-    agent = Agent(server=server, program=Program(), timeout_s=20.0, max_calls=4)
+    agent = Agent(server=ChatServer.start(), program=Program(), timeout_s=20.0, max_calls=4)
     stage.kit = replace(stage.kit, agent=agent)
     try:
         trajectory = await stage.play()
     finally:
-        await server.close()
+        await agent.close()
     assert not trajectory.error, trajectory.error
     first, second = seen
     assert [json.loads(c.function.arguments) for c in first.tool_calls] == [{"a": 2}]

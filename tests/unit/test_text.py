@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits import make_claim, make_kit, make_renderer
 from pydantic import TypeAdapter
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raylearner.actors.engines.scripted import ScriptedEngine
-from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.engines.scripted import RandomTokens
+from raylearner.actors.episode import play_episode
 from raylearner.actors.proxy.chat import read_request
-from raylearner.config import schema
 from raylearner.config.schema import CompletionsSection, FileData, ObservabilitySection
 from raylearner.data.table import table_prompts
 from raylearner.environments.dialect import JsonDialect, ToolCall
@@ -29,16 +29,12 @@ from raylearner.observability import completions, logs
 from raylearner.observability.display import Display
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.sinks.tensorboard import TensorBoardFile
-from raylearner.observability.spans import Tracer
 from raylearner.observability.step_report import step_metrics
 from raylearner.rewards.functions import RewardLog
-from raylearner.rewards.scorer import Scorer
 from raylearner.text import as_metrics, encodable, encodable_json, encodable_values, visible
-from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.template import template_message
 from raylearner.tools.protocol import Observation
 from raylearner.types import (
-    Claim,
     EpisodeScore,
     Message,
     Prompt,
@@ -211,24 +207,16 @@ class _Hostile:
 
 
 def played(folder: Path, *, fails: bool) -> Trajectory:
-    renderer = Renderer.from_pretrained(str(folder), schema.RendererSection())
-    engine = schema.ScriptedEngine(
-        kind="scripted",
-        script="raylearner.actors.engines.scripted:RandomTokens",
-        arguments={"vocab_size": 200, "max_tokens": 5},
-    )
-    kit = EpisodeKit(
-        engine=ScriptedEngine(engine, end_token_ids=renderer.end_token_ids),
-        renderer=renderer,
-        scorer=Scorer(schema.RewardSection()),
+    kit = make_kit(
+        make_renderer(folder),
+        RandomTokens(vocab_size=200, max_tokens=5),
         make_environment=lambda: _Hostile(fails=fails),
-        tracer=Tracer("test"),
     )
     prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="-"),), answer="1")
-    claim = Claim(
-        group_id=1, sample_index=fails, attempt=0, prompt=prompt, policy_version=2, seed=0
+    (segment,) = asyncio.run(
+        play_episode(kit, make_claim(prompt, sample_index=int(fails)), Sampling(max_tokens=64))
     )
-    return asyncio.run(play_episode(kit, claim, Sampling(max_tokens=64)))
+    return segment
 
 
 def test_a_hostile_episode_is_packed_recorded_and_logged(

@@ -9,7 +9,7 @@ import torch
 from checkpoints import VOCABULARY, make_model, make_tokenizer
 
 from raylearner.actors.engines.transformers import TransformersEngine
-from raylearner.actors.rollout_actor import sampling_from
+from raylearner.actors.rollout_actor import make_sampling
 from raylearner.config.schema import RendererSection, SamplingSection
 from raylearner.config.schema import TransformersEngine as TransformersEngineSection
 from raylearner.learner.batch.micro_batch import PackedTokens
@@ -46,14 +46,13 @@ def test_padding_and_gaps_are_found(folder: Path, tmp_path: Path) -> None:
 async def test_engine_and_learner_share_a_distribution_without_them(folder: Path) -> None:
     renderer = Renderer.from_pretrained(str(folder), RendererSection())
     section = SamplingSection(temperature=1.3, max_turn_tokens=60)
-    sampling = sampling_from(section, renderer)
+    sampling = make_sampling(section, renderer)
     assert sampling.banned_token_ids == tuple(range(KNOWN, PADDED))
-    engine = TransformersEngine(
+    engine = await TransformersEngine.start(
         TransformersEngineSection(kind="transformers", max_model_tokens=128),
         model_path=str(folder),
         seed=0,
     )
-    await engine.start()
     completions = [await engine.generate([5, 6, 7], sampling) for _ in range(3)]
     await engine.close()
     model = load_model(str(folder), dtype=torch.float32)

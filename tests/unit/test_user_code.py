@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 from episodes import make_view
+from kits import make_claim, make_kit, make_renderer, no_environment, play_one
 
-from raylearner.actors.engines.scripted import ScriptedEngine
-from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.play import play
 from raylearner.actors.proxy.agent import Agent
 from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.actors.proxy.program import FunctionProgram
@@ -26,11 +24,9 @@ from raylearner.config.environment import FunctionTool
 from raylearner.config.rewards import RewardSection
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import RewardError, ToolError, UserCodeStuck
-from raylearner.observability.spans import Tracer
 from raylearner.rewards.scorer import Scorer
-from raylearner.tokenization.renderer import Renderer
 from raylearner.tools.function import Function
-from raylearner.types import Claim, Message, Prompt, Sampling
+from raylearner.types import Message, Prompt, Sampling
 from raylearner.user_code import host
 from raylearner.user_code.host import CallFailed, CallTimeout, UserCode
 
@@ -126,27 +122,9 @@ def make_prompt(**columns: Any) -> Prompt:
     )
 
 
-def make_kit(folder: Path, agent: Agent | None, make_environment: Any) -> EpisodeKit:
-    renderer = Renderer.from_pretrained(str(folder), schema.RendererSection())
-    section = schema.ScriptedEngine(
-        kind="scripted",
-        script="raylearner.actors.engines.scripted:RandomTokens",
-        arguments={"vocab_size": 60, "max_tokens": 4},
-    )
-    return EpisodeKit(
-        engine=ScriptedEngine(section, end_token_ids=renderer.end_token_ids),
-        renderer=renderer,
-        scorer=Scorer(RewardSection()),
-        make_environment=make_environment,
-        tracer=Tracer("test"),
-        agent=agent,
-    )
-
-
 @asynccontextmanager
 async def hosted(kind: str, code: str, folder: Path) -> AsyncIterator[tuple[Run, str]]:
     """How the product runs a kind of users' code, and what errors call it."""
-    server = ChatServer()
     if kind == "reward":
         functions = [{"kind": f"{code}:reward", "name": "mine", "timeout_s": LIMIT_S}]
         scorer = Scorer(RewardSection.model_validate({"functions": functions}))
@@ -174,26 +152,24 @@ async def hosted(kind: str, code: str, folder: Path) -> AsyncIterator[tuple[Run,
 
         yield run, f"{code}:tool"
     else:
-        agent, factory = None, None
+        agent, make_environment = None, no_environment
         if kind == "program":
-            await server.start()
             program = FunctionProgram(f"{code}:program", {})
-            agent = Agent(server=server, program=program, timeout_s=LIMIT_S, max_calls=4)
-        else:
-            factory = EnvironmentFactory(
-                schema.CustomEnvironment(kind="custom", path=f"{code}:World", timeout_s=LIMIT_S)
+            agent = Agent(
+                server=ChatServer.start(), program=program, timeout_s=LIMIT_S, max_calls=4
             )
-        kit = make_kit(folder, agent, factory and factory.make)
+        else:
+            make_environment = EnvironmentFactory(
+                schema.CustomEnvironment(kind="custom", path=f"{code}:World", timeout_s=LIMIT_S)
+            ).make
+        kit = make_kit(make_renderer(folder), make_environment=make_environment, agent=agent)
 
         async def run(prompt: Prompt) -> str | None:
-            claim = Claim(
-                group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0
-            )
-            (segment,) = await play(kit, claim, Sampling(max_tokens=8, seed=1))
-            return segment.error
+            return (await play_one(kit, make_claim(prompt), max_tokens=8, seed=1)).error
 
         yield run, f"{code}:{'program' if kind == 'program' else 'World, step'}"
-        await server.close()
+        if agent is not None:
+            await agent.close()
 
 
 async def largest_gap(is_over: asyncio.Event) -> float:
@@ -322,11 +298,11 @@ async def test_a_rollout_worker_ends_with_the_function_named(
     monkeypatch.setattr(host, "shared", lambda: own)
     worker = RolloutWorker(
         actor_id="a",
-        kit=make_kit(tokenizer_folder, None, None),
+        kit=make_kit(make_renderer(tokenizer_folder)),
         sampling=Sampling(),
         max_concurrent_episodes=1,
         claim=None,  # type: ignore[arg-type]
-        outbox=None,  # type: ignore[arg-type]
+        put=None,  # type: ignore[arg-type]
     )
     with pytest.raises(UserCodeStuck) as caught:
         await worker.run()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from raylearner.actors.engines.vllm_vision import vision_arguments
+from raylearner.actors.engines.vllm_arguments import vision_arguments
 from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, EngineError, RenderError
 from raylearner.tokenization.renderer import Renderer

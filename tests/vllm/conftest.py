@@ -1,6 +1,6 @@
 """Tiny models with their own tokenizer, and two engines for the whole session, one after another."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_weights
 
 
-def make_engine(checkpoint: Path, **changes: object) -> VllmEngine:
+async def start_engine(checkpoint: Path, **changes: object) -> VllmEngine:
     section = VllmEngineSection.model_validate(
         {
             "kind": "vllm",
@@ -32,7 +32,9 @@ def make_engine(checkpoint: Path, **changes: object) -> VllmEngine:
             **changes,
         }
     )
-    return VllmEngine(section, model_path=str(checkpoint), seed=0, weight_transport="shared_files")
+    return await VllmEngine.start(
+        section, model_path=str(checkpoint), seed=0, weight_transport="shared_files"
+    )
 
 
 class Lab:
@@ -132,17 +134,13 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def make_broken_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], VllmEngine]:
-    """An engine whose checkpoint lacks a tensor: its core starts, and fails while loading."""
-
-    def make() -> VllmEngine:
-        folder = make_checkpoint(tmp_path_factory.mktemp("broken"), is_tied=True)
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.layers.0.mlp.surprise.weight"] = torch.zeros(2, 2)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return make_engine(folder)
-
-    return make
+def broken_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with an unknown tensor: the core of its engine starts, and fails while loading."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("broken"), is_tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.surprise.weight"] = torch.zeros(2, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -156,9 +154,9 @@ async def lab(
 ) -> AsyncIterator[Lab]:
     """Parametrised with "tied" or "untied": pytest runs all tests of one engine, then the other's."""
     is_tied = request.param == "tied"
-    engine = make_engine(make_checkpoint(tmp_path_factory.mktemp(request.param), is_tied=is_tied))
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp(request.param), is_tied=is_tied)
     before = set(vllm_process.children())
-    await engine.start()
+    engine = await start_engine(checkpoint)
     try:
         yield Lab(engine, tmp_path_factory.mktemp("weights"), is_tied=is_tied)
     finally:

@@ -94,10 +94,9 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapter
     section = VllmEngineSection.model_validate(
         {"kind": "vllm", "dtype": "float32", "max_model_tokens": 512, "kv_cache_gib": 1}
     )
-    engine = VllmEngine(
+    engine = await VllmEngine.start(
         section, model_path=str(checkpoint), seed=0, weight_transport="adapter", lora_rank=4
     )
-    await engine.start()
     yield AdapterLab(engine, tmp_path_factory.mktemp("adapters"))
     await engine.close()
 

@@ -55,7 +55,7 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         memory_fraction=0.2,
         tensor_parallel_size=2,
     )
-    engine = VllmEngine(
+    engine = await VllmEngine.start(
         section, model_path=str(checkpoint), seed=0, weight_transport="shared_files"
     )
     policy = make_model(is_tied=False, seed=1)
@@ -66,7 +66,6 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         payload=write_weights(weights, tmp_path / "pushed", 1, torch.float32),
         probe=make_probe(policy, 1, tolerance=0.05),
     )
-    await engine.start()
     try:
         prompt = [VOCABULARY.index(character) for character in "user: what is 1 + 1?"]
         sampling = Sampling(max_tokens=300, banned_token_ids=(VOCABULARY.index(END),))

@@ -14,11 +14,11 @@ from pictures import (
     PAGES,
     change_tower,
     learner_logprobs,
-    make_engine,
     make_folder,
     make_renderer,
     make_update,
     play,
+    start_engine,
 )
 
 from raylearner.actors.engines.vllm import VllmEngine
@@ -53,8 +53,7 @@ async def test_images_score_alike_before_and_after_a_push_that_changes_the_tower
     reader = ImageReader.from_pretrained(str(folder))
     assert reader is not None
     model = load_model(str(folder), dtype=torch.float32)
-    engine = make_engine(folder)
-    await engine.start()
+    engine = await start_engine(folder)
     try:
         before = await play(engine, renderer, temperature=0.7)
         first = learner_logprobs(model, reader, before, temperature=0.7)

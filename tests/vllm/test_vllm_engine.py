@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checkpoints import VOCABULARY, make_tokenizer
 
-from raylearner.actors.turn import sample_turn
+from raylearner.actors.episode import sample_turn
 from raylearner.config.schema import RendererSection
 from raylearner.errors import EngineError
 from raylearner.tokenization.renderer import Renderer
@@ -167,23 +167,6 @@ async def test_a_cancelled_request_frees_its_place(lab) -> None:
     await asyncio.gather(*running, return_exceptions=True)
     async with asyncio.timeout(5):
         await lab.engine.generate(lab.tokens("a"), Sampling(max_tokens=1))
-
-
-async def test_a_paused_engine_goes_on_where_it_was(lab) -> None:
-    prompt = lab.tokens("abc")
-    sampling = Sampling(max_tokens=256, banned_token_ids=(END,))
-    running = asyncio.create_task(lab.engine.generate(prompt, sampling))
-    await asyncio.sleep(0.05)
-    await lab.engine.pause()
-    late = asyncio.create_task(lab.engine.generate(prompt, Sampling(max_tokens=2)))
-    await asyncio.sleep(0.5)
-    assert not running.done()
-    assert not late.done()
-    await lab.engine.resume()
-    completion = await running
-    await late
-    assert len(completion.token_ids) == 256
-    assert lab.gap(prompt, completion, sampling) < 1e-4
 
 
 async def test_a_prompt_that_is_too_long_is_refused_and_the_engine_lives_on(lab) -> None:

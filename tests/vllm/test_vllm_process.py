@@ -15,7 +15,6 @@ from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError
-from raylearner.types import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -27,12 +26,19 @@ from raylearner.config.schema import VllmEngine as Section
 
 async def main():
     section = Section(kind="vllm", dtype="float32", max_model_tokens=512)
-    await VllmEngine(section, model_path=sys.argv[1], seed=0, weight_transport="shared_files").start()
+    await VllmEngine.start(section, model_path=sys.argv[1], seed=0, weight_transport="shared_files")
     await asyncio.sleep(600)
 
 if __name__ == "__main__":
     asyncio.run(main())
 """
+
+
+async def start(checkpoint: Path) -> VllmEngine:
+    section = VllmEngineSection(kind="vllm", dtype="float32", max_model_tokens=512)
+    return await VllmEngine.start(
+        section, model_path=str(checkpoint), seed=0, weight_transport="shared_files"
+    )
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -43,16 +49,8 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 async def test_a_missing_model_is_named() -> None:
-    engine = VllmEngine(
-        VllmEngineSection(kind="vllm"),
-        model_path="/nowhere/model",
-        seed=0,
-        weight_transport="shared_files",
-    )
     with pytest.raises(EngineError, match="/nowhere/model"):
-        await engine.start()
-    with pytest.raises(EngineError):
-        await engine.generate([1], Sampling())
+        await start(Path("/nowhere/model"))
 
 
 async def test_more_bans_than_the_default_runner_takes_choose_the_other(
@@ -86,12 +84,12 @@ def owner(tied_checkpoint: Path, tmp_path: Path) -> Iterator[psutil.Popen]:
 
 
 async def test_a_failed_start_names_its_cause_and_no_process_outlives_its_owner(
-    make_broken_engine, owner
+    broken_checkpoint: Path, owner
 ) -> None:
     """Two starts side by side: one fails while loading, the other's owner is then killed."""
     before = set(vllm_process.children())
     with pytest.raises(EngineError, match=r"did not start.*surprise"):
-        await make_broken_engine().start()
+        await start(broken_checkpoint)
     assert set(vllm_process.children()) <= before
 
     children: list[psutil.Process] = []

@@ -116,17 +116,6 @@ async def test_kept_caches_keep_old_key_values_yet_the_new_weights_are_verified(
 
 
 @tied
-async def test_a_paused_engine_stays_paused_after_a_push(lab) -> None:
-    await lab.engine.pause()
-    await lab.push()
-    late = asyncio.create_task(lab.engine.generate(lab.tokens("a"), Sampling(max_tokens=1)))
-    await asyncio.sleep(0.3)
-    assert not late.done()
-    await lab.engine.resume()
-    assert (await late).policy_versions.tolist() == [lab.version]
-
-
-@tied
 async def test_an_engine_sleeps_until_its_next_weights_and_goes_on_from_where_it_was(lab) -> None:
     prompt = lab.tokens("user: what is 3 + 3? " * 8)
     first = lab.version

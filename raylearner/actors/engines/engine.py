@@ -1,4 +1,4 @@
-"""The engine protocol: what a rollout actor needs from whatever samples tokens."""
+"""The engine protocol: what a rollout actor requires of anything that samples tokens."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,17 +7,16 @@ from raylearner.types import Completion, PolicyVersion, Sampling, WeightReceipt,
 
 
 class Engine(Protocol):
-    """Samples tokens under a policy version and takes new weights under running generations.
+    """A started engine: samples tokens under a policy version and takes new weights meanwhile.
 
-    `generate` never re-tokenises and returns log-probabilities of the distribution sampled from.
-    `receive` raises `WeightTransferError` when a weight update fails or cannot be
-    verified: the engine has then failed, and `close` is the only call still allowed.
+    On the actor's side the engine alone holds the policy version; the learner makes it, and `receive`
+    brings it here. `generate` never re-tokenises and returns log-probabilities of the distribution
+    sampled from. `receive` raises `WeightTransferError` when an update or its verification fails: the
+    engine has then failed, and `close` is the only call still allowed.
     """
 
     @property
     def policy_version(self) -> PolicyVersion: ...
-
-    async def start(self) -> None: ...
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
@@ -26,15 +25,11 @@ class Engine(Protocol):
     async def receive(self, update: WeightUpdate) -> WeightReceipt: ...
 
     async def sleep(self) -> None:
-        """Freezes running requests and frees what memory it can, until `receive` ends it."""
+        """Freeze running requests and free memory where possible, until `receive` ends the sleep."""
         ...
 
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
     async def abort(self) -> None:
-        """Ends every running request; their completions carry the stop reason `aborted`."""
+        """End every running request; their completions carry the stop reason `aborted`."""
         ...
 
     async def close(self) -> None: ...

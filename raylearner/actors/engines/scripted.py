@@ -21,7 +21,7 @@ from raylearner.types import (
 
 
 class Script(Protocol):
-    """What to say: token ids and their log-probabilities, from the tokens so far and the seed."""
+    """Chooses token ids and their log-probabilities from the tokens so far and the seed."""
 
     async def complete(
         self, token_ids: Sequence[int], sampling: Sampling
@@ -29,7 +29,7 @@ class Script(Protocol):
 
 
 class RandomTokens:
-    """Seeded random tokens of random number; log-probabilities are made up but finite."""
+    """Seeded random tokens of random number; log-probabilities are arbitrary but finite."""
 
     def __init__(
         self, *, vocab_size: int, max_tokens: int = 24, min_tokens: int = 2, delay_s: float = 0.0
@@ -52,41 +52,26 @@ class RandomTokens:
 
 
 class ScriptedEngine:
-    """Implements `Engine` with a `Script`; tokens carry the version that held when they came."""
+    """Implements `Engine` with a `Script`; each token carries the version held when it was sampled."""
 
-    def __init__(
-        self,
-        config: schema.ScriptedEngine | None,
-        *,
-        end_token_ids: Sequence[int],
-        script: Script | None = None,
-    ) -> None:
-        """`script` takes the place of the configured one."""
-        if script is None:
-            assert config is not None, "an engine without a configuration is given its script"
-            script = _load_script(config)
+    def __init__(self, script: Script, *, end_token_ids: Sequence[int]) -> None:
         self._script = script
         self._end_token_ids = set(end_token_ids)
-        self._version: PolicyVersion = 0
-        self._is_open = asyncio.Event()
-        self._is_open.set()
+        self._policy_version: PolicyVersion = 0
         self._is_closed = False
         self._running: set[asyncio.Task[Any]] = set()
         self._aborted: set[asyncio.Task[Any]] = set()
 
     @property
     def policy_version(self) -> PolicyVersion:
-        return self._version
-
-    async def start(self) -> None:
-        return None
+        return self._policy_version
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
     ) -> Completion:
         if self._is_closed:
             raise EngineError("the scripted engine is closed")
-        version_before = self._version
+        version_before = self._policy_version
         task = asyncio.ensure_future(self._script.complete(token_ids, sampling))
         self._running.add(task)
         try:
@@ -98,9 +83,8 @@ class ScriptedEngine:
         finally:
             self._running.discard(task)
             self._aborted.discard(task)
-        await self._is_open.wait()
         half = len(sampled) // 2
-        versions = [version_before] * half + [self._version] * (len(sampled) - half)
+        versions = [version_before] * half + [self._policy_version] * (len(sampled) - half)
         is_ended = bool(sampled) and sampled[-1] in self._end_token_ids
         stop = CompletionStop.END if is_ended else CompletionStop.STOP_STRING
         if len(sampled) >= sampling.max_tokens and not is_ended:
@@ -108,7 +92,7 @@ class ScriptedEngine:
         return _completion(sampled, logprobs, versions, stop)
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
-        self._version = update.policy_version
+        self._policy_version = update.policy_version
         return WeightReceipt(
             policy_version=update.policy_version,
             logprob_error=0.0,
@@ -120,12 +104,6 @@ class ScriptedEngine:
     async def sleep(self) -> None:
         raise EngineError("a scripted engine has no memory to free")
 
-    async def pause(self) -> None:
-        self._is_open.clear()
-
-    async def resume(self) -> None:
-        self._is_open.set()
-
     async def abort(self) -> None:
         for task in list(self._running):
             self._aborted.add(task)
@@ -134,6 +112,18 @@ class ScriptedEngine:
     async def close(self) -> None:
         self._is_closed = True
         await self.abort()
+
+
+def load_script(config: schema.ScriptedEngine) -> Script:
+    """Return the configured script. Raises `ConfigError` if it cannot be created."""
+    module_name, _, attribute = config.script.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)(**config.arguments)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"actors.engine.script: {config.script!r} cannot be created: {error};"
+            " expected module:Class and its arguments"
+        ) from error
 
 
 def _completion(
@@ -145,14 +135,3 @@ def _completion(
         policy_versions=np.array(versions, dtype=np.int32),
         stop_reason=stop,
     )
-
-
-def _load_script(config: schema.ScriptedEngine) -> Script:
-    module_name, _, attribute = config.script.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)(**config.arguments)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"actors.engine.script: {config.script!r} cannot be made: {error};"
-            " expected module:Class and its arguments"
-        ) from error

@@ -18,23 +18,21 @@ from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
 log = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
-"""How long vLLM's processes may take to end before they are killed."""
-BESIDE_CACHE_BYTES = 2 * 1024**3
-"""Of an engine's share of a GPU: for activations, CUDA's context and graphs."""
-MIN_CACHE_BYTES = 256 * 1024**2
+"""Maximum time vLLM's processes may take to end before they are killed."""
 PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
-"""What the command line of a core holds: its title, before that how it was started."""
+"""Parts of a core's command line: its title, before that how it was started."""
 EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
 
 MAX_BANS = 1024
-"""Biases that vLLM's second model runner, its default on GPUs, takes of a request; more end its core."""
+"""Maximum number of biases of one request under vLLM's second model runner, its default on GPUs;
+more would crash its core."""
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
 
 
 def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banned: int = 0) -> None:
-    """What vLLM reads from the environment, set before its first import here and in children.
+    """Set the variables that vLLM reads, before its first import here and in children.
 
-    `num_banned` tokens are banned by every request.
+    Every request bans `num_banned` tokens.
     """
     import torch
 
@@ -45,7 +43,7 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if shares_memory:
-        # Handles of the learner's GPU memory are pickled; they come from the learner alone.
+        # Handles of the learner's GPU memory are pickled; only the learner sends them.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if num_banned > MAX_BANS:
         log.warning(
@@ -68,30 +66,6 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def cache_arguments(model_path: str, *, memory_fraction: float) -> dict[str, int]:
-    """The size of the key-value cache of an engine that shares its GPU, for `AsyncEngineArgs`.
-
-    vLLM would measure what is free, and take what others allocate meanwhile for its own use.
-    """
-    import torch
-    from vllm.platforms import current_platform
-
-    folder = Path(model_path)
-    if not torch.cuda.is_available() or not folder.is_dir():
-        return {}
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    whole = memory_fraction * current_platform.get_device_total_memory(0)
-    size = int(whole - 1.5 * weights) - BESIDE_CACHE_BYTES
-    return {"kv_cache_memory_bytes": size} if size >= MIN_CACHE_BYTES else {}
-
-
-def sleep_arguments() -> dict[str, bool]:
-    """Of `AsyncEngineArgs`, for an engine that frees its GPU while it sleeps; on CPUs it only pauses."""
-    from vllm.platforms import current_platform
-
-    return {"enable_sleep_mode": True} if current_platform.is_sleep_mode_available() else {}
-
-
 class ErrorLog:
     """A folder with vLLM's logging configuration, and the errors that its processes logged."""
 
@@ -101,7 +75,7 @@ class ErrorLog:
         self._num_read = 0
 
     def configuration(self) -> str:
-        """The path of a logging configuration: the console as usual, errors to the file too."""
+        """Return the path of a logging configuration: the console as usual, errors to the file too."""
         level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper()
         path = self._folder / "logging.json"
         path.write_text(
@@ -140,9 +114,9 @@ class ErrorLog:
         return str(path)
 
     def cause(self, error: BaseException) -> str:
-        """The error itself, or the logged one that vLLM's message only points to.
+        """Return the error itself, or the logged one that vLLM's message only points to.
 
-        What was logged before the last call is old news and never a cause.
+        Errors logged before the last call are never a cause.
         """
         logged = self._first_exception()
         if logged is not None and POINTS_TO_LOG.search(str(error)):
@@ -150,7 +124,7 @@ class ErrorLog:
         if isinstance(error, EngineError | WeightTransferError):
             return str(error)
         if not str(error) and error.__cause__ is not None:
-            error = error.__cause__  # such as what vLLM wraps without a word
+            error = error.__cause__  # such as errors that vLLM wraps without a message
         return f"{type(error).__name__}: {error}".strip()
 
     def _first_exception(self) -> str | None:
@@ -164,7 +138,7 @@ class ErrorLog:
             if line.lstrip().startswith('File "'):
                 place = line.strip()
             elif EXCEPTION_LINE.match(line):
-                # An assertion without a message tells nothing but where it stands.
+                # An assertion without a message is identified by its place alone.
                 return f"{line} at {place}" if place and ":" not in line else line
         return None
 
@@ -173,7 +147,7 @@ class ErrorLog:
 
 
 def children() -> list[psutil.Process]:
-    """vLLM's processes below this one, and none of those that others started here."""
+    """Return vLLM's processes below this one, and none of those that others started here."""
     found: list[psutil.Process] = []
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     for child in psutil.Process().children():
@@ -185,7 +159,7 @@ def children() -> list[psutil.Process]:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Wait for processes that were asked to end, then kill those that are left."""
+    """Wait for processes that were asked to end, then kill the rest."""
     _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

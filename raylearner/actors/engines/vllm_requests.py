@@ -1,4 +1,4 @@
-"""What goes into vLLM and what comes out of it, in our types and in vLLM's."""
+"""Conversion of requests and outputs between our types and vLLM's."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def prompt(token_ids: Sequence[int], images: Sequence[bytes] = ()) -> dict[str, Any]:
-    """The form of a prompt that vLLM's renderer has dealt with: nothing is tokenized.
+    """Return a prompt in the form of vLLM's own renderer: nothing is tokenized.
 
     Images are decoded in a thread; vLLM expands their placeholders itself.
     """
@@ -45,7 +45,7 @@ def sampling_parameters(sampling: Sampling) -> "SamplingParams":
         logit_bias=dict.fromkeys(sampling.banned_token_ids, BAN_BIAS) or None,
         logprobs=0,
         flat_logprobs=True,
-        # Stop strings are looked for in the text, special tokens included.
+        # Stop strings are searched for in the text, special tokens included.
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
@@ -56,7 +56,7 @@ def sampling_parameters(sampling: Sampling) -> "SamplingParams":
 
 
 def probe_parameters() -> "SamplingParams":
-    """Log-probabilities of the prompt's tokens, computed anew past the prefix cache."""
+    """Request log-probabilities of the prompt's tokens, recomputed past the prefix cache."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -72,7 +72,7 @@ def probe_parameters() -> "SamplingParams":
 
 
 def probe_logprobs(output: "RequestOutput", num_scored: int) -> list[float]:
-    """Of the last tokens of a probe. Its images, if any, are expanded here."""
+    """Return those of the last `num_scored` tokens of a probe. Its images are expanded in the output."""
     size = len(output.prompt_token_ids or ())
     return _own_logprobs(output.prompt_logprobs, size, first=size - num_scored)
 
@@ -80,7 +80,7 @@ def probe_logprobs(output: "RequestOutput", num_scored: int) -> list[float]:
 def completion(
     output: "RequestOutput", sampling: Sampling, end_token_ids: Collection[int]
 ) -> Completion:
-    """What was sampled, up to and including the first token that ends a turn.
+    """Return the sampled tokens up to and including the first that ends a turn.
 
     Raises `EngineError` where a token has no weight version or no finite log-probability.
     """
@@ -111,20 +111,20 @@ def has_images(prompt: Mapping[str, Any]) -> bool:
 
 
 def was_refused(output: "RequestOutput") -> bool:
-    """By vLLM's core, before anything was sampled, as for images that it was believed to hold."""
+    """Whether vLLM's core refused it before sampling, as for images that it should have cached."""
     answer = output.outputs[0]
     return answer.finish_reason == "error" and not answer.token_ids
 
 
 def is_recoverable(error: Exception) -> bool:
-    """Whether it came of one request alone, as when an image goes while another request counts on it."""
+    """Whether one request alone failed, as when an image is evicted while another request needs it."""
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     return isinstance(error.__cause__, EngineGenerateError)
 
 
 def end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
-    """The tokens at which vLLM itself stops."""
+    """Return the tokens at which vLLM itself stops."""
     ends: set[int] = set()
     tokenizer = llm.tokenizer
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -136,7 +136,7 @@ def end_token_ids(llm: "AsyncLLM") -> frozenset[int]:
 
 
 def _own_logprobs(flat: Any, size: int, *, first: int = 0) -> list[float]:
-    """Of each position from `first` on, the entry of the token that stands there."""
+    """Return the log-probability of each position's own token, from `first` on."""
     if size == first:
         return []
     starts = flat.start_indices[first:size]

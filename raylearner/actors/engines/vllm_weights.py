@@ -1,10 +1,10 @@
 """How weights enter a running vLLM: through its weight-transfer engines, or as an adapter."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from raylearner.errors import EngineError, WeightTransferError
-from raylearner.types import PolicyVersion, WeightUpdate
+from raylearner.errors import WeightTransferError
+from raylearner.types import WeightUpdate
 from raylearner.weights.fit import refuse_misfit, refuse_other_tensors
 from raylearner.weights.group import WeightGroup, backend
 from raylearner.weights.verification import refuse_adapter_differences, refuse_differences
@@ -14,49 +14,53 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 ADAPTER_ID = 1
-"""The one place for an adapter; its name says which policy version it holds."""
+"""The only slot for an adapter; the adapter's name carries its policy version."""
 
 
-class WeightEntrance:
+class WeightReceiver:
     """Owns one engine's side of a transport; the caller pauses the engine around `replace`."""
 
     def __init__(self, transport: str, *, actor_id: str) -> None:
-        """`actor_id` is how pushes made for their members name this engine."""
+        """`actor_id` identifies this engine in pushes made for particular members."""
         self._transport = transport
         self._actor_id = actor_id
         self._group_key: str | None = None
         self.adapter: LoRARequest | None = None
-        """What every request must name, once one has come."""
+        """The adapter that every request must name, once one has arrived."""
 
     @property
-    def _loading(self) -> str:
-        """The transport that vLLM's weight transfer is made for; adapters come another way."""
+    def _vllm_transport(self) -> str:
+        """The transport of vLLM's weight transfer; adapters are loaded from files."""
         return "shared_files" if self._transport == "adapter" else self._transport
 
     @property
     def backend(self) -> str:
-        """Of vLLM's weight transfer."""
-        return backend(self._loading)
+        """The backend of vLLM's weight transfer."""
+        return backend(self._vllm_transport)
 
     @property
     def shares_memory(self) -> bool:
         """Whether weights are read from the learner's own GPU memory."""
         return self._transport == "ipc"
 
-    async def initialize(self, llm: "AsyncLLM", policy_version: PolicyVersion) -> None:
+    async def initialize(self, llm: "AsyncLLM") -> None:
+        """Prepare the transport and mark tokens with the initial policy version, 0."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        # A broadcast's communicator is made at its first push, among all members.
-        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self._loading)
+        # The communicator of a broadcast is created at its first push, among all members.
+        arguments = {"shared_files": {}, "ipc": {"packed": True}}.get(self._vllm_transport)
         if arguments is not None:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=arguments))
-        await llm.update_weight_version(str(policy_version))
+        await llm.update_weight_version("0")
 
-    async def meet(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
-        """What may take long and needs no pause. Raises `WeightTransferError` for another transport."""
+    async def prepare(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        """Check the update and join its group, which may take long and needs no pause.
+
+        Raises `WeightTransferError` for another transport or other tensors.
+        """
         if update.transport != self._transport:
             raise WeightTransferError(
-                f"weights came by {update.transport!r}, this engine takes {self._transport!r}"
+                f"weights arrived via {update.transport!r}; this engine expects {self._transport!r}"
             )
         await asyncio.to_thread(refuse_misfit, update, llm.model_config.model)
         await asyncio.to_thread(refuse_other_tensors, update)
@@ -64,16 +68,16 @@ class WeightEntrance:
             await self._join(llm, update.payload["group"])
 
     async def replace(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
-        """The weights, and the version that tokens are marked with from here on."""
+        """Replace the weights, and the version that tokens are marked with from here on."""
         if update.transport == "adapter":
             await self._replace_adapter(llm, update)
         else:
             await self._replace_weights(llm, update)
 
     async def verify(self, llm: "AsyncLLM", update: WeightUpdate) -> int:
-        """The number of tensors of which every rank holds just what was sent.
+        """Return the number of tensors that every rank holds exactly as they were sent.
 
-        Raises `WeightTransferError` naming those of which one does not.
+        Raises `WeightTransferError` naming the tensors that differ.
         """
         if update.transport == "adapter":
             path = update.payload["path"]
@@ -92,7 +96,7 @@ class WeightEntrance:
         await llm.finish_weight_update(str(update.policy_version))
 
     async def _replace_adapter(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
-        """In the place of the one before, so that running requests go on under the new one."""
+        """Load the adapter in place of the last one, so that running requests continue under it."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(
@@ -108,7 +112,7 @@ class WeightEntrance:
         self.adapter = LoRARequest(request.lora_name, ADAPTER_ID, request.lora_path)
 
     async def _join(self, llm: "AsyncLLM", group: WeightGroup) -> None:
-        """Meet the learner and the other members, unless this is the group of the last push."""
+        """Connect to the learner and the other members, unless the last push had the same group."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if group.key == self._group_key:
@@ -128,13 +132,3 @@ class WeightEntrance:
         elif update.transport == "ipc":
             payload["ipc_handles_pickled"] = payload.pop("handles")[self._actor_id]
         return payload
-
-
-def lora_arguments(rank: int) -> dict[str, Any]:
-    """Of `AsyncEngineArgs`, for one adapter of that rank: the least of the ranks vLLM has kernels for."""
-    from vllm.config.lora import MaxLoRARanks
-
-    rooms = [room for room in get_args(MaxLoRARanks) if room >= rank]
-    if not rooms:
-        raise EngineError(f"vLLM takes adapters of at most rank {max(get_args(MaxLoRARanks))}")
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(rooms)}

@@ -1,26 +1,28 @@
-"""Chat completions as OpenAI's API has them: requests read and checked, replies written, whole or as
+"""Chat completions as OpenAI's API has them: reads and checks requests, writes replies, whole or as
 events.
 
-What would change the distribution that tokens are sampled from is never honored, since the learner
-knows only the run's: numbers that differ are told in the reply, anything else is refused with 400.
+Parameters that would change the distribution that tokens are sampled from are not followed, since the
+learner assumes the run's own: differing numbers are reported in the reply, others are refused with 400.
 """
 
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 from raylearner.data.dialogue import read_dialogue, read_tools
+from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall
 from raylearner.errors import DialogueError
 from raylearner.text import encodable_values
-from raylearner.types import Message
+from raylearner.tokenization.reasoning import Reasoning
+from raylearner.types import FunctionCall, Message, new_call_id
 
 Json = dict[str, Any]
 
 KEPT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-"""Sampling numbers for which the run's own stand, whatever a request says."""
+"""Sampling parameters that the run's own values replace."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -34,7 +36,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "tool_choice": ("auto", "none"),
 }
-"""What may be written as long as it changes nothing."""
+"""Parameters accepted with values that change nothing."""
 HARMLESS = frozenset(
     {
         "model",
@@ -58,7 +60,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatRefusal(Exception):
-    """A call that is answered with an error; `status` is HTTP's, `code` is for programs to read."""
+    """A call is answered with an error: HTTP's `status`, and a `code` for programs."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -74,12 +76,12 @@ class ChatRefusal(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage(Message):
-    """A message of text."""
+    """A text message."""
 
     @property
     def key(self) -> str:
-        """Equal for messages that say the same; ids of an assistant's calls and its thoughts, which
-        programs need not send back, are left out."""
+        """Equal for messages with the same content; an assistant's call ids and thoughts, which programs
+        need not send back, are left out."""
         calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
         is_own = self.role == "assistant"
         content = self.content.strip() if is_own else self.content
@@ -98,24 +100,30 @@ class ChatRequest:
     max_tokens: int | None = None
     is_streamed: bool = False
     should_stream_usage: bool = False
-    asked: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Sampling numbers that the request names."""
+    requested: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Sampling parameters of the request."""
 
     @property
     def tool_names(self) -> tuple[str, ...]:
         return tuple(str(tool["function"]["name"]) for tool in self.tools)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Identify the conversation: its tools, then its messages."""
+        tools = json.dumps(self.tools, sort_keys=True)
+        return (tools, *(message.key for message in self.messages))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """The assistant's message and what it took."""
+    """The assistant's message and its cost in tokens."""
 
     message: ChatMessage
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_completion_tokens: int
     kept: str = ""
-    """Sampling numbers of the request that were not followed, in words; empty where none."""
+    """Description of the sampling parameters that were not followed; empty if none."""
 
 
 class ChatSession(Protocol):
@@ -124,12 +132,13 @@ class ChatSession(Protocol):
     async def complete(
         self, request: ChatRequest, *, is_wanted: Callable[[], Awaitable[bool]]
     ) -> ChatReply:
-        """`is_wanted` tells whether the program still waits; what it does not get is not recorded."""
+        """`is_wanted` returns whether the program still waits; a reply that it does not get is not
+        recorded."""
         ...
 
 
 def read_request(body: object) -> ChatRequest:
-    """Raises `ChatRefusal` with what is wrong and where."""
+    """Return the request, checked. Raises `ChatRefusal` with the problem and its place."""
     if not isinstance(body, dict):
         raise _bad("the body must be a JSON object", "body")
     try:
@@ -149,12 +158,14 @@ def read_request(body: object) -> ChatRequest:
         max_tokens=_max_tokens(fields),
         is_streamed=bool(fields.get("stream")),
         should_stream_usage=bool(options.get("include_usage")),
-        asked={name: fields[name] for name in KEPT if isinstance(fields.get(name), int | float)},
+        requested={
+            name: fields[name] for name in KEPT if isinstance(fields.get(name), int | float)
+        },
     )
 
 
-def whole(reply: ChatReply, request: ChatRequest) -> Json:
-    """The reply as one object."""
+def write_reply(reply: ChatReply, request: ChatRequest) -> Json:
+    """Return the reply as one object."""
     message: Json = {"role": "assistant", "content": reply.message.content, "refusal": None}
     if reply.message.reasoning:
         message["reasoning_content"] = reply.message.reasoning
@@ -170,8 +181,8 @@ def whole(reply: ChatReply, request: ChatRequest) -> Json:
     return {**_head("chat.completion", request), "choices": [choice], "usage": _usage(reply)}
 
 
-def events(reply: ChatReply, request: ChatRequest) -> Iterator[str]:
-    """The reply as server-sent events: all text in one, since it is recorded before it is told."""
+def write_events(reply: ChatReply, request: ChatRequest) -> Iterator[str]:
+    """Yield the reply as server-sent events: all text in one, since it is recorded before it is sent."""
     head = _head("chat.completion.chunk", request)
 
     def event(delta: Json, finish_reason: str | None = None) -> str:
@@ -187,6 +198,37 @@ def events(reply: ChatReply, request: ChatRequest) -> Iterator[str]:
     if request.should_stream_usage:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(reply)})}\n\n"
     yield "data: [DONE]\n\n"
+
+
+def cut_at_stop(text: str, stops: Iterable[str]) -> str:
+    """Return the text before the first stop string, as a program receives it; the tokens keep all."""
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
+
+
+def read_turn(
+    turn: Message, request: ChatRequest, reasoning: Reasoning
+) -> tuple[ChatMessage, Invalid | None]:
+    """Return the policy's turn as a message, and the problem if its tool calls are malformed.
+
+    Malformed calls stay text. A call that was cut at the turn's token limit is not judged.
+    """
+    message = ChatMessage(role="assistant", content=turn.content, reasoning=turn.reasoning)
+    if not request.may_call_tools or not turn.content.strip():
+        return message, None
+    actions = JsonDialect(request.tool_names, reasoning=reasoning).parse(turn.content)
+    calls = [action for action in actions if isinstance(action, ToolCall)]
+    invalid = [action for action in actions if isinstance(action, Invalid)]
+    if turn.is_cut:
+        invalid = [action for action in invalid if not action.is_unfinished]
+    if not calls or len(calls) < len(actions):
+        return message, next(iter(invalid), None)
+    function_calls = tuple(
+        FunctionCall(call_id=new_call_id(), name=call.name, arguments=json.dumps(call.arguments))
+        for call in calls
+    )
+    content = turn.content.partition(JsonDialect.opening)[0].strip()
+    return replace(message, content=content, calls=function_calls), None
 
 
 def _head(kind: str, request: ChatRequest) -> Json:
@@ -220,8 +262,8 @@ def _refuse_unsupported(fields: Json) -> None:
         if value not in NEUTRAL[name]:
             allowed = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
             raise _bad(
-                f"{name} must be {allowed} or absent, since tokens are sampled as the run's"
-                f" configuration says; got {json.dumps(value)[:80]}",
+                f"{name} must be {allowed} or absent, since the run's configuration decides"
+                f" how tokens are sampled; got {json.dumps(value)[:80]}",
                 name,
                 "unsupported_value",
             )
@@ -255,7 +297,7 @@ def _tools(value: object) -> tuple[Json, ...]:
 def _stops(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else cast(list[object], value or [])
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _bad(f"stop must be a text or at most {MAX_STOPS} texts, none empty", "stop")
+        raise _bad(f"stop must be a string or at most {MAX_STOPS} strings, none empty", "stop")
     return tuple(cast(list[str], stops))
 
 

@@ -1,7 +1,7 @@
 """The server behind `openai_proxy`: chat completions on localhost, each episode with a key of its own.
 
-Consumes HTTP calls of agent programs; produces what the session of the key answers. A call waits for
-its session, unblocked by the engine or by the end of the episode.
+Consumes HTTP calls of agent programs; produces the answers of the session that their key belongs to.
+A call waits for its session, unblocked by the engine or by the end of the episode.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -21,36 +21,22 @@ from raylearner.actors.proxy.chat import ChatRefusal, ChatSession
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a whole fleet of episodes comes at once."""
+"""Maximum number of connections waiting to be accepted: all episodes may connect at once."""
 KEEP_ALIVE_S = 75
 MAX_BODY_BYTES = 32 << 20
 KEPT_HEADER = "x-raylearner-kept"
-"""Says which sampling numbers of a request were not followed, and what stands instead."""
+"""Header that lists sampling parameters of a request that were not followed, and those used instead."""
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients ask again after errors unless told not to; an error here stays one."""
+"""OpenAI's clients retry after errors without this header; an error here is final."""
 
 
 class ChatServer:
-    """Owns the socket and the keys. `start`, then a `session` for each episode, then `close`."""
+    """Owns the socket and the keys; serves from `start` to `close`, with a `session` per episode."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: socket.socket) -> None:
+        self.base_url = f"http://{HOST}:{bound.getsockname()[1]}/v1"
+        """The `base_url` for OpenAI clients."""
         self._sessions: dict[str, ChatSession] = {}
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._base_url = ""
-
-    @property
-    def base_url(self) -> str:
-        """What an OpenAI client takes as `base_url`."""
-        return self._base_url
-
-    async def start(self) -> None:
-        """Binds an ephemeral port on localhost; calls are taken from here on, and by no proxy."""
-        network.keep_direct(HOST)
-        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        bound.bind((HOST, 0))
-        bound.listen(BACKLOG)
-        self._base_url = f"http://{HOST}:{bound.getsockname()[1]}/v1"
         config = uvicorn.Config(
             self._app(),
             log_config=None,
@@ -63,17 +49,24 @@ class ChatServer:
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name="chat server")
 
+    @classmethod
+    def start(cls) -> Self:
+        """Serve on an ephemeral port of localhost, which no proxy is used for."""
+        network.keep_direct(HOST)
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        bound.bind((HOST, 0))
+        bound.listen(BACKLOG)
+        return cls(bound)
+
     async def close(self) -> None:
-        """Safe to call twice, and without `start`."""
+        """Safe to call twice."""
         self._sessions.clear()
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-            self._server = self._serving = None
+        self._server.should_exit = True
+        await self._serving
 
     @contextlib.contextmanager
     def session(self, session: ChatSession) -> Generator[str]:
-        """The key under which `session` answers; worth nothing afterwards."""
+        """Yield the key under which `session` answers; it is void afterwards."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         try:
@@ -93,27 +86,27 @@ class ChatServer:
             return not await request.is_disconnected()
 
         try:
-            session = self._session_of(request)
-            asked = chat.read_request(await _body(request))
-            reply = await session.complete(asked, is_wanted=is_wanted)
+            session = self._find_session(request)
+            chat_request = chat.read_request(await _read_body(request))
+            reply = await session.complete(chat_request, is_wanted=is_wanted)
         except ChatRefusal as refusal:
-            return _refused(refusal)
+            return _answer_refusal(refusal)
         headers = {KEPT_HEADER: reply.kept} if reply.kept else {}
-        if asked.is_streamed:
-            lines = chat.events(reply, asked)
+        if chat_request.is_streamed:
+            lines = chat.write_events(reply, chat_request)
             return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
-        return JSONResponse(chat.whole(reply, asked), headers=headers)
+        return JSONResponse(chat.write_reply(reply, chat_request), headers=headers)
 
     async def _models(self, request: Request) -> Response:
         try:
-            self._session_of(request)
+            self._find_session(request)
         except ChatRefusal as refusal:
-            return _refused(refusal)
+            return _answer_refusal(refusal)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "raylearner"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _unknown(self, request: Request) -> Response:
-        return _refused(
+        return _answer_refusal(
             ChatRefusal(
                 404,
                 f"{request.method} {request.url.path} is not served here; an agent program calls"
@@ -122,27 +115,27 @@ class ChatServer:
             )
         )
 
-    def _session_of(self, request: Request) -> ChatSession:
+    def _find_session(self, request: Request) -> ChatSession:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
             raise ChatRefusal(
                 401,
-                "this key opens no running episode; use the api_key that the program was given",
+                "this key does not belong to a running episode; use the api_key given to the program",
                 code="invalid_api_key",
             )
         return session
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals of the process alone."""
+    """Does not handle the signals of the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
 
-async def _body(request: Request) -> Any:
+async def _read_body(request: Request) -> Any:
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -153,8 +146,8 @@ async def _body(request: Request) -> Any:
     try:
         return strict_json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise ChatRefusal(400, f"the body is no JSON: {error}", code="invalid_json") from error
+        raise ChatRefusal(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def _refused(refusal: ChatRefusal) -> Response:
+def _answer_refusal(refusal: ChatRefusal) -> Response:
     return JSONResponse(refusal.body(), status_code=refusal.status, headers=NO_RETRY)

@@ -1,30 +1,30 @@
-"""What the calls of an agent program make: segments of tokens, each growing at its end only.
+"""The calls of an agent program as segments of tokens, each growing only at its end.
 
-A call whose messages go on from a recorded reply continues that reply's segment: its tokens stay as
-they were sampled, and only new messages are rendered. A call that rewrites what came before, or goes
-on from an earlier reply, starts a segment of its own, whose beginning does not train again; so does
-every call under a chat template that rewrites what it wrote before.
+A call whose messages follow a recorded reply continues that reply's segment: its tokens stay as they
+were sampled, and only new messages are rendered. A call that rewrites earlier messages, or follows an
+earlier reply, starts a segment of its own, whose beginning does not train again; so does every call
+under a chat template that rewrites earlier turns.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from raylearner.actors.engines.engine import Engine
+from raylearner.actors.episode import sample_turn
 from raylearner.actors.proxy.chat import (
     ChatMessage,
     ChatRefusal,
     ChatReply,
     ChatRequest,
     FinishReason,
+    cut_at_stop,
+    read_turn,
 )
-from raylearner.actors.turn import sample_turn
-from raylearner.environments.dialect import Invalid, JsonDialect, ToolCall, thoughts_of_dialects
+from raylearner.environments.dialect import thoughts_of_dialects
 from raylearner.errors import EngineError, PromptTooLong, RenderError, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.tokenization.continuation import RewritesHistory
-from raylearner.tokenization.reasoning import Reasoning
 from raylearner.tokenization.renderer import Renderer, unless_long
 from raylearner.tokenization.template import template_message
 from raylearner.tokenization.transcript import Transcript
@@ -32,16 +32,13 @@ from raylearner.types import (
     Claim,
     Completion,
     CompletionStop,
-    FunctionCall,
-    Message,
     Sampling,
     StopReason,
     Turn,
-    new_call_id,
 )
 
 MAX_EMPTY_REPLIES = 16
-"""Calls answered with nothing, once the length is used up, before the program is ended."""
+"""Empty replies, after the length is used up, before the program is ended."""
 
 Key = tuple[str, ...]
 
@@ -50,7 +47,7 @@ Key = tuple[str, ...]
 class _Segment:
     transcript: Transcript
     tool: str | None = None
-    """Tools that its last turn calls."""
+    """Names of the tools that its last turn calls."""
     is_valid: bool = True
     foreign_form: str | None = None
     is_busy: bool = False
@@ -58,7 +55,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Behind a recorded reply: where the segment stood when it had been sampled."""
+    """The end of a recorded reply in its segment."""
 
     segment: _Segment
     end: int
@@ -66,11 +63,11 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class _Plan:
-    """How one call is answered: on which tokens, in which segment."""
+    """The tokens that one call is answered on, and their segment."""
 
     token_ids: list[int]
     num_kept: int
-    """Tokens at the start that are recorded already; 0 for a new segment."""
+    """Number of tokens at the start that are recorded already; 0 for a new segment."""
     segment: _Segment | None
     opening: str = ""
     """Opening tag of the thought that the turn begins in; empty for none."""
@@ -80,9 +77,9 @@ class _Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """The session of one episode: implements `environments.chat.ChatSession`.
+    """The session of one episode; implements `ChatSession`.
 
-    `over` is set when no call can be answered any more; `failure` then is the cause, if there is one.
+    `over` is set when no further call can be answered; `failure` is then the cause, if there is one.
     """
 
     engine: Engine
@@ -95,7 +92,7 @@ class Conversation:
     failure: TrajectoryError | None = None
     is_aborted: bool = False
     stop_reason: StopReason | None = None
-    """Why calls were cut short: MAX_TOKENS or MAX_TURNS."""
+    """Reason why calls were cut short: MAX_TOKENS or MAX_TURNS."""
     first_refusal: str | None = None
     num_calls: int = 0
     num_tool_calls: int = 0
@@ -110,18 +107,18 @@ class Conversation:
 
     @property
     def transcripts(self) -> list[Transcript]:
-        """One for each segment, in order of their first call."""
+        """One transcript per segment, in order of their first call."""
         return [segment.transcript for segment in self._segments]
 
     @property
     def turns(self) -> list[Turn]:
-        """All turns in the order in which they were sampled; complete once closed."""
+        """All turns in the order of sampling; complete once closed."""
         return [segment.transcript.turns[index] for segment, index in self._order]
 
     async def complete(
         self, request: ChatRequest, *, is_wanted: Callable[[], Awaitable[bool]]
     ) -> ChatReply:
-        """Samples the next message. Raises `ChatRefusal`."""
+        """Sample the next message. Raises `ChatRefusal`."""
         self._refuse_when_over()
         place, num_known = self._find(request)
         try:
@@ -155,7 +152,7 @@ class Conversation:
                 plan.segment.is_busy = False
 
     def close(self) -> None:
-        """Ends calls that are still under way, and every segment's last turn."""
+        """End calls in progress and every segment's last turn."""
         if self._is_closed:
             return
         for segment in self._segments:
@@ -177,9 +174,9 @@ class Conversation:
             raise ChatRefusal(410, "the episode is over", code="episode_over")
 
     def _plan(self, request: ChatRequest, place: _Place | None, num_known: int) -> _Plan:
-        """The call as tokens, behind `place`, where the first `num_known` messages are recorded.
+        """Render the call as tokens behind `place`, where the first `num_known` messages are recorded.
 
-        May run in a thread: it changes nothing, and what is recorded up to a place stays."""
+        May run in a thread: it changes nothing, and recorded tokens up to a place stay."""
         renderer = self.renderer
         new = [
             replace(message, content=renderer.cut_text(message.content))
@@ -187,7 +184,7 @@ class Conversation:
         ]
         templates = list(map(template_message, new))
         if place is None:
-            return self._anew(request)
+            return self._plan_segment(request)
         kept = place.segment.transcript.token_ids[: place.end]
         calls = template_message(request.messages[num_known - 1]).get("tool_calls", ())
         try:
@@ -199,7 +196,7 @@ class Conversation:
                 last_token_id=kept[-1],
             )
         except RewritesHistory:
-            return self._anew(request)
+            return self._plan_segment(request)
         return _Plan(
             token_ids=kept + reply_ids,
             num_kept=len(kept),
@@ -208,7 +205,7 @@ class Conversation:
             reply="\n".join(message.content for message in new),
         )
 
-    def _anew(self, request: ChatRequest) -> _Plan:
+    def _plan_segment(self, request: ChatRequest) -> _Plan:
         if request.may_call_tools:
             self.renderer.refuse_lost_results(request.tools)
         templates = list(map(template_message, request.messages))
@@ -222,8 +219,8 @@ class Conversation:
         )
 
     def _find(self, request: ChatRequest) -> tuple[_Place | None, int]:
-        """The longest beginning of the messages that ends with a recorded reply, and its length."""
-        keys = _keys(request)
+        """Return the place of the last recorded reply among the messages, and the number up to it."""
+        keys = request.keys
         for count in range(len(request.messages), 0, -1):
             if request.messages[count - 1].role == "assistant":
                 place = self._places.get(keys[: count + 1])
@@ -232,7 +229,7 @@ class Conversation:
         return None, 0
 
     def _refuse_long_prompt(self, request: ChatRequest, size: int) -> None:
-        """A prompt without history has its own limit; history is bounded by the whole."""
+        """Raises `PromptTooLong` for a prompt without history; history has the limit of the whole."""
         limit = self.renderer.config.max_prompt_tokens
         if size > limit and not any(m.role == "assistant" for m in request.messages):
             raise PromptTooLong(
@@ -240,7 +237,7 @@ class Conversation:
             )
 
     def _settle(self, plan: _Plan, request: ChatRequest) -> None:
-        """Continues the segment if nothing was added to it meanwhile, and bounds the turn."""
+        """Continue the segment if nothing was added to it meanwhile, and set the turn's budget."""
         segment = plan.segment
         if segment is not None and (
             segment.is_busy or len(segment.transcript.token_ids) != plan.num_kept
@@ -272,8 +269,8 @@ class Conversation:
             try:
                 completion = await running
             except Exception as error:
-                is_known = isinstance(error, TrajectoryError)
-                self.failure = error if is_known else EngineError(repr(error))
+                is_typed = isinstance(error, TrajectoryError)
+                self.failure = error if is_typed else EngineError(repr(error))
                 self.over.set()
                 raise ChatRefusal(
                     500, f"the engine failed: {error}", code="engine_error"
@@ -293,7 +290,7 @@ class Conversation:
         return completion
 
     def _record(self, plan: _Plan, request: ChatRequest, completion: Completion) -> ChatReply:
-        """From here to the end nothing waits: a call is recorded whole or not at all."""
+        """Record the call; nothing waits here, so that it is recorded whole or not at all."""
         segment = plan.segment
         if segment is None:
             segment = _Segment(Transcript(renderer=self.renderer, claim=self.claim))
@@ -312,27 +309,28 @@ class Conversation:
         self._order.append((segment, len(segment.transcript.turns)))
         segment.transcript.add_completion(completion, number=number)
         turn = segment.transcript.message
-        said = replace(turn, content=_before(turn.content, request.stop))
-        message, invalid = _parsed(
-            said, request, thoughts_of_dialects(self.renderer.config.reasoning_tags)
+        message, invalid = read_turn(
+            replace(turn, content=cut_at_stop(turn.content, request.stop)),
+            request,
+            thoughts_of_dialects(self.renderer.config.reasoning_tags),
         )
         segment.is_valid = invalid is None
         segment.foreign_form = None if invalid is None else invalid.foreign_form
         segment.tool = ",".join(call.name for call in message.calls) or None
         self.num_tool_calls += len(message.calls)
-        self._places[(*_keys(request), message.key)] = _Place(
+        self._places[(*request.keys, message.key)] = _Place(
             segment, len(segment.transcript.token_ids)
         )
         is_cut = completion.stop_reason is CompletionStop.LENGTH
-        is_ours = is_cut and plan.budget != request.max_tokens
-        self.stop_reason = StopReason.MAX_TOKENS if is_ours else None
+        is_own_limit = plan.budget == request.max_tokens
+        self.stop_reason = StopReason.MAX_TOKENS if is_cut and not is_own_limit else None
         reason: FinishReason = "tool_calls" if message.calls else "stop"
         return ChatReply(
             message=message,
             finish_reason="length" if is_cut else reason,
             num_prompt_tokens=len(plan.token_ids),
             num_completion_tokens=len(completion.token_ids),
-            kept=self._kept(request),
+            kept=self._describe_kept(request),
         )
 
     def _cut_short(self, plan: _Plan, reason: StopReason) -> ChatReply:
@@ -347,57 +345,11 @@ class Conversation:
             num_completion_tokens=0,
         )
 
-    def _kept(self, request: ChatRequest) -> str:
-        """Numbers of the request that are not the run's; its seeds are always the run's own."""
+    def _describe_kept(self, request: ChatRequest) -> str:
+        """Describe parameters of the request that differ from the run's, seeds included."""
         differing = [
-            f"{name}={getattr(self.sampling, name)} (asked for {asked})"
-            for name, asked in request.asked.items()
-            if asked != getattr(self.sampling, name)
+            f"{name}={getattr(self.sampling, name)} (requested {value})"
+            for name, value in request.requested.items()
+            if value != getattr(self.sampling, name)
         ]
         return ", ".join(differing)
-
-
-def _keys(request: ChatRequest) -> Key:
-    """What a conversation is found by: its tools, then its messages."""
-    tools = json.dumps(request.tools, sort_keys=True)
-    return (tools, *(message.key for message in request.messages))
-
-
-def _before(text: str, stops: Iterable[str]) -> str:
-    """What a program is shown: nothing from the first stop on, all of which the tokens keep."""
-    ends = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(ends)] if ends else text
-
-
-def _parsed(
-    turn: Message, request: ChatRequest, reasoning: Reasoning
-) -> tuple[ChatMessage, Invalid | None]:
-    """The message, and why its tool calls could not be read, where they could not: they are text then.
-
-    A call that the turn's length cut is not judged.
-    """
-    said = ChatMessage(role="assistant", content=turn.content, reasoning=turn.reasoning)
-    if not request.may_call_tools or not turn.content.strip():
-        return said, None
-    actions = JsonDialect(request.tool_names, reasoning=reasoning).parse(turn.content)
-    calls = [action for action in actions if isinstance(action, ToolCall)]
-    wrong = [action for action in actions if isinstance(action, Invalid)]
-    if turn.is_cut:
-        wrong = [action for action in wrong if not action.is_unfinished]
-    if not calls or len(calls) < len(actions):
-        return said, next(iter(wrong), None)
-    return (
-        replace(
-            said,
-            content=turn.content.partition(JsonDialect.opening)[0].strip(),
-            calls=tuple(
-                FunctionCall(
-                    call_id=new_call_id(),
-                    name=call.name,
-                    arguments=json.dumps(call.arguments),
-                )
-                for call in calls
-            ),
-        ),
-        None,
-    )

@@ -1,6 +1,6 @@
 """An agent program as a user would write one: any loop around an OpenAI client.
 
-`configs/openai_agent.yaml` trains with it. It knows nothing of raylearner but the calculator.
+`configs/openai_agent.yaml` trains with it. It uses nothing of raylearner but the calculator.
 """
 
 import json

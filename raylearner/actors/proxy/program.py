@@ -1,4 +1,4 @@
-"""Agent programs that play an episode by themselves: a Python function, or a command line."""
+"""Agent programs, which play an episode by themselves: a Python function, or a command line."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,17 @@ from raylearner.user_code import host
 from raylearner.user_code.frames import describe
 
 OUTPUT_BYTES = 1 << 20
-"""Of each stream of a command, and characters of what a function returns; the rest is dropped."""
+"""Maximum bytes of each stream of a command, and characters of a function's answer; the rest is
+dropped."""
 SHOWN_CHARACTERS = 2000
-"""How much of its error stream a failure quotes, from the end."""
+"""Maximum characters of the error stream that a failure quotes, from the end."""
 PIPE_GRACE_S = 5.0
-"""For the rest of the output once a command and its children are gone."""
+"""Maximum wait for the rest of the output once a command and its children are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a program is given: the prompt, where to call, and the key of this episode."""
+    """The input of a program: the prompt, the address to call, and the key of this episode."""
 
     prompt: Prompt
     base_url: str
@@ -44,13 +45,13 @@ class Task:
 
 
 class Program(Protocol):
-    """Plays one episode. Cancelled when its time is over; raises `EnvironmentFault` for a failure.
+    """Plays one episode. Cancelled at its time limit; raises `EnvironmentFault` for a failure.
 
-    As text it is what errors call it.
+    `str` returns its name in error messages.
     """
 
     async def run(self, task: Task) -> str | None:
-        """The answer; None where the policy's last turn is the answer."""
+        """Return the answer; None if the policy's last turn is the answer."""
         ...
 
 
@@ -62,8 +63,9 @@ def make_program(config: OpenAiProxy) -> Program:
 
 
 class FunctionProgram:
-    """A function of the user's, run where users' code runs: an async one on its loop, a sync one in a
-    thread. Its episode's limit cancels it; one that goes on finds its key void and is left behind."""
+    """A custom function, run where users' code runs: an async one on its loop, a sync one in a thread.
+
+    Its episode's time limit cancels it; the key of one that keeps running is void."""
 
     def __init__(self, path: str, arguments: dict[str, Any]) -> None:
         self._function = load_reference(path)
@@ -88,13 +90,13 @@ class FunctionProgram:
             raise EnvironmentFault(f"{self._name} {describe(error)}") from error
         if answer is not None and not isinstance(answer, str):
             raise EnvironmentFault(
-                f"the program returned {type(answer).__name__}; expected text or None"
+                f"the program returned {type(answer).__name__}; expected a string or None"
             )
         return None if answer is None else encodable(answer[:OUTPUT_BYTES])
 
 
 class CommandProgram:
-    """A command line, in a session of its own; nothing of it is left when the episode ends."""
+    """A command line, in a session of its own; all its processes end with the episode."""
 
     def __init__(self, command: Sequence[str], *, answers_on_stdout: bool) -> None:
         self._command = tuple(command)
@@ -126,14 +128,14 @@ class CommandProgram:
         streams = asyncio.gather(
             _read(process.stdout),
             _read(process.stderr),
-            _feed(process.stdin, _described_task(task)),
+            _feed(process.stdin, _serialize(task)),
         )
         try:
             await process.wait()
         finally:
             await asyncio.to_thread(_end, process.pid, task.api_key)
             await process.wait()
-            output, errors = await _rest(streams)
+            output, errors = await _read_rest(streams)
         if process.returncode:
             raise EnvironmentFault(
                 f"the program exited with {process.returncode}: {errors[-SHOWN_CHARACTERS:]}"
@@ -141,7 +143,7 @@ class CommandProgram:
         return output.strip() or None if self._answers_on_stdout else None
 
 
-def _described_task(task: Task) -> bytes:
+def _serialize(task: Task) -> bytes:
     content = {
         "prompt_id": task.prompt.prompt_id,
         "messages": task.messages,
@@ -159,15 +161,15 @@ async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
 
 
 async def _read(stream: asyncio.StreamReader) -> str:
-    """To its end, so that the program never waits for us; the first `OUTPUT_BYTES` of it."""
+    """Read to the end, so that the program never waits; return the first `OUTPUT_BYTES`."""
     kept = bytearray()
     while part := await stream.read(1 << 16):
         kept += part[: OUTPUT_BYTES - len(kept)]
     return kept.decode(errors="replace")
 
 
-async def _rest(streams: "asyncio.Future[tuple[str, str, None]]") -> tuple[str, str]:
-    """What was written; nothing where some process that got away still holds the streams."""
+async def _read_rest(streams: "asyncio.Future[tuple[str, str, None]]") -> tuple[str, str]:
+    """Return the output; empty if a process that escaped still holds the streams."""
     try:
         async with asyncio.timeout(PIPE_GRACE_S):
             output, errors, _ = await streams
@@ -177,8 +179,8 @@ async def _rest(streams: "asyncio.Future[tuple[str, str, None]]") -> tuple[str, 
 
 
 def _end(pid: int, api_key: str) -> None:
-    """Kills the program, its process group, its descendants, and whatever carries the episode's key."""
-    found = _descendants(pid) | _carriers(api_key)
+    """Kill the program, its process group, its descendants, and all processes with the episode's key."""
+    found = _find_descendants(pid) | _find_by_key(api_key)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for other in found - {os.getpid()}:
@@ -186,15 +188,15 @@ def _end(pid: int, api_key: str) -> None:
             os.kill(other, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> set[int]:
+def _find_descendants(pid: int) -> set[int]:
     try:
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     except psutil.Error:
         return set()
 
 
-def _carriers(api_key: str) -> set[int]:
-    """Processes that were started with the key in their environment, in whatever session."""
+def _find_by_key(api_key: str) -> set[int]:
+    """Return processes started with the key in their environment, in any session."""
     mark = f"OPENAI_API_KEY={api_key}".encode()
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/environ"):

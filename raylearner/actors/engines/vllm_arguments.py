@@ -1,0 +1,116 @@
+"""Arguments of vLLM's AsyncLLM, from the section of the engine and the files of its model."""
+
+import importlib
+from pathlib import Path
+from typing import Any, get_args
+
+from raylearner.config.schema import VllmEngine as VllmEngineSection
+from raylearner.errors import EngineError
+from raylearner.tokenization.vision import Vision
+from raylearner.weights.probe import NUM_PROBE_SEQUENCES
+
+EXTENSION = "raylearner.weights.receiver.WorkerExtension"
+SHARED_BELOW = 0.5
+"""With a smaller share of a GPU's memory, an engine expects others to start beside it."""
+BESIDE_CACHE_BYTES = 2 * 1024**3
+"""Part of an engine's share of a GPU for activations, CUDA's context and graphs."""
+MIN_CACHE_BYTES = 256 * 1024**2
+
+
+def engine_arguments(
+    config: VllmEngineSection,
+    *,
+    model_path: str,
+    seed: int,
+    weight_backend: str,
+    lora_rank: int | None,
+    max_images: int,
+) -> dict[str, Any]:
+    """Return the arguments of `AsyncEngineArgs`, all but where to log."""
+    from vllm.config import WeightTransferConfig
+
+    import raylearner.weights.receiver  # noqa: F401 - registers the backend in this process as well
+
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_tokens,
+        # Probes need places of their own while all others are taken, and go first.
+        "max_num_seqs": config.max_sequences + NUM_PROBE_SEQUENCES,
+        "scheduling_policy": "priority",
+        "gpu_memory_utilization": config.memory_fraction,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.eager,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
+        "worker_extension_cls": EXTENSION,
+        **vision_arguments(model_path, max_images=max_images),
+    }
+    if lora_rank is not None:
+        arguments |= _lora_arguments(lora_rank)
+    if config.tensor_parallel_size > 1:
+        # vLLM would otherwise ask Ray for GPUs, which this actor holds already.
+        arguments["distributed_executor_backend"] = "mp"
+    if config.sleep:
+        arguments |= _sleep_arguments()
+    if config.memory_fraction < SHARED_BELOW or config.sleep:
+        arguments |= _cache_arguments(model_path, memory_fraction=config.memory_fraction)
+    if config.head_dtype == "float32" and config.dtype != "float32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    return arguments | config.extra_arguments
+
+
+def vision_arguments(model_path: str, *, max_images: int) -> dict[str, Any]:
+    """Return the limits on images of one request and forbid videos, which vLLM would reserve memory for.
+
+    Empty for a text-only model. Raises `EngineError` where torchvision, which vLLM's processors use,
+    does not import: vLLM's own error would not mention it.
+    """
+    if Vision.from_pretrained(model_path) is None:
+        return {}
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # a build for another torch raises errors of any type
+        raise EngineError(
+            "a vision-language model needs torchvision under vLLM, which does not import"
+            f" ({error}); `bash launch/setup.sh` installs one that does, on GPU machines"
+            " `pip install torchvision` the build for this torch, and actors.engine.kind"
+            " 'transformers' needs none"
+        ) from error
+    return {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
+
+
+def _lora_arguments(rank: int) -> dict[str, Any]:
+    """Reserve one adapter of the smallest rank that vLLM has kernels for and that `rank` fits in."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = [supported for supported in get_args(MaxLoRARanks) if supported >= rank]
+    if not ranks:
+        raise EngineError(f"vLLM takes adapters of at most rank {max(get_args(MaxLoRARanks))}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
+
+
+def _sleep_arguments() -> dict[str, bool]:
+    """Let an engine free its GPU while it sleeps; on CPUs it only pauses."""
+    from vllm.platforms import current_platform
+
+    return {"enable_sleep_mode": True} if current_platform.is_sleep_mode_available() else {}
+
+
+def _cache_arguments(model_path: str, *, memory_fraction: float) -> dict[str, int]:
+    """Fix the size of the key-value cache of an engine that shares its GPU.
+
+    vLLM would measure free memory, and count what others allocate meanwhile as its own use.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    folder = Path(model_path)
+    if not torch.cuda.is_available() or not folder.is_dir():
+        return {}
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    share = memory_fraction * current_platform.get_device_total_memory(0)
+    size = int(share - 1.5 * weights) - BESIDE_CACHE_BYTES
+    return {"kv_cache_memory_bytes": size} if size >= MIN_CACHE_BYTES else {}
