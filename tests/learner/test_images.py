@@ -26,10 +26,9 @@ from raylearner.learner.batch.pack import pack
 from raylearner.learner.learner import Learner
 from raylearner.learner.model import images as images_module
 from raylearner.learner.model import lora
-from raylearner.learner.model.attention import image_implementation
-from raylearner.learner.model.images import ImageReader, PixelLoader
-from raylearner.learner.model.loading import TensorReader, load_model
-from raylearner.learner.model.policy import ModelOptions, vision_tower
+from raylearner.learner.model.images import ImageReader, PixelLoader, vision_tower
+from raylearner.learner.model.loading import ModelFiles, load_model
+from raylearner.learner.model.policy import ModelOptions
 from raylearner.learner.weight_writer import make_probe
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
@@ -59,21 +58,23 @@ def glm4v_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
-def test_each_rank_reads_its_rows_whatever_the_files_call_their_tensors(
+def test_tensors_load_under_any_names_that_transformers_accepts(
     family: str, request: pytest.FixtureRequest
 ) -> None:
     folder: Path = request.getfixturevalue(family)
     causal_lm = load_model(str(folder), dtype=torch.float32).causal_lm
     with safe_open(folder / "model.safetensors", "pt") as file:
         keys = set(file.keys())
-    named = dict(causal_lm.named_parameters())
     # Qwen2.5-VL's parts are saved under the names that they have on the hub.
     assert ("visual.merger.ln_q.weight" in keys) == (family == "qwen2_5_folder")
-    reader = TensorReader(folder, causal_lm)
-    assert reader.missing(named) == []
-    for name, parameter in named.items():
-        rows = reader.rows(name, 1, 2, tuple(parameter.shape))
-        assert torch.equal(rows, parameter[1:3]), name
+    loaded = {name: p.detach().clone() for name, p in causal_lm.named_parameters()}
+    for parameter in causal_lm.parameters():
+        parameter.detach().zero_()
+    files = ModelFiles(folder, causal_lm)
+    assert files.find_missing(causal_lm) == []
+    files.load(causal_lm)
+    for name, parameter in causal_lm.named_parameters():
+        assert torch.equal(parameter, loaded[name]), name
 
 
 def make_sequences(vision: Vision) -> list[tuple[np.ndarray, tuple[bytes, ...]]]:
@@ -149,7 +150,7 @@ def test_packed_images_equal_one_sequence_at_a_time(
     model = load_model(str(folder), dtype=torch.float32)
     tower: Any = vision_tower(model.causal_lm)
     # Otherwise transformers attends to one image or window at a time.
-    assert tower.config._attn_implementation == image_implementation("sdpa")
+    assert tower.config._attn_implementation.startswith("raylearner_flash_images")
     loss = -model(tokens).logprobs.sum()
     loss.backward()
     expected, expected_gradients = reference_loss(folder, reader, vision, sequences)

@@ -193,11 +193,7 @@ def restore_tensors(
     _refuse_unreadable(folder / "tensors")
     tensors = state_tensors(parameters, optimizer)
     reader = HuggingFaceStorageReader(str(folder / "tensors"))
-    saved = {
-        name: tuple(entry.size)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    saved = read_shapes(reader)
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if saved != wanted:
         name = sorted(set(saved.items()) ^ set(wanted.items()))[0][0]
@@ -209,6 +205,15 @@ def restore_tensors(
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(num_updates)
+
+
+def read_shapes(reader: HuggingFaceStorageReader) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in the reader's files, by name."""
+    return {
+        name: tuple(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _refuse_unreadable(folder: Path) -> None:

@@ -1,14 +1,14 @@
-"""Attention over packed sequences: memory linear in tokens, no mask, nothing attends across.
+"""Attention over packed sequences: memory linear in tokens, no mask, none across sequences.
 
-That of text is causal; patches of an image, or of a window of it, all attend to each other.
+Equals attention one sequence at a time. Text is causal; patches of an image, or of a window of it, all
+attend to each other.
 Legend: `T` packed tokens, `R` sequences, `H` query heads, `G` key-value heads, `D` head width.
-Equals attention one sequence at a time. `raylearner.learner.model.loading` registers it with transformers.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -16,25 +16,32 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from raylearner.errors import ConfigError
+from raylearner.learner.model.images import vision_tower
 from raylearner.learner.model.mesh import ContextGroup
 
 log = logging.getLogger(__name__)
 
 SHORTEST_TO_LONGEST = 0.75
-"""Sequences of one padded call on the CPU differ in length by no more than this ratio."""
+"""Minimum ratio of the shortest to the longest sequence of one padded call on the CPU."""
 
 Backend = Literal["sdpa", "flash_attn", "varlen"]
 
 HALF = (torch.bfloat16, torch.float16)
 
 
-def choose_backend(
+def register_backend(
     device_type: str, dtype: torch.dtype, wanted: Literal["auto"] | Backend = "auto"
 ) -> Backend:
-    """On GPUs flash-attn where installed, else torch's own varlen kernel; both know half precision
-    only. SDPA everywhere else. ConfigError where the one named does not run."""
+    """Choose a kernel and register it with transformers.
+
+    On GPUs this is flash-attn if installed, else torch's own varlen kernel, both for half precision
+    only; SDPA otherwise. Raises `ConfigError` if the wanted kernel cannot run.
+    """
     has_kernels = device_type == "cuda" and dtype in HALF
     backend = wanted
     if backend == "auto":
@@ -48,18 +55,56 @@ def choose_backend(
     if backend == "flash_attn" and not find_spec("flash_attn"):
         raise ConfigError("learner.attention: flash-attn is not installed; use varlen or auto")
     log.info("packed attention on %s in %s: %s", device_type, dtype, backend)
+    disable_progress_bar()
+    for name, attend in (
+        (_text_name(backend), packed_attention),
+        (_image_name(backend), image_attention),
+    ):
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, backend=backend))
     return backend
 
 
-def implementation(backend: Backend) -> str:
-    """The attention implementation's name in transformers, which takes a name with flash in it for a
-    library of its own."""
+def is_vision(config: PreTrainedConfig) -> bool:
+    """Return whether this is the configuration of a vision-language model."""
+    return hasattr(config, "vision_config")
+
+
+def implementation_of(config: PreTrainedConfig, backend: Backend) -> str | dict[str, str]:
+    """Return what to construct a model with; `set_attention` then adds the vision tower's."""
+    name = _text_name(backend)
+    return {"": name, "text_config": name, "vision_config": "sdpa"} if is_vision(config) else name
+
+
+def set_attention(causal_lm: PreTrainedModel, backend: Backend) -> None:
+    """Use packed attention for text and images."""
+    causal_lm.set_attn_implementation(implementation_of(causal_lm.config, backend))
+    tower = vision_tower(causal_lm)
+    if isinstance(tower, PreTrainedModel):
+        # Set directly: transformers refuses the name where it checks.
+        tower.config._attn_implementation = _image_name(backend)
+
+
+@contextmanager
+def use_eager(causal_lm: PreTrainedModel, backend: Backend) -> Iterator[None]:
+    """Use transformers' eager attention for text in this context."""
+    name: Any = "eager"
+    if is_vision(causal_lm.config):
+        name = {"": name, "text_config": name, "vision_config": "sdpa"}
+    causal_lm.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        set_attention(causal_lm, backend)
+
+
+def _text_name(backend: Backend) -> str:
+    """Name an implementation for text; transformers takes names with "flash" for a library's."""
     return f"raylearner_{backend.removeprefix('flash_')}"
 
 
-def image_implementation(backend: Backend) -> str:
-    """That of a vision tower, which hands packing on to what has flash in its name, and calls anything
-    else once for each image or window."""
+def _image_name(backend: Backend) -> str:
+    """Name an implementation for vision towers, which pass packing on only to names with "flash" and
+    call others once for each image or window."""
     return f"raylearner_flash_images_{backend}"
 
 
@@ -77,7 +122,7 @@ def image_attention(
     max_length_q: int,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """As `packed_attention`, of images or windows of them, in both directions."""
+    """Compute `packed_attention` of images or their windows, in both directions."""
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes neither a mask nor dropout")
     attend = BACKENDS[backend]
@@ -101,9 +146,9 @@ def packed_attention(
     context_group: ContextGroup | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The signature that transformers calls; output `[1, T, H, D]`.
+    """Compute attention, with the signature that transformers calls; output `[1, T, H, D]`.
 
-    With a context group `T` is a rank's slice, and `cu_seq_lens_q` that of the whole.
+    With a context group `T` is a rank's slice, and `cu_seq_lens_q` describes the whole.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"{type(module).__name__} does not pass packing on to its attention")
@@ -113,7 +158,7 @@ def packed_attention(
         name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None
     ]
     if unsupported:
-        raise ValueError(f"packed attention does not know {', '.join(unsupported)}")
+        raise ValueError(f"packed attention does not support {', '.join(unsupported)}")
     window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
     attend = BACKENDS[backend]
     parts = query[0], key[0], value[0]
@@ -135,10 +180,10 @@ def _sdpa(
     window: int | None,
     is_causal: bool = True,
 ) -> Tensor:  # [T, H, D]
-    """One call per bucket of sequences of similar length; any device, any precision.
+    """Attend in one call per bucket of sequences of similar length; any device, any precision.
 
-    They are padded at the end, where causality keeps padding from every real token: the result is
-    that of one sequence at a time, without a mask. Without causality only equal lengths share a call.
+    They are padded at the end, where causality hides padding from every real token: the result equals
+    one sequence at a time, without a mask. Without causality only equal lengths share a call.
     """
     lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
     device = query.device
@@ -166,7 +211,7 @@ def _sdpa(
 def _buckets(
     lengths: tuple[int, ...], device: torch.device, shortest_to_longest: float
 ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Per bucket: which packed token each padded place reads `[r, size]`, and the way back."""
+    """Return, per bucket, the packed token of each padded place `[r, size]`, and the reverse."""
     starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     buckets: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
@@ -252,7 +297,7 @@ BACKENDS: dict[Backend, Callable[..., Tensor]] = {
 
 
 def kernels() -> list[Any]:
-    """The operations in which the backends attend, of those that are installed."""
+    """Return the attention operations of the installed backends."""
     import torch.nn.attention.varlen  # registers its own
 
     with suppress(ImportError):

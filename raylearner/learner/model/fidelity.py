@@ -19,7 +19,8 @@ from torch import Tensor
 
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
-from raylearner.learner.model.policy import PackedModel, vision_tower
+from raylearner.learner.model.images import vision_tower
+from raylearner.learner.model.policy import PackedModel
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from raylearner.errors import LearnerError
 from raylearner.images import decode_fitted
@@ -128,6 +129,11 @@ class PackedImages:
                     f"{name}: an image does not decode: {type(error).__name__}: {error}"
                 ) from error
         return torch.cat(parts).to(self.grids.device)
+
+
+def vision_tower(causal_lm: PreTrainedModel) -> nn.Module | None:
+    """Return the module that turns images into tokens, projector included; None if text-only."""
+    return getattr(causal_lm.base_model, "visual", None)
 
 
 class ImageReader:

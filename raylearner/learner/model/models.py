@@ -18,11 +18,11 @@ from raylearner.learner.checkpoint.state import Progress, Save, restore_tensors,
 from raylearner.learner.model import lora
 from raylearner.learner.model.critic import Critic
 from raylearner.learner.model.export import export_adapter, export_model
-from raylearner.learner.model.images import ImageReader
+from raylearner.learner.model.images import ImageReader, vision_tower
 from raylearner.learner.model.loading import load_sharded, model_directory
 from raylearner.learner.model.memory_check import refuse_without_room
 from raylearner.learner.model.mesh import ContextGroup
-from raylearner.learner.model.policy import DTYPES, ModelOptions, PackedModel, vision_tower
+from raylearner.learner.model.policy import DTYPES, ModelOptions, PackedModel
 from raylearner.learner.model.reference import Reference, reference_path
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import attention, lora
 from raylearner.learner.model.attention import Backend
 from raylearner.learner.model.gather import gathered, gathered_checksums
-from raylearner.learner.model.images import PackedImages
+from raylearner.learner.model.images import PackedImages, vision_tower
 from raylearner.learner.model.logprobs import chunked_logprobs, chunked_squared_probs
 from raylearner.learner.model.mesh import ContextGroup
 from raylearner.tokenization.vision import deal_out
@@ -316,11 +316,6 @@ def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
     if images.order:
         deal_out(features, images.order)
     return features
-
-
-def vision_tower(causal_lm: PreTrainedModel) -> nn.Module | None:
-    """What turns images into tokens, its projector included; None in a model of text alone."""
-    return getattr(causal_lm.base_model, "visual", None)
 
 
 def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:
