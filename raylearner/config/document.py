@@ -1,16 +1,17 @@
-"""YAML text to a tree with line numbers, by YAML 1.2's rules for plain scalars.
+"""Read YAML 1.2 into a tree that keeps line numbers, and merge such trees.
 
-What differs from PyYAML's own reading: `1e-6` is a number, `yes`, `on` and dates are text, `010`
-is ten. Underscores between digits are allowed (`1_000`). Keys that occur twice, merge keys (`<<`)
-and tags beyond YAML's own are problems, not values.
+ruamel.yaml parses. This module refuses with their lines: keys that occur twice, merge keys (`<<`), tags
+beyond YAML's own, values that refer to themselves, and documents that are too deep or too large once
+their aliases are expanded. Dates are text.
 """
 
-import re
-from collections.abc import Callable
+import io
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from raylearner.config.problems import Problem, Where, shown
 
@@ -122,63 +123,63 @@ def _has_other_kind(old: dict[str, Node], new: dict[str, Node]) -> bool:
     return "kind" in old and "kind" in new and old["kind"].value != new["kind"].value
 
 
-_INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.(?:[0-9]+(?:_[0-9]+)*)?)?)(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
 _TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 50
-"""Of lists and mappings in each other; the configuration's own are a dozen deep at most."""
-_PLAIN: dict[str, str] = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": _INT.pattern,
-    "float": _FLOAT.pattern,
-    "merge": r"<<",
-}
-
-
-class Loader(yaml.SafeLoader):
-    """Composes nodes; values are constructed here, never by PyYAML."""
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
-class Dumper(yaml.SafeDumper):
-    """Quotes what `Loader` would not read back as text."""
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
-for _kind, _pattern in _PLAIN.items():
-    for _class in (Loader, Dumper):
-        _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), None)  # pyright: ignore[reportUnknownMemberType]
-_words = "|".join(re.escape(word) for word in sorted(NULL_WORDS))
-Dumper.add_implicit_resolver(_TAG + "word", re.compile(rf"^(?i:{_words})$"), None)  # pyright: ignore[reportUnknownMemberType]
+"""Maximum depth of nested lists and mappings; the configuration's own is about a dozen."""
+MAX_NODES = 100_000
+"""Maximum number of values, each alias counted as what it stands for."""
+_TEXT = ("str", "timestamp", "value")
+"""Tags of plain scalars that are text here: ruamel.yaml also finds dates and `=`."""
 
 
 def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
-    """The tree of one document, None where it is empty or broken, and what is wrong with it."""
-    reader = _Reader(where)
+    """Return the tree of one document and its problems; the tree of an empty or broken one is None."""
+    yaml = _yaml()
+    reader = _Reader(where, yaml.constructor)
     try:
-        root = cast(yaml.Node | None, yaml.compose(text, Loader=Loader))  # pyright: ignore[reportUnknownMemberType]
-        tree = root and reader.node(root, (), root.start_mark.line + 1)
-    except yaml.MarkedYAMLError as error:
+        root = yaml.compose(text)
+        tree = None if root is None else reader.node(root, (), root.start_mark.line + 1)
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        reason = error.problem or error.context or "cannot be read"
+        if reason.startswith("but "):  # the end of a sentence that the context begins
+            reason = f"{error.context} {reason}; split it into files, which merge left to right"
+        elif "'\\t'" in reason:
+            reason += "; indent with spaces"
         line = mark.line + 1 if mark is not None else 1
-        said = error.problem or error.context or "cannot be read"
-        if said.startswith("but "):  # the end of a sentence that the context begins
-            said = f"{error.context} {said}; make files of them, merged left to right"
-        elif "'\\t'" in said:
-            said += "; indent with spaces"
-        return None, [Problem(_at(where, line), "", f"is not valid YAML: {said}")]
-    except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        return None, [Problem(where, "", f"is not valid YAML: {said}")]
+        return None, [Problem(_at(where, line), "", f"is not valid YAML: {reason}")]
+    except YAMLError as error:
+        reason = " ".join(str(error).split())
+        return None, [Problem(where, "", f"is not valid YAML: {reason}")]
     except RecursionError:
         return None, [Problem(where, "", f"is nested deeper than {MAX_DEPTH} levels")]
+    except _TooLarge:
+        return None, [Problem(where, "", f"has more than {MAX_NODES:,} values, aliases expanded")]
     return tree, reader.problems
+
+
+def dump(value: Any) -> str:
+    """Return plain mappings, lists and scalars as YAML that `parse` reads back unchanged."""
+    yaml = _yaml()
+    yaml.allow_unicode, yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = (
+        True,
+        False,
+        False,
+    )
+    yaml.representer.add_representer(str, _represent_text)
+    stream = io.StringIO()
+    yaml.dump(value, stream)
+    return stream.getvalue()
+
+
+def _yaml() -> Any:
+    return YAML(typ="safe", pure=True)
+
+
+def _represent_text(representer: Any, text: str) -> Any:
+    """Quote words for null, which `loader.ambiguous_words` would refuse."""
+    style = "'" if text.lower() in NULL_WORDS else None
+    return representer.represent_scalar(_TAG + "str", text, style=style)
 
 
 def _at(where: Where, line: int) -> Where:
@@ -187,43 +188,51 @@ def _at(where: Where, line: int) -> Where:
     return Where(where.rank, line, where.label)
 
 
-class _Reader:
-    """Turns composed YAML nodes into a tree and collects what it refuses."""
+class _TooLarge(Exception):
+    """More values than a configuration could have."""
 
-    def __init__(self, where: Where) -> None:
+
+class _Reader:
+    """Turns composed YAML nodes into a tree and collects its problems."""
+
+    def __init__(self, where: Where, constructor: Any) -> None:
         self.where = where
         self.problems: list[Problem] = []
+        self._constructor = constructor
         self._open: set[int] = set()
+        self._num_nodes = 0
 
-    def node(self, node: yaml.Node, path: tuple[str, ...], line: int) -> Node:
+    def node(self, node: Any, path: tuple[str, ...], line: int) -> Node:
         where = _at(self.where, line)
         if id(node) in self._open:
             self._refuse(line, path, "refers to itself; write the value out")
             return Node(None, where)
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise _TooLarge
         if len(path) > MAX_DEPTH:
             raise RecursionError
         self._open.add(id(node))
         try:
-            if isinstance(node, yaml.MappingNode):
+            if isinstance(node, MappingNode):
                 return Node(self._mapping(node, path), where)
-            if isinstance(node, yaml.SequenceNode):
-                items = enumerate(node.value)
+            if isinstance(node, SequenceNode):
+                items = enumerate(cast(list[Any], node.value))
                 return Node(
                     [self.node(x, (*path, str(i)), x.start_mark.line + 1) for i, x in items], where
                 )
-            assert isinstance(node, yaml.ScalarNode)
             return Node(self._scalar(node, path), where, is_bare=node.style is None)
         finally:
             self._open.discard(id(node))
 
-    def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
+    def _mapping(self, node: Any, path: tuple[str, ...]) -> dict[str, Node]:
         entries: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.tag == _TAG + "merge":
-                self._refuse(line, path, "merge keys (<<) are not read; use an overlay file")
+                self._refuse(line, path, "merge keys (<<) are not supported; use an overlay file")
                 continue
-            if not isinstance(key_node, yaml.ScalarNode):
+            if not isinstance(key_node, ScalarNode):
                 self._refuse(line, path, "a key must be text, not a list or a mapping")
                 continue
             key = str(key_node.value)
@@ -232,50 +241,25 @@ class _Reader:
                 continue
             if key in entries:
                 first = entries[key].where
-                seen = f"first on line {first.line}" if first.line else "twice in one mapping"
-                self._refuse(line, (*path, key), f"key occurs twice, {seen}; keep one of them")
+                place = f"first on line {first.line}" if first.line else "twice in one mapping"
+                self._refuse(line, (*path, key), f"key occurs twice, {place}; keep one of them")
                 continue
             entries[key] = self.node(value_node, (*path, key), line)
         return entries
 
-    def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
-        text = str(node.value)
-        construct = _CONSTRUCT.get(node.tag.removeprefix(_TAG))
-        line = node.start_mark.line + 1
-        if construct is None:
-            self._refuse(line, path, f"tag {node.tag!r} is not read; write a plain value")
+    def _scalar(self, node: Any, path: tuple[str, ...]) -> Scalar:
+        text, line = str(node.value), node.start_mark.line + 1
+        tag = str(node.tag).removeprefix(_TAG)
+        if tag in _TEXT:
+            return text
+        if tag not in ("null", "bool", "int", "float"):
+            self._refuse(line, path, f"tag {str(node.tag)!r} is not supported; write a plain value")
             return None
         try:
-            return construct(text)
-        except ValueError:
-            self._refuse(line, path, f"{shown(text)} does not fit its tag {node.tag!r}")
+            return self._constructor.construct_object(node)
+        except (ValueError, KeyError, IndexError, YAMLError):
+            self._refuse(line, path, f"{shown(text)} does not fit its tag {str(node.tag)!r}")
             return None
 
     def _refuse(self, line: int, path: tuple[str, ...], text: str) -> None:
         self.problems.append(Problem(_at(self.where, line), ".".join(path), text))
-
-
-def _integer(text: str) -> int:
-    for prefix, base in (("0o", 8), ("0x", 16)):
-        if text.startswith(prefix):
-            return int(text[2:], base)
-    return int(text)
-
-
-def _number(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
-
-
-_CONSTRUCT: dict[str, Callable[[str], Scalar]] = {
-    "null": lambda text: None,
-    "bool": _boolean,
-    "int": _integer,
-    "float": _number,
-    "str": str,
-}

@@ -11,13 +11,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raylearner.config.document import Dumper
+from raylearner.config.document import dump
 from raylearner.config.memory import BYTES, GIB, ModelSize, estimate_of
 from raylearner.config.schema import PretrainedModel, RunConfig, VllmEngine
 from raylearner.config.section import (
@@ -125,14 +124,7 @@ def report(config: RunConfig) -> str:
 def resolved_yaml(config: RunConfig) -> str:
     """The whole configuration with defaults written out; `load` reads it back unchanged."""
     comment = "\n".join(f"# {name}: {version}" for name, version in versions().items())
-    body = yaml.dump(
-        config.model_dump(mode="json"),
-        Dumper=Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        default_flow_style=False,
-    )
-    return f"{comment}\n{body}"
+    return f"{comment}\n{dump(config.model_dump(mode='json'))}"
 
 
 def versions() -> dict[str, str]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-import yaml
 from tokenizers import Tokenizer
 
-from raylearner.config.document import Loader
+from raylearner.config.document import parse
+from raylearner.config.problems import Where
 from raylearner.errors import ConfigError
 from raylearner.observability.run_directory import FAILURES_FILE
 from raylearner.observability.sinks.jsonl import dumps, read_lines
@@ -197,13 +197,14 @@ def _tokenizer(run_dir: Path) -> Tokenizer | None:
     saved = run_dir / "config.yaml"
     if saved.is_file():
         try:
-            config = yaml.load(saved.read_text(encoding="utf-8"), Loader=Loader)
-            folders.append(Path(str(config["model"].get("path", ""))))
-        except (
-            *(OSError, ValueError, yaml.YAMLError, RecursionError),
-            *(TypeError, KeyError, AttributeError),
-        ) as error:
-            raise ConfigError(f"{saved}: is no run's configuration; restore it") from error
+            tree, _ = parse(saved.read_text(encoding="utf-8"), Where(0, 0, str(saved)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{saved}: cannot be read ({error}); restore it") from error
+        model = tree.child("model") if tree is not None else None
+        if model is None:
+            raise ConfigError(f"{saved}: is not the configuration of a run; restore it")
+        path = model.child("path")
+        folders.append(Path(str(path.value if path is not None else "")))
     for file in (os.path.join(folder, "tokenizer.json") for folder in folders):
         if os.path.isfile(file):
             try:

@@ -203,6 +203,12 @@ def test_a_clash_points_at_the_line_that_set_the_key(base: str, tmp_path: Path) 
     assert line.startswith(f"{overlay}:2 weights.every_steps: must be <= ")
 
 
+LAUGHS = b"".join(
+    b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1) if i else b"1"] * 9))
+    for i in range(9)
+)
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -222,7 +228,8 @@ def test_a_clash_points_at_the_line_that_set_the_key(base: str, tmp_path: Path) 
         (b"run: 1\n# \xff\n", ":2 is not UTF-8 text: byte 0xff"),
         (b"run: \x00\n", "is not valid YAML"),
         (b"run: {}\nrun: {}\n", ":2 run: key occurs twice, first on line 1"),
-        (b"a: &x {b: 1}\nc:\n  <<: *x\n", ":3 c: merge keys (<<) are not read"),
+        (b"a: &x {b: 1}\nc:\n  <<: *x\n", ":3 c: merge keys (<<)"),
+        (LAUGHS, "100,000 values"),
         (b"run: {seed: !!python/name:os.system x}\n", ":1 run.seed: tag "),
         (b"run: &r\n  seed: *r\n", ":2 run.seed: refers to itself"),
         (b"run: {1: 2}\n", ":1 run: a key must be text, got 1"),
