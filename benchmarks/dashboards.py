@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from raylearner.jobs import jobs
+from raylearner.jobs import client as jobs_client
 from raylearner.observability.grafana import dashboard
 
 ROOT = Path(__file__).parents[1]
@@ -152,10 +152,12 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
     ]
     with process(*head, log=out / "ray.txt"), process(*watch, log=out / "prometheus.txt"):
         wait_for_url(f"{ray_url}/api/version")
-        client = jobs.connect(ray_url)
+        client = jobs_client.connect(ray_url)
         arguments = ["train", config, *overrides, f"run.dir={run_dir}"]
         about = {"run": run_dir.name}
-        job = jobs.submit(client, arguments, environment=jobs.runtime_env(str(ROOT)), about=about)
+        job = jobs_client.submit(
+            client, arguments, environment=jobs_client.runtime_env(str(ROOT)), about=about
+        )
         metrics = run_dir / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count("\n") < 5:
             assert not client.get_job_status(job).is_terminal(), client.get_job_logs(job)[-2000:]

@@ -1,4 +1,4 @@
-"""What a machine has for runs, and what to do about what it lacks."""
+"""Diagnosis of a machine: what runs need, whether it is there, and what to do if not."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from typing import Literal
 from raylearner import network
 from raylearner.config.report import versions
 from raylearner.errors import ConfigError
-from raylearner.jobs import jobs
+from raylearner.jobs import client as jobs_client
 from raylearner.run import machine
 
 Verdict = Literal["ok", "note", "problem"]
 
 MIN_SHARED_BYTES = 2 * 2**30
-"""Ray's object store and NCCL's buffers live there; containers often have 64 MB."""
+"""For Ray's object store and NCCL's buffers; containers often have 64 MB."""
 MIN_DISK_BYTES = 10 * 2**30
 PROBE_TIMEOUT_S = 180.0
 """Importing vLLM from a cold disk takes a minute."""
@@ -29,7 +29,7 @@ PORTS = {6379: "Ray's head", 8265: "Ray's dashboard and jobs"}
 
 
 OUTSIDE = ("http://example.org", "https://example.org")
-"""Stand for services outside of this machine and its cluster."""
+"""Examples of services outside the machine and its cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything that is looked at, as it is known; imports happen in processes of their own."""
+    """Yield all findings as they are made; imports are tried in separate processes."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         *(_versions, _torch, _torchvision, _vllm, _tune),
         *(_shared_memory, _disk, _sockets, _ports, _proxies, _token, _cluster),
@@ -57,12 +57,12 @@ def _versions() -> Iterator[Finding]:
     yield Finding("ok", "versions", ", ".join(f"{name} {value}" for name, value in found.items()))
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         yield Finding(
-            "problem", "python", found["python"], "use 3.11 or 3.12: vLLM has no other wheels"
+            "problem", "python", found["python"], "use 3.11 or 3.12, for which vLLM has wheels"
         )
 
 
 def _probe(code: str) -> tuple[bool, str]:
-    """Whether `code` ran in a process of its own, and what it printed last."""
+    """Return whether `code` ran in a separate process, and the last line it printed."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -90,25 +90,25 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl}))
 
 
 def _torch() -> Iterator[Finding]:
-    is_fine, said = _probe(_TORCH)
+    is_fine, output = _probe(_TORCH)
     if not is_fine:
-        yield Finding("problem", "torch", said, "run `bash launch/setup.sh` again")
+        yield Finding("problem", "torch", output, "run `bash launch/setup.sh` again")
         return
-    found = json.loads(said)
+    found = json.loads(output)
     if found["gpus"]:
         names = ", ".join(f"{gpu['name']} ({gpu['gib']} GiB)" for gpu in found["gpus"])
         yield Finding("ok", "GPUs", names)
         if found["nccl"] is None:
-            advice = "install the CUDA build of torch; weights go by shared files until then"
-            yield Finding("problem", "NCCL", "this torch has none", advice)
+            advice = "install the CUDA build of torch; until then weights travel as shared files"
+            yield Finding("problem", "NCCL", "missing in this torch", advice)
         else:
             yield Finding("ok", "NCCL", found["nccl"])
     elif shutil.which("nvidia-smi") and found["cuda"] is None:
         advice = "install requirements.txt instead of requirements-cpu.txt"
-        yield Finding("problem", "GPUs", "the machine has some, this torch is a CPU build", advice)
+        yield Finding("problem", "GPUs", "present, but this torch is a CPU build", advice)
     elif shutil.which("nvidia-smi"):
         advice = "compare `nvidia-smi`'s CUDA version with torch.version.cuda; update the driver"
-        yield Finding("problem", "GPUs", f"torch (CUDA {found['cuda']}) sees none", advice)
+        yield Finding("problem", "GPUs", f"torch (CUDA {found['cuda']}) finds none", advice)
     else:
         yield Finding("ok", "GPUs", "none: runs use the CPU, over gloo and shared files")
 
@@ -117,11 +117,9 @@ def _torchvision() -> Iterator[Finding]:
     try:
         version = metadata.version("torchvision")
     except metadata.PackageNotFoundError:
-        yield Finding(
-            "ok", "torchvision", "not installed: text models need none, vLLM's vision models do"
-        )
+        yield Finding("ok", "torchvision", "not installed: needed for vision-language models only")
         return
-    is_fine, said = _probe("import torchvision; torchvision.ops.nms")
+    is_fine, output = _probe("import torchvision; torchvision.ops.nms")
     if is_fine:
         yield Finding("ok", "torchvision", f"{version} imports beside this torch")
     else:
@@ -129,16 +127,16 @@ def _torchvision() -> Iterator[Finding]:
             "run `bash launch/setup.sh`, which lets it import beside a CPU torch, or install the build"
             " for this torch; for text models `pip uninstall torchvision torchaudio` will do"
         )
-        yield Finding("problem", "torchvision", f"{version} does not fit torch: {said}", advice)
+        yield Finding("problem", "torchvision", f"{version} does not match torch: {output}", advice)
 
 
 def _vllm() -> Iterator[Finding]:
-    is_fine, said = _probe("import vllm; from vllm.v1.engine.async_llm import AsyncLLM")
+    is_fine, output = _probe("import vllm; from vllm.v1.engine.async_llm import AsyncLLM")
     if is_fine:
         yield Finding("ok", "vLLM", "imports")
     else:
-        advice = "read its error; mostly a torch or torchvision of another build is to blame"
-        yield Finding("problem", "vLLM", f"does not import: {said}", advice)
+        advice = "see the error; the usual cause is a torch or torchvision of another build"
+        yield Finding("problem", "vLLM", f"does not import: {output}", advice)
 
 
 def _tune() -> Iterator[Finding]:
@@ -169,7 +167,9 @@ def _disk() -> Iterator[Finding]:
         if free >= MIN_DISK_BYTES:
             yield Finding("ok", name, f"{_gib(free)} free")
         else:
-            advice = "checkpoints and spilled objects need room: see run.keep_last, or move run.dir"
+            advice = (
+                "checkpoints and spilled objects need space: see run.keep_last, or move run.dir"
+            )
             yield Finding("problem", name, f"{_gib(free)} free in {folder}", advice)
 
 
@@ -191,7 +191,7 @@ def _ports() -> Iterator[Finding]:
             probe.settimeout(1.0)
             is_taken = probe.connect_ex(("127.0.0.1", port)) == 0
         text = f"{port} ({use}) is {'taken' if is_taken else 'free'}"
-        advice = "fine where that is your cluster; else give `ray start` another port"
+        advice = "fine if that is your cluster; otherwise give `ray start` another port"
         yield Finding("note" if is_taken else "ok", "port", text, advice if is_taken else "")
 
 
@@ -201,10 +201,12 @@ def _proxies() -> Iterator[Finding]:
     try:
         named = {str(found) for url in OUTSIDE if (found := network.proxy_of(url)) is not None}
     except ValueError as error:
-        yield Finding("problem", "proxy", str(error), "services outside are not reached")
+        yield Finding("problem", "proxy", str(error), "external services cannot be reached")
         return
     through = f"through {', '.join(sorted(named))}" if named else "directly"
-    yield Finding("ok", "proxy", f"services outside are called {through}, our own always directly")
+    yield Finding(
+        "ok", "proxy", f"external services are called {through}, those of the cluster directly"
+    )
 
 
 def _token() -> Iterator[Finding]:
@@ -215,24 +217,26 @@ def _token() -> Iterator[Finding]:
         yield Finding("problem", "authentication", str(error))
         return
     if mode == "disabled":
-        advice = "unset RAY_AUTH_MODE: whoever reaches a Ray port runs code as you"
-        yield Finding("problem", "authentication", "is switched off", advice)
-    elif not jobs.has_token():
-        yield Finding("ok", "authentication", "no token yet: the first local cluster makes one")
+        advice = "unset RAY_AUTH_MODE: anyone who can reach a Ray port can run code as you"
+        yield Finding("problem", "authentication", "disabled", advice)
+    elif not jobs_client.has_token():
+        yield Finding("ok", "authentication", "no token yet: the first local cluster creates one")
     elif not mode:
-        advice = "`export RAY_AUTH_MODE=token`, or `ray job submit` is answered 401"
-        yield Finding("note", "authentication", "a token is here, RAY_AUTH_MODE is not set", advice)
+        advice = "`export RAY_AUTH_MODE=token`, or `ray job submit` fails with 401"
+        yield Finding(
+            "note", "authentication", "a token exists, but RAY_AUTH_MODE is not set", advice
+        )
     else:
-        yield Finding("ok", "authentication", "by token")
+        yield Finding("ok", "authentication", "with a token")
 
 
 def _cluster() -> Iterator[Finding]:
-    named = jobs.named_address()
+    named = jobs_client.read_address()
     if named is None:
-        yield Finding("ok", "cluster", "RAY_ADDRESS names none: runs start a local one")
+        yield Finding("ok", "cluster", "RAY_ADDRESS is not set: runs start a local one")
         return
     try:
-        client = jobs.connect()
+        client = jobs_client.connect()
         running = [job for job in client.list_jobs() if job.status.value == "RUNNING"]
         yield Finding("ok", "cluster", f"{named} answers, {len(running)} jobs run")
     except (ConfigError, RuntimeError, OSError) as error:

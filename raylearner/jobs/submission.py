@@ -1,4 +1,4 @@
-"""`submit`: a run or a sweep as a Ray job, checked here before anything is packaged."""
+"""`submit`: a run or a sweep as a Ray job, checked before anything is packaged."""
 
 import asyncio
 import logging
@@ -17,25 +17,25 @@ from raylearner.config.report import git_revision
 from raylearner.config.resources import HUB_TOKEN, WANDB_KEY, named_variables, wants_wandb_key
 from raylearner.config.schema import PretrainedModel, RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
-from raylearner.jobs import jobs
+from raylearner.jobs import client as jobs_client
 from raylearner.observability import logs, run_directory
 
 logger = logging.getLogger(__name__)
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-"""What tells a model's directory, or an adapter's."""
+"""Files by which a directory is recognized as a model or an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for: arguments of `train`, or a sweep's file."""
+    """The user's request: arguments of `train`, or a sweep's file."""
 
     arguments: tuple[str, ...]
     resume: Path | None
     restart_if_no_checkpoint: bool = False
     sweep_file: str | None
     variables: tuple[str, ...] = ()
-    """Names of those that the job is given of this environment."""
+    """Names of environment variables to pass to the job."""
 
 
 def submit(
@@ -46,45 +46,50 @@ def submit(
     dependencies: Path | None,
     should_follow: bool,
 ) -> None:
-    """Checks, packages and starts; `load_runs` checks, and gives the configuration of every run.
+    """Check, package and start a job; `load_runs` checks and returns the configuration of every run.
 
-    What goes on with a run on another machine is checked there, where its directory is. Raises
-    `ConfigError` for what the user can mend, `RaylearnerError` where a followed job failed.
+    A run resumed on another machine is checked there, where its directory is. Raises `ConfigError` for
+    errors that the user can fix, `RaylearnerError` if a followed job failed.
     """
     logs.set_up()
-    client = jobs.connect(address) if request.resume is not None else None
-    is_elsewhere = client is not None and not jobs.is_local(client)
+    client = jobs_client.connect(address) if request.resume is not None else None
+    is_elsewhere = client is not None and not jobs_client.is_local(client)
     configs = _checked(request, (lambda: ()) if is_elsewhere else load_runs, dependencies)
-    client = client or jobs.connect(address)
+    client = client or jobs_client.connect(address)
     config = configs[0] if configs and request.sweep_file is None else None
     name = config.run.name if config is not None else _name(request)
-    arguments = _arguments(request, config, is_local=jobs.is_local(client))
-    for line in _lacking(configs, request.variables):
+    arguments = _arguments(request, config, is_local=jobs_client.is_local(client))
+    for line in _missing_variables(configs, request.variables):
         logger.warning("%s", line)
     with job_variables.packed(request.variables, os.environ) as package:
-        job = jobs.submit(
+        job = jobs_client.submit(
             client,
             arguments,
-            environment=jobs.runtime_env(
+            environment=jobs_client.runtime_env(
                 str(Path.cwd()), dependencies=dependencies, variables=package
             ),
-            about=jobs.metadata(config) if config is not None else _about(request, name),
+            about=jobs_client.metadata(config) if config is not None else _about(request, name),
             submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
         )
     where = client.get_address()
     stop = _ray_command(where, "stop", job)
-    logger.info("job %s runs on %s; its log: %s", job, where, _ray_command(where, "logs -f", job))
-    logger.info("%s ends it after a checkpoint", stop)
+    logger.info(
+        "job %s runs on %s; follow its log with: %s",
+        job,
+        where,
+        _ray_command(where, "logs -f", job),
+    )
+    logger.info("stop it with a checkpoint: %s", stop)
     if should_follow:
         try:
             asyncio.run(_follow(client, job))
         except KeyboardInterrupt:
-            logger.info("job %s goes on; %s ends it after a checkpoint", job, stop)
+            logger.info("job %s continues; stop it with a checkpoint: %s", job, stop)
             raise
 
 
 def _ray_command(where: str, verb: str, job: str) -> str:
-    """To paste into a shell that has none of this process's variables."""
+    """Return a command that works in a shell without this process's variables."""
     variables = [f"RAY_API_SERVER_ADDRESS={where}"]
     if mode := os.environ.get("RAY_AUTH_MODE"):
         variables.append(f"RAY_AUTH_MODE={mode}")
@@ -94,7 +99,7 @@ def _ray_command(where: str, verb: str, job: str) -> str:
 def _checked(
     request: Request, load_runs: Callable[[], Sequence[RunConfig]], dependencies: Path | None
 ) -> Sequence[RunConfig]:
-    """The configurations; raises `ConfigError` with all that is wrong."""
+    """Return the configurations; raise `ConfigError` with all problems."""
     problems: list[str] = []
     configs: Sequence[RunConfig] = ()
     try:
@@ -112,14 +117,14 @@ def _checked(
         configs = load_runs()
     except ConfigError as error:
         problems.append(str(error))
-    problems += dict.fromkeys(fault for config in configs for fault in _model_faults(config))
+    problems += dict.fromkeys(problem for config in configs for problem in _model_problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
     return configs
 
 
-def _lacking(configs: Sequence[RunConfig], handed_on: Sequence[str]) -> Iterator[str]:
-    """Variables that runs need, and that a job has only where the cluster's machines set them."""
+def _missing_variables(configs: Sequence[RunConfig], passed: Sequence[str]) -> Iterator[str]:
+    """Yield warnings of variables that runs need and the job may lack."""
     needed: dict[str, str] = {}
     for config in configs:
         for key, name in named_variables(config):
@@ -132,26 +137,26 @@ def _lacking(configs: Sequence[RunConfig], handed_on: Sequence[str]) -> Iterator
                 HUB_TOKEN,
                 f"model.path is on the hub, and {HUB_TOKEN} is set here",
             )
-    for name in needed.keys() - set(handed_on):
+    for name in needed.keys() - set(passed):
         yield (
-            f"{needed[name]}: the job has it only where `ray start` was given it; hand it on with"
+            f"{needed[name]}: the job has it only if it was set for `ray start`; pass it on with"
             f" {job_variables.OPTION} {name}"
         )
 
 
-def _model_faults(config: RunConfig) -> Iterator[str]:
-    """Models that a job would look for in its own files, which hold no weights."""
+def _model_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems of model paths relative to this directory, whose weights are not packaged."""
     for key, value in _texts(config.model_dump(), ""):
         is_here = key.endswith("path") and not Path(value).is_absolute() and os.path.isdir(value)
         if is_here and any(os.path.isfile(Path(value, name)) for name in MODEL_FILES):
             yield (
-                f"{key}: {value!r} is a model in this directory, and weights do not travel with a job;"
-                f" name it by a path that its machine has, such as {os.path.abspath(value)}"
+                f"{key}: {value!r} is a model in this directory, whose weights are not packaged with a job; use"
+                f" a path on the job's machine, such as {os.path.abspath(value)}"
             )
 
 
 def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text of a configuration with its dotted key."""
+    """Yield every string of a configuration with its dotted key."""
     if isinstance(tree, str):
         yield key, tree
     elif isinstance(tree, Mapping | list | tuple):
@@ -161,19 +166,19 @@ def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_outside_files(request: Request) -> None:
-    """A job sees this directory only."""
+    """Raise `ConfigError` for files outside this directory, which is all that a job gets."""
     here = Path.cwd().resolve()
     named = [a for a in request.arguments if os.path.isfile(a)]
     for name in [*named, *([request.sweep_file] if request.sweep_file else [])]:
         path = Path(name)
         if path.is_absolute() or not path.resolve().is_relative_to(here):
             raise ConfigError(
-                f"{name}: a job is given this directory; name a file in it, relative to {here}"
+                f"{name}: must be a file in this directory, which the job gets a copy of, relative to {here}"
             )
 
 
 def _name(request: Request) -> str:
-    """Of a sweep's job, or of one whose configuration is elsewhere."""
+    """Return the name of a sweep's job, or of one whose configuration is on another machine."""
     name = f"sweep-{Path(request.sweep_file).stem}" if request.sweep_file else str(request.resume)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
 
@@ -185,7 +190,8 @@ def _about(request: Request, name: str) -> dict[str, str]:
 
 
 def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) -> list[str]:
-    """On this machine runs keep their usual place, which a job's own files would not outlive."""
+    """Return the job's arguments; on this machine the run directory is absolute, since a job's files are
+    removed after it."""
     if request.sweep_file is not None:
         return ["sweep", request.sweep_file]
     if request.resume is not None:
@@ -210,7 +216,7 @@ async def _follow(client: Any, job: str) -> None:
         status = client.get_job_status(job).value
     except (ClientError, OSError) as error:
         raise RaylearnerError(
-            f"the log of job {job} broke off, the job may go on: {error}"
+            f"the log of job {job} broke off, the job may continue: {error}"
         ) from error
     if status != "SUCCEEDED":
         raise RaylearnerError(f"job {job} ended as {status}")

@@ -16,7 +16,7 @@ import yaml
 from cluster import Cluster
 from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, pretrained, rows, run_cli, wait_for
 
-from raylearner.jobs import jobs
+from raylearner.jobs import client as jobs_client
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
@@ -41,7 +41,7 @@ def project(tmp_path: Path, model: Path) -> Path:
 def client(cluster: Cluster) -> Iterator[Any]:
     before = dict(os.environ)
     try:
-        yield jobs.connect(f"http://127.0.0.1:{cluster.dashboard_port}")
+        yield jobs_client.connect(f"http://127.0.0.1:{cluster.dashboard_port}")
     finally:
         os.environ.clear()
         os.environ.update(before)

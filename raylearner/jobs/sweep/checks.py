@@ -1,4 +1,4 @@
-"""What a sweep's own file gets wrong, beside what its trials' configurations do."""
+"""Checks of a sweep's own file; its trials' configurations are checked by `plan`."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from raylearner.observability.metrics import METRICS, spec_of
 
 WITHOUT_FAILED = "_without_failed"
 SET_HERE = ("run.seed", "run.dir", "run.name")
-"""Keys that differ from trial to trial without an axis."""
+"""Keys that the sweep sets for each trial."""
 
 
 def check(sweep: SweepSection, tree: Node) -> list[Problem]:
-    """All problems of a sweep; `tree` is its file, which says where each is."""
+    """Return all problems of a sweep, with their lines in `tree`, its file."""
     problems: list[Problem] = []
 
     def refuse(path: tuple[str | int, ...], text: str) -> None:
@@ -28,7 +28,7 @@ def check(sweep: SweepSection, tree: Node) -> list[Problem]:
         if not is_inside and (is_package or not os.path.isabs(base)):
             refuse(
                 ("base", index),
-                f"a trial's job is given this directory; name a file in it, got {base!r}",
+                f"must be a file in this directory, which a trial's job gets a copy of, got {base!r}",
             )
     earlier: dict[str, AxisSection] = {}
     for index, axis in enumerate(sweep.axes):
@@ -42,53 +42,53 @@ def check(sweep: SweepSection, tree: Node) -> list[Problem]:
             if not low < high:
                 refuse((*place, "sample"), f"low must be < high, got {low:g} and {high:g}")
         if axis.key in earlier:
-            refuse((*place, "key"), f"{axis.key!r} is an axis already")
+            refuse((*place, "key"), f"{axis.key!r} is already an axis")
         if not all(axis.key.split(".")):
             refuse((*place, "key"), f"must read section.key, got {axis.key!r}")
         if axis.key in SET_HERE:
-            refuse((*place, "key"), f"{axis.key!r} is set by the sweep; repetitions go into seeds")
+            refuse((*place, "key"), f"{axis.key!r} is set by the sweep; use seeds for repetitions")
         for key, allowed in axis.when.items():
             if key not in earlier:
-                refuse((*place, "when", key), f"{key!r} is no earlier axis")
+                refuse((*place, "when", key), f"{key!r} is not an earlier axis")
             elif not allowed:
-                refuse((*place, "when", key), "names no value, so that the axis would never count")
+                refuse((*place, "when", key), "has no value, so the axis would never apply")
             else:
                 for value in allowed:
-                    if said := _never_has(earlier[key], value):
-                        refuse((*place, "when", key), said)
+                    if problem := _never_has(earlier[key], value):
+                        refuse((*place, "when", key), problem)
         earlier.setdefault(axis.key, axis)
     for key in sweep.overrides:
         if key in SET_HERE:
-            refuse(("overrides", key), "is set by the sweep; repetitions go into seeds")
+            refuse(("overrides", key), "is set by the sweep; use seeds for repetitions")
         if key in earlier:
-            refuse(("overrides", key), "is an axis, whose values win; remove it here")
+            refuse(("overrides", key), "is also an axis, which takes precedence; remove it here")
     if len(set(sweep.seeds)) < len(sweep.seeds):
-        refuse(("seeds",), "a seed stands there twice, and would be the same trial")
+        refuse(("seeds",), "a seed is repeated, which would give the same trial twice")
     key = sweep.metric.key
     if spec_of(key) is None:
         refuse(
             ("metric", "key"),
-            f"{key!r} is no metric of a run{did_you_mean(key, METRICS)}; see docs/observability.md",
+            f"{key!r} is not a metric{did_you_mean(key, METRICS)}; see docs/observability.md",
         )
     elif key.endswith(WITHOUT_FAILED):
         refuse(
             ("metric", "key"),
-            f"{key!r} leaves failed episodes out, so a trial would win by its failures; name"
+            f"{key!r} leaves out failed episodes, so failures would improve a trial; use"
             f" {key.removesuffix(WITHOUT_FAILED)!r}, which counts them as not solved",
         )
     for index, excluded in enumerate(sweep.exclude):
         if not excluded:
-            refuse(("exclude", index), "names no axis, and would leave out every trial")
+            refuse(("exclude", index), "has no axis, and would exclude every trial")
         for key, value in excluded.items():
             if key not in earlier:
-                refuse(("exclude", index), f"{key!r} is no axis")
-            elif said := _never_has(earlier[key], value):
-                refuse(("exclude", index), said)
+                refuse(("exclude", index), f"{key!r} is not an axis")
+            elif problem := _never_has(earlier[key], value):
+                refuse(("exclude", index), problem)
     return problems
 
 
 def _never_has(axis: AxisSection, value: object) -> str:
-    """Why the axis never takes the value; empty where it may."""
+    """Return why the axis never takes the value, or an empty string if it may."""
     match axis.sample:
         case None:
             values = axis.values or ()
@@ -97,12 +97,14 @@ def _never_has(axis: AxisSection, value: object) -> str:
         case IntUniform(low=low, high=high):
             is_within = isinstance(value, int) and low <= value <= high
             return (
-                "" if is_within else f"{axis.key!r} is never {value!r}: {low} to {high} are drawn"
+                ""
+                if is_within
+                else f"{axis.key!r} is never {value!r}: it is drawn from {low} to {high}"
             )
         case source:
             return (
-                f"{axis.key!r} is drawn from {source.low:g} to {source.high:g}, and never known to"
-                f" be {value!r}; narrow its bounds instead"
+                f"{axis.key!r} is drawn from {source.low:g} to {source.high:g} and practically never"
+                f" {value!r}; narrow its bounds instead"
             )
     if value in values or not values:
         return ""

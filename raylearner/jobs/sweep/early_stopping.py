@@ -1,4 +1,4 @@
-"""Which trials are given up, by Ray Tune's scheduler."""
+"""Early stopping of trials, decided by Ray Tune's scheduler."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +9,16 @@ from raylearner.jobs.sweep.section import AshaSection, SweepMetric
 
 @dataclass(frozen=True, slots=True)
 class _TuneTrial:
-    """All that the scheduler looks at."""
+    """The only attribute of a trial that the scheduler reads."""
 
     trial_id: str
 
 
 class Asha:
-    """Decides on every new value of a trial whether it goes on."""
+    """Decides at every new value of a trial whether it continues."""
 
     def __init__(self, config: AshaSection, metric: SweepMetric, *, max_steps: int) -> None:
-        """Raises `ConfigError` where Ray Tune is not installed."""
+        """Raises `ConfigError` if Ray Tune is not installed."""
         try:
             from ray.tune.schedulers import ASHAScheduler
         except ImportError as error:
@@ -37,7 +37,7 @@ class Asha:
         self._last_steps: dict[int, int] = {}
 
     def should_stop(self, number: int, curve: list[tuple[int, float]]) -> bool:
-        """Tells the scheduler all that is new of trial `number`: others are compared with it."""
+        """Report all new values of trial `number` to the scheduler, which compares other trials with them."""
         trial = _TuneTrial(str(number))
         if number not in self._last_steps:
             self._scheduler.on_trial_add(None, trial)

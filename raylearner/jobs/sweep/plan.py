@@ -1,10 +1,13 @@
-"""From a sweep file to its trials, every one of them checked before anything starts."""
+"""Trials of a sweep file: points of its axes times seeds, all checked before anything starts."""
 
 import json
+import math
+import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raylearner.config.document import Node, parse
 from raylearner.config.loader import load, load_section
@@ -12,11 +15,28 @@ from raylearner.config.problems import ConfigProblems, Problem, Where
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import ConfigError
 from raylearner.jobs.sweep.checks import check
-from raylearner.jobs.sweep.points import Values, points
-from raylearner.jobs.sweep.section import SweepSection
+from raylearner.jobs.sweep.section import (
+    AxisSection,
+    Choice,
+    Draw,
+    IntUniform,
+    LogUniform,
+    SweepSection,
+)
+
+SIGNIFICANT_DIGITS = 4
+"""Significant digits of numbers that are drawn."""
+MAX_TRIALS = 1000
+"""Maximum number of trials in a sweep; each is a Ray job."""
+MAX_CROSSED = 100 * MAX_TRIALS
+"""Maximum number of combinations before exclusions and equal draws are removed."""
+
+Values = dict[str, Any]
+"""Values by dotted key."""
+
 
 UNKNOWN = "unknown key"
-"""Problems that begin so are certain even where some axes could not be read."""
+"""Start of problems that are certain even if some axes could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +47,19 @@ class Trial:
     values: Values
     seed: int
     overrides: tuple[str, ...]
-    """What the command line adds to the base, name and seed included."""
+    """Overrides of the base configuration, name and seed included."""
     config: RunConfig
 
     @property
     def label(self) -> str:
-        """The axes' values as a person reads them."""
+        """The axes' values in short form."""
         return "  ".join(f"{key.rsplit('.', 1)[-1]}={shown(v)}" for key, v in self.values.items())
 
     @property
     def cpus(self) -> float:
-        """CPUs that its actors reserve; a model made on the spot takes one before they start."""
-        least = 1.0 if isinstance(self.config.model, TinyModel) else 0.0
-        return max(self.config.cpus_needed, least)
+        """CPUs that its actors reserve; generating a tiny model at startup takes one."""
+        minimum = 1.0 if isinstance(self.config.model, TinyModel) else 0.0
+        return max(self.config.cpus_needed, minimum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +71,15 @@ class Plan:
 
 
 def read(path: str) -> Plan:
-    """Every trial of a sweep file. Raises `ConfigProblems` with the problems of file and trials."""
+    """Return every trial of a sweep file. Raises `ConfigProblems` with all problems of file and trials."""
     sweep = load_section(path, SweepSection)
     tree, _ = parse(Path(path).read_text(encoding="utf-8-sig"), Where(-1, 0, path))
-    assert tree is not None, "it was read a moment ago"
+    assert tree is not None, "load_section has parsed it"
     problems = check(sweep, tree)
     sound = _sound(sweep, problems)
     trials: list[Trial] = []
     try:
-        all_values = points(sound)
+        all_values = make_points(sound)
     except ConfigError as error:
         raise ConfigProblems(
             [*problems, Problem(tree.place(("axes",)), "axes", str(error))]
@@ -98,7 +118,7 @@ def read(path: str) -> Plan:
 
 
 def _sound(sweep: SweepSection, problems: Sequence[Problem]) -> SweepSection:
-    """The sweep itself, or without the axes and exclusions that have problems."""
+    """Return the sweep without the axes and exclusions that have problems."""
     wrong = {tuple(problem.key.split(".")[:2]) for problem in problems}
     axes = tuple(a for i, a in enumerate(sweep.axes) if ("axes", str(i)) not in wrong)
     exclude = tuple(e for i, e in enumerate(sweep.exclude) if ("exclude", str(i)) not in wrong)
@@ -117,7 +137,7 @@ def _chosen(sweep: SweepSection, values: Values, *, seed: int, number: int) -> V
 
 
 def _placed(problem: Problem, sweep: SweepSection, chosen: Values, tree: Node) -> Problem:
-    """The problem at the line of the sweep's file that gave the override it is about."""
+    """Return the problem with the line in the sweep's file that set the override."""
     if not problem.where.override:
         return problem
     key, value = list(chosen.items())[problem.where.rank - len(sweep.base)]
@@ -134,14 +154,14 @@ def _placed(problem: Problem, sweep: SweepSection, chosen: Values, tree: Node) -
 
 
 def written(value: object) -> str:
-    """A value as an override spells it: JSON, or bare where that reads back as the same."""
+    """Return a value as an override: JSON, or a bare word if that is read as the same value."""
     if isinstance(value, str) and value.replace("_", "").replace("-", "").isalpha():
         return json.dumps(value) if value in ("true", "false", "null") else value
     return json.dumps(value)
 
 
 def shown(value: object) -> str:
-    """Short, for tables: a section by its kind and what else it says."""
+    """Return a value in short form for tables: a section as its kind and other keys."""
     if isinstance(value, Mapping):
         rest = [f"{k}={shown(v)}" for k, v in value.items() if k != "kind"]
         head = str(value["kind"]) if "kind" in value else ""
@@ -152,17 +172,17 @@ def shown(value: object) -> str:
 
 
 def arguments(plan: Plan, trial: Trial, run_dir: Path) -> list[str]:
-    """What `python -m raylearner` is called with for a trial."""
+    """Return the arguments of `python -m raylearner` for a trial."""
     return ["train", *plan.sweep.base, *trial.overrides, f"run.dir={run_dir}"]
 
 
 def axis_keys(trials: Sequence[Trial]) -> list[str]:
-    """The keys of all axes, in order; one that does not count for a trial is missing there."""
+    """Return the keys of all axes, in order; trials lack axes that do not apply to them."""
     return list(dict.fromkeys(key for trial in trials for key in trial.values))
 
 
 def commands(plan: Plan, folder: Path | None = None) -> dict[int, str]:
-    """The command line that runs each trial again, by number, in a directory of its own."""
+    """Return the command line that repeats each trial, by number, in its own directory."""
     folder = folder or Path("runs", plan.sweep.name)
     return {
         trial.number: shlex.join(
@@ -170,3 +190,79 @@ def commands(plan: Plan, folder: Path | None = None) -> dict[int, str]:
         )
         for trial in plan.trials
     }
+
+
+def make_points(sweep: SweepSection) -> list[Values]:
+    """Return the grid, with each point repeated `num_samples` times if any axis is drawn; no point twice.
+
+    Axes that neither are drawn nor depend on a draw make the grid; the others follow at each of its
+    points, in order. Raises `ConfigError` beyond `MAX_TRIALS`.
+    """
+    drawn: set[str] = set()
+    for axis in sweep.axes:
+        if axis.sample is not None or not drawn.isdisjoint(axis.when):
+            drawn.add(axis.key)
+    grid: list[Values] = [{}]
+    for axis in sweep.axes:
+        if axis.key not in drawn:
+            grid = _crossed(sweep, grid, axis, 0)
+    num_samples = sweep.num_samples if drawn else 1
+    if len(grid) * num_samples > MAX_CROSSED:
+        raise _too_many(sweep, len(grid) * num_samples)
+    found: dict[str, Values] = {}
+    for point in grid:
+        for index in range(num_samples):
+            extended = [point]
+            for axis in sweep.axes:
+                if axis.key in drawn:
+                    extended = _crossed(sweep, extended, axis, index)
+            for one in extended:
+                in_order = {axis.key: one[axis.key] for axis in sweep.axes if axis.key in one}
+                found.setdefault(json.dumps(in_order, sort_keys=True), in_order)
+            if len(found) * len(sweep.seeds) > MAX_TRIALS:
+                raise _too_many(sweep, len(found))
+    return list(found.values())
+
+
+def _crossed(
+    sweep: SweepSection, so_far: list[Values], axis: AxisSection, index: int
+) -> list[Values]:
+    """Return every point with each value of the axis where it applies, without excluded combinations."""
+    extended: list[Values] = []
+    for point in so_far:
+        if not all(key in point and point[key] in allowed for key, allowed in axis.when.items()):
+            extended.append(point)
+        elif axis.sample is not None:
+            extended.append({**point, axis.key: _drawn(sweep, point, axis.key, axis.sample, index)})
+        else:
+            extended += [{**point, axis.key: value} for value in axis.values or ()]
+        if len(extended) > MAX_CROSSED:
+            raise _too_many(sweep, len(extended))
+    return [p for p in extended if not any(_has(p, excluded) for excluded in sweep.exclude)]
+
+
+def _has(point: Values, excluded: Values) -> bool:
+    return all(key in point and point[key] == value for key, value in excluded.items())
+
+
+def _drawn(sweep: SweepSection, point: Values, key: str, source: Draw, index: int) -> Any:
+    """Return a value drawn for this point alone: other points and later draws do not change it."""
+    rng = random.Random(json.dumps([sweep.sample_seed, key, index, point], sort_keys=True))
+    match source:
+        case Choice(values=values):
+            return rng.choice(values)
+        case IntUniform(low=low, high=high):
+            return rng.randint(low, high)
+        case LogUniform(low=low, high=high):
+            value = math.exp(rng.uniform(math.log(low), math.log(high)))
+        case source:
+            value = rng.uniform(source.low, source.high)
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+def _too_many(sweep: SweepSection, num_points: int) -> ConfigError:
+    num_trials = num_points * len(sweep.seeds)
+    return ConfigError(
+        f"{num_trials} trials or more, but a sweep has at most {MAX_TRIALS}; use fewer values, seeds or"
+        " num_samples, or split it into several sweeps"
+    )

@@ -1,7 +1,7 @@
-"""Runs the trials of a sweep as Ray jobs: as many at once as fit, each on its own.
+"""Runs the trials of a sweep as independent Ray jobs, as many at once as fit.
 
-Consumes a plan; produces jobs, `sweep.json` and results. Waits for jobs, whose statuses the Jobs API
-only answers when asked, and for the metrics that they write.
+Consumes a plan; produces jobs, `sweep.json` and results. Polls the Jobs API for the status of jobs, and
+their run directories for metrics.
 """
 
 import logging
@@ -16,32 +16,31 @@ import ray
 
 from raylearner import job_variables
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
-from raylearner.jobs import jobs
-from raylearner.jobs.sweep import progress, results
-from raylearner.jobs.sweep.board import Board
+from raylearner.jobs import client as jobs_client
+from raylearner.jobs.sweep import report
 from raylearner.jobs.sweep.early_stopping import Asha
 from raylearner.jobs.sweep.plan import Plan, Trial, arguments, commands, read
-from raylearner.jobs.sweep.state import Status, SweepState, TrialState, refuse_file
-from raylearner.jobs.sweep.trial_jobs import ENDED, LOST, TrialJobs, environment
+from raylearner.jobs.sweep.state import Status, SweepState, TrialState, check_folder, read_progress
+from raylearner.jobs.sweep.trial_jobs import ENDED, LOST, TrialJobs, runtime_env
 from raylearner.observability import run_directory
 from raylearner.run import cluster
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""Pause between two looks at all jobs."""
+"""Polling interval."""
 MAX_ATTEMPTS = 2
-"""A trial that failed is tried once more; a new call of the sweep begins to count again."""
+"""Maximum attempts at a trial in one call of the sweep."""
 WAIT_LOG_S = 120.0
-"""Between two reports of what a sweep waits for while none of its trials runs."""
+"""Interval between warnings that no trial can run."""
 CAUSES = {"STOPPED": "its job was stopped", LOST: "the cluster does not know its job"}
-"""Ends of a job that its log does not tell."""
+"""Causes of failure that a job's log does not contain."""
 
 
 def run(path: str, *, variables: Sequence[str] = ()) -> None:
-    """Runs, or goes on with, the sweep of a file. Raises `RaylearnerError` where trials failed.
+    """Run the sweep of a file, or resume it. Raises `RaylearnerError` if trials failed.
 
-    `variables` names those of this environment that the trials' jobs are given.
+    `variables` are names of environment variables to pass to the trials' jobs.
     """
     plan = read(path)
     with job_variables.packed(variables, os.environ) as package:
@@ -49,14 +48,14 @@ def run(path: str, *, variables: Sequence[str] = ()) -> None:
 
 
 def _run(plan: Plan, variables: Path | None) -> None:
-    results.refuse_without_matplotlib()
+    report.check_matplotlib()
     early, steps = plan.sweep.early_stopping, [t.config.run.num_steps for t in plan.trials]
     asha = early and Asha(early, plan.sweep.metric, max_steps=min(steps))
     section = plan.trials[0].config.cluster.model_copy(update={"dashboard": True})
     dashboard = cluster.connect(section)
     try:
-        client = jobs.connect(f"http://{dashboard}")
-        trial_jobs = TrialJobs(client, environment(client, variables=variables))
+        client = jobs_client.connect(f"http://{dashboard}")
+        trial_jobs = TrialJobs(client, runtime_env(client, variables=variables))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         sizes = {
             t.number: cluster.run_size(t.config, least_cpus=t.cpus, num_gpus=gpus)
@@ -65,7 +64,7 @@ def _run(plan: Plan, variables: Path | None) -> None:
         for trial in plan.trials:
             cluster.check_fits(sizes[trial.number], what=f"trial {trial.number:03d}")
         folder = run_directory.durable(Path("runs/sweeps", plan.sweep.name)).absolute()
-        refuse_file(folder)
+        check_folder(folder)
         with run_directory.claimed(folder, is_new=False):
             state = SweepState(folder, plan)
             Sweep(plan, state, trial_jobs, sizes=sizes, asha=asha).run()
@@ -74,7 +73,7 @@ def _run(plan: Plan, variables: Path | None) -> None:
 
 
 class Sweep:
-    """Owns the jobs of a sweep: starts what fits, follows, gives up, tries again, reports."""
+    """Owns the jobs of a sweep: starts those that fit, follows, stops and retries them, reports."""
 
     def __init__(
         self,
@@ -90,38 +89,38 @@ class Sweep:
         self._jobs = trial_jobs
         self._sizes = sizes
         self._asha = asha
-        self._board = Board(plan, state)
+        self._board = report.Board(plan, state)
         self._commands = commands(plan)
         self._damaged: set[int] = set()
         self._waits_since_s: float | None = None
 
     def run(self) -> None:
-        """To the end of every trial, or to a signal: then running trials stop with a checkpoint."""
+        """Run until every trial has ended, or a signal stops running trials with a checkpoint."""
         signal.signal(signal.SIGTERM, _raise_stopped)
         try:
-            if self._state.is_taken_up:
-                self._take_up()
+            if self._state.is_resumed:
+                self._resume()
             with self._board:
                 while not all(found.status.is_final for found in self._state.trials):
-                    self._look()
-                    self._start_what_fits()
+                    self._poll()
+                    self._start_fitting()
                     time.sleep(POLL_S)
         except BaseException as error:
             self._leave(should_stop=isinstance(error, KeyboardInterrupt | RunStopped))
             raise
         self._state.save()
-        results.write(self._plan, self._state, self._commands)
+        report.write(self._plan, self._state, self._commands)
         self._report()
 
     def _leave(self, *, should_stop: bool) -> None:
-        """Keeps what there is; what fails in doing so is told beside the error that ends the sweep."""
+        """Save the results so far; errors while doing so are logged beside the one that ends the sweep."""
         try:
             if should_stop:
                 self._stop_running()
             elif self._running():
-                logger.info("trials that run go on; the same command follows them")
+                logger.info("running trials continue; the same command resumes the sweep")
             self._state.save()
-            results.write(self._plan, self._state, self._commands)
+            report.write(self._plan, self._state, self._commands)
         except Exception:
             logger.exception("the results so far could not be written")
 
@@ -130,54 +129,56 @@ class Sweep:
         failed = [found for found in self._state.trials if found.status is Status.FAILED]
         if failed:
             raise RaylearnerError(
-                f"{len(failed)} of {len(self._state.trials)} trials failed, the others are done:\n"
+                f"{len(failed)} of {len(self._state.trials)} trials failed, the others completed:\n"
                 + "\n".join(f"  {found.number:03d}: {found.error}" for found in failed)
-                + "\nonce the cause is mended, the same command tries them again"
+                + "\nonce the cause is fixed, the same command retries them"
             )
 
     # -- what runs ---------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for found in self._running():
-            status = self._status(found)  # first: what an ended job wrote is all there
+            status = self._status(
+                found
+            )  # before the metrics, which are then complete if the job has ended
             curve = self._read(found)
             if self._asha and self._asha.should_stop(found.number, curve) and status not in ENDED:
-                logger.info("trial %03d falls behind at step %d", found.number, found.step)
-                found.is_given_up = True
+                logger.info("trial %03d is stopped early at step %d", found.number, found.step)
+                found.is_stopped_early = True
                 self._state.save()
             if status in ENDED:
                 self._end(found, status)
-            elif found.is_given_up:
+            elif found.is_stopped_early:
                 self._jobs.stop(_job(found))
 
     def _status(self, found: TrialState) -> str | None:
         return self._jobs.status(_job(found))
 
     def _read(self, found: TrialState) -> list[tuple[int, float]]:
-        """Takes over how far a trial is; returns its curve."""
-        made = progress.read(self._state.run_dir(found.number), self._plan.sweep.metric)
-        if made.num_damaged and found.number not in self._damaged:
+        """Update the trial's progress and return its curve."""
+        progress = read_progress(self._state.run_dir(found.number), self._plan.sweep.metric)
+        if progress.num_damaged and found.number not in self._damaged:
             self._damaged.add(found.number)
             logger.warning(
-                "trial %03d: %d lines of its metrics are damaged and do not count",
-                *(found.number, made.num_damaged),
+                "trial %03d: %d damaged lines of its metrics are ignored",
+                *(found.number, progress.num_damaged),
             )
-        found.step = made.num_steps
-        found.value = made.curve[-1][1] if made.curve else None
-        found.failed_fraction = made.failed_fraction
-        return made.curve
+        found.step = progress.num_steps
+        found.value = progress.curve[-1][1] if progress.curve else None
+        found.failed_fraction = progress.failed_fraction
+        return progress.curve
 
     def _end(self, found: TrialState, status: str) -> None:
         if status == "SUCCEEDED":
             self._finish(found, Status.DONE)
-        elif found.is_given_up:
+        elif found.is_stopped_early:
             self._finish(found, Status.STOPPED_EARLY)
         else:
-            found.error = CAUSES.get(status) or self._jobs.last_line(_job(found))
+            found.error = CAUSES.get(status) or self._jobs.read_last_line(_job(found))
             if found.num_attempts >= MAX_ATTEMPTS:
                 self._finish(found, Status.FAILED)
                 return
-            logger.warning("trial %03d is tried again: %s", found.number, found.error)
+            logger.warning("trial %03d is retried: %s", found.number, found.error)
             found.status = Status.WAITING
             self._state.save()
 
@@ -186,14 +187,14 @@ class Sweep:
         if status is Status.DONE:
             found.error = None
         self._state.save()
-        self._board.tell(found)
+        self._board.log_change(found)
 
     # -- what comes next ---------------------------------------------------------------------
 
     def _running(self) -> list[TrialState]:
         return [found for found in self._state.trials if found.status is Status.RUNNING]
 
-    def _start_what_fits(self) -> None:
+    def _start_fitting(self) -> None:
         supply = ray.cluster_resources()
         for found in self._state.trials:
             running = self._running()
@@ -207,12 +208,12 @@ class Sweep:
             cpus = sum(size.cpus for size in taken) + mine.cpus
             gpus = sum(size.gpus for size in taken) + mine.gpus
             if cpus > supply.get("CPU", 0.0) or gpus > supply.get("GPU", 0.0):
-                self._wait_for_supply(found, supply)
+                self._warn_of_supply(found, supply)
                 return
             self._start(found)
 
-    def _wait_for_supply(self, found: TrialState, supply: Mapping[str, float]) -> None:
-        """Says now and then what a trial lacks; while others run, it waits for their end."""
+    def _warn_of_supply(self, found: TrialState, supply: Mapping[str, float]) -> None:
+        """Warn at intervals which resources a trial lacks; while others run, it waits for their end."""
         now_s = time.monotonic()
         if self._waits_since_s is None or self._running():
             self._waits_since_s = now_s
@@ -220,22 +221,21 @@ class Sweep:
             self._waits_since_s = now_s
             size = self._sizes[found.number]
             logger.warning(
-                "trial %03d waits for nodes to come back: it needs %g CPUs and %g GPUs, the cluster"
-                " has %g and %g",
+                "trial %03d waits for nodes: it needs %g CPUs and %g GPUs, the cluster has %g and %g",
                 *(found.number, size.cpus, size.gpus),
                 *(supply.get("CPU", 0.0), supply.get("GPU", 0.0)),
             )
 
     def _start(self, found: TrialState) -> None:
-        """On record before it is started, so that no job runs that nobody follows."""
+        """Record the job before starting it, so that no job runs unfollowed."""
         trial = self._plan.trials[found.number]
-        about = jobs.metadata(trial.config) | {
+        about = jobs_client.metadata(trial.config) | {
             "sweep": self._plan.sweep.name,
             "trial": f"{trial.number:03d}",
         }
         trial_arguments = self._arguments(trial)
         found.submission_id = f"{self._plan.sweep.name}-{trial.number:03d}-{int(time.time())}"
-        found.status, found.error, found.is_given_up = Status.RUNNING, None, False
+        found.status, found.error, found.is_stopped_early = Status.RUNNING, None, False
         self._state.save()
         try:
             is_started = self._jobs.start(found.submission_id, trial_arguments, about)
@@ -246,10 +246,10 @@ class Sweep:
         found.started_at_s = found.started_at_s or time.time()
         self._waits_since_s = None
         self._state.save()
-        self._board.tell(found)
+        self._board.log_change(found)
 
     def _arguments(self, trial: Trial) -> list[str]:
-        """From the start, or on from what an earlier attempt left behind, if it got to a checkpoint."""
+        """Return arguments that resume an earlier attempt from its checkpoint, or start anew."""
         run_dir = self._state.run_dir(trial.number)
         if (run_dir / "config.yaml").is_file():
             return ["train", "--resume", str(run_dir), run_directory.RESTART_OPTION]
@@ -259,8 +259,8 @@ class Sweep:
 
     # -- interruptions -----------------------------------------------------------------------
 
-    def _take_up(self) -> None:
-        """Running jobs are followed on, those stopped or lost wait again, failed trials begin again."""
+    def _resume(self) -> None:
+        """Follow running jobs again, and queue trials whose job was stopped, lost or failed."""
         for found in self._running():
             if self._status(found) in ("STOPPED", LOST):
                 self._interrupt(found)
@@ -268,35 +268,35 @@ class Sweep:
         for found in failed:
             found.status, found.num_attempts = Status.WAITING, 0
             found.started_at_s = found.finished_at_s = None
-        if self._asha:  # which forgot, with the process that it was in
+        if self._asha:  # its state was that of the earlier process
             for found in self._state.trials:
                 run_dir = self._state.run_dir(found.number)
-                made = progress.read(run_dir, self._plan.sweep.metric)
-                self._asha.should_stop(found.number, made.curve)
+                progress = read_progress(run_dir, self._plan.sweep.metric)
+                self._asha.should_stop(found.number, progress.curve)
         counts = [found.status for found in self._state.trials]
         logger.info(
-            "going on with %s: %s",
+            "resuming %s: %s",
             self._state.folder,
             ", ".join(f"{counts.count(status)} {status}" for status in Status if status in counts),
         )
         if failed:
             logger.info(
-                "trials that failed are tried again: %s",
+                "failed trials are retried: %s",
                 ", ".join(f"{found.number:03d}" for found in failed),
             )
 
     def _interrupt(self, found: TrialState) -> None:
-        """An attempt that was cut short does not count."""
-        if found.is_given_up:
+        """Queue a trial again; the interrupted attempt does not count."""
+        if found.is_stopped_early:
             self._finish(found, Status.STOPPED_EARLY)
             return
         found.status = Status.WAITING
         found.num_attempts = max(found.num_attempts - 1, 0)
 
     def _stop_running(self) -> None:
-        """Each stops with a checkpoint and waits to be gone on with; what does not end, runs on."""
+        """Stop each running trial with a checkpoint; those that do not end in time continue."""
         running = self._running()
-        deadline_s = time.monotonic() + jobs.STOP_WAIT_S
+        deadline_s = time.monotonic() + jobs_client.STOP_WAIT_S
         while running and time.monotonic() < deadline_s:
             for found in running:
                 self._jobs.stop(_job(found))
@@ -314,9 +314,9 @@ class Sweep:
 
 
 def _job(found: TrialState) -> str:
-    assert found.submission_id is not None, f"trial {found.number} never ran"
+    assert found.submission_id is not None, f"trial {found.number} has not run"
     return found.submission_id
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
-    raise RunStopped("the sweep was stopped; the same command goes on with it")
+    raise RunStopped("the sweep was stopped; the same command resumes it")

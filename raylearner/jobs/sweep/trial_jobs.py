@@ -1,7 +1,6 @@
-"""The jobs of a sweep's trials, through a Jobs API that may be silent for a while.
+"""Jobs of a sweep's trials, through a Jobs API that may be unavailable for a while.
 
-Waits for the API's answers, which only the cluster's head node gives; a failure to answer says nothing
-of the job.
+Waits for answers of the cluster's head node; a missing answer implies nothing about the job.
 """
 
 import json
@@ -15,53 +14,56 @@ from typing import Any
 from ray.exceptions import AuthenticationError
 
 from raylearner.errors import ConfigError, RaylearnerError
-from raylearner.jobs import jobs
+from raylearner.jobs import client as jobs_client
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0
-"""Longest that the API may fail for one job before the sweep ends, and its trials run on alone."""
+"""Maximum API outage for one job, after which the sweep ends and its running trials continue."""
 LOST = "LOST"
-"""Of a job that the cluster does not know: it went with another cluster, or never started."""
+"""Status of a job that the cluster does not have: it belonged to another cluster, or never started."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED", LOST)
-"""Statuses that a job keeps."""
+"""Final statuses of a job."""
 NO_ANSWER = (RuntimeError, OSError, AuthenticationError)
-"""What the client raises; failures of the connection are `OSError`s."""
-HANDED_ON = ("pip", "uv", "conda", "py_modules")
-"""What of our own job's environment the trials need too."""
+"""Errors of the client; connection failures are `OSError`s."""
+INHERITED = ("pip", "uv", "conda", "py_modules")
+"""Keys of this job's runtime environment that trials need too."""
 
 
-def environment(client: Any, *, variables: Path | None = None) -> dict[str, Any]:
-    """Of the trials' jobs: this directory, or the package and dependencies of the job that we are.
+def runtime_env(client: Any, *, variables: Path | None = None) -> dict[str, Any]:
+    """Return the runtime environment of trials: this directory, or this job's package and dependencies.
 
-    `variables` is the package of those that are handed on; without it, that of our own job is.
-    Raises `ConfigError` where the trials would run on another machine.
+    `variables` is a package of environment variables; by default this job's own is passed on.
+    Raises `ConfigError` if trials would run on another machine.
     """
-    told = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    ours: dict[str, Any] = told.get("runtime_env") or {}
+    job_config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    ours: dict[str, Any] = job_config.get("runtime_env") or {}
     package = ours.get("working_dir")
-    if not package and not jobs.is_local(client):
+    if not package and not jobs_client.is_local(client):
         raise ConfigError(
-            "a sweep reads what its trials write: start it on the cluster's head node, or as a job"
-            " by `bash launch/submit.sh --sweep FILE`"
+            "a sweep reads its trials' files: start it on the cluster's head node, or as a job with"
+            " `bash launch/submit.sh --sweep FILE`"
         )
-    handed_on = {key: ours[key] for key in HANDED_ON if ours.get(key)}
-    return handed_on | jobs.runtime_env(str(package or Path.cwd()), variables=variables)
+    inherited = {key: ours[key] for key in INHERITED if ours.get(key)}
+    return inherited | jobs_client.runtime_env(str(package or Path.cwd()), variables=variables)
 
 
 class TrialJobs:
-    """Starts, asks and stops jobs; bears with an API that does not answer, but not for ever."""
+    """Starts, polls and stops jobs; tolerates API outages of up to `PATIENCE_S`."""
 
     def __init__(self, client: Any, environment: Mapping[str, Any]) -> None:
         self._client = client
         self._environment = environment
-        self._silent_since_s: dict[str, float] = {}
+        self._outage_since_s: dict[str, float] = {}
         self._stopped: set[str] = set()
 
     def start(self, job: str, arguments: Sequence[str], about: Mapping[str, str]) -> bool:
-        """Whether it surely started; `status` tells of one that may have. Raises `ConfigError` where it was refused."""
+        """Start a job; return False if the API did not answer and only `status` can show whether it runs.
+
+        Raises `ConfigError` if the job was refused.
+        """
         try:
-            jobs.submit(
+            jobs_client.submit(
                 self._client,
                 arguments,
                 environment=self._environment,
@@ -69,60 +71,53 @@ class TrialJobs:
                 submission_id=job,
             )
         except (OSError, AuthenticationError) as error:
-            self._bear(job, error)
+            self._tolerate(job, error)
             return False
         return True
 
     def status(self, job: str) -> str | None:
-        """What the cluster says, `LOST` where it does not know the job, None where it says nothing.
+        """Return the job's status, `LOST` if the cluster does not have it, None if there is no answer.
 
-        Raises `RaylearnerError` where it has said nothing for `PATIENCE_S`.
+        Raises `RaylearnerError` after an outage of `PATIENCE_S`.
         """
         try:
-            said = str(self._client.get_job_status(job).value)
+            status = jobs_client.read_status(self._client, job) or LOST
         except NO_ANSWER as error:
-            if not _is_unknown(error):
-                self._bear(job, error)
-                return None
-            said = LOST
-        if self._silent_since_s.pop(job, None) is not None:
-            logger.info("the cluster answers again for %s: %s", job, said)
-        return said
+            self._tolerate(job, error)
+            return None
+        if self._outage_since_s.pop(job, None) is not None:
+            logger.info("the cluster answers again about job %s: %s", job, status)
+        return status
 
     def stop(self, job: str) -> None:
-        """Asks for its end, once; where that is not heard, the next call asks again."""
+        """Ask the job to stop, once; after an API failure the next call asks again."""
         if job in self._stopped:
             return
         try:
-            self._client.stop_job(job)
+            jobs_client.stop(self._client, job)
         except NO_ANSWER as error:
-            if not _is_unknown(error):
-                self._bear(job, error)
-                return
+            self._tolerate(job, error)
+            return
         self._stopped.add(job)
 
-    def last_line(self, job: str) -> str:
-        """Of its log, where our command line says what ended it."""
+    def read_last_line(self, job: str) -> str:
+        """Return the last line of the job's log, where the command line prints its error."""
         try:
             lines = self._client.get_job_logs(job).strip().splitlines()
         except NO_ANSWER as error:
-            return f"no logs: {error}"
+            return f"no log: {error}"
         return lines[-1].removeprefix("the run failed: ") if lines else "no output"
 
-    def _bear(self, job: str, error: Exception) -> None:
+    def _tolerate(self, job: str, error: Exception) -> None:
         now_s = time.monotonic()
-        since_s = self._silent_since_s.setdefault(job, now_s)
+        since_s = self._outage_since_s.setdefault(job, now_s)
         if since_s == now_s:
             logger.warning(
-                "the cluster does not answer for %s (%s); asking again for %g s",
+                "no answer about job %s (%s); retrying for %g s",
                 *(job, error, PATIENCE_S),
             )
         elif now_s - since_s > PATIENCE_S:
             raise RaylearnerError(
-                f"the cluster has not answered for job {job} in {PATIENCE_S:g} s: {error}; trials"
-                " that run go on, and the same command follows them"
+                f"no answer about job {job} for {PATIENCE_S:g} s: {error}; running trials continue, and the"
+                " same command resumes the sweep"
             ) from error
-
-
-def _is_unknown(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and "status code 404" in str(error)

@@ -1,4 +1,4 @@
-"""Runs as Ray jobs: what is packaged, what the cluster is told about them, and who refuses what."""
+"""Client of Ray's Jobs API: connecting to a cluster, and packaging and submitting jobs."""
 
 import hashlib
 import json
@@ -23,59 +23,60 @@ EXCLUDES = (
     *(".git", ".venv*", "venv", "__pycache__", ".*_cache", ".hypothesis"),
     *("/runs", "checkpoints", "/wandb", "*.safetensors", "*.pt", "*.egg-info"),
 )
-"""What is never packaged with a working directory, beside what .gitignore and .rayignore name."""
+"""Files never packaged with a working directory, in addition to .gitignore and .rayignore."""
 STOP_WAIT_S = 180
-"""Time from a stop to the kill; Ray's own 3 seconds are too few for a step and a checkpoint."""
+"""Time from a stop to the kill; Ray's default of 3 seconds is too short for a step and a checkpoint."""
 CHATTY = {
     "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
     "ray.dashboard.modules.job.sdk": logging.WARNING,
     "ray._private.runtime_env.packaging": logging.WARNING,
     "ray._private.runtime_env.working_dir": logging.ERROR,
 }
-"""Loggers that tell every step of an upload, and the last warns of what it leaves out by design."""
+"""Loggers that report every step of an upload; the last also warns of files excluded on purpose."""
 TOO_LARGE = ("exceeds the maximum size", "Maximum request body size")
-"""What Ray says of a working directory beyond 512 MiB, and its job server of one beyond 100 MiB."""
+"""Messages of Ray for a working directory beyond 512 MiB, and of its job server beyond 100 MiB."""
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Variables that name the cluster of jobs, the first one set counts. Runs and sweeps join that of the
-second, as HOST:6379."""
+"""Environment variables with the address of the cluster for jobs; the first one set counts. Runs and
+sweeps join the cluster in the second, as HOST:6379."""
 NOT_READY = "No available agent"
-"""What a cluster answers that started a moment ago."""
+"""Message of a cluster that has just started."""
 READY_TIMEOUT_S = 30.0
 HEAD_TIMEOUT_S = 10.0
 HEAD_PAUSE_S = 0.5
+NOT_FOUND = 404
 
 
-def use_token_where_there_is_one() -> None:
-    """Makes this process present Ray's token: the command line leaves authentication off otherwise."""
+def use_token() -> None:
+    """Authenticate with Ray's token if there is one, which Ray's client does not do by default."""
     network.refuse_bad_authentication()
     if has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def has_token() -> bool:
-    """Whether there is a token to present."""
+    """Whether a token is available."""
     is_named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     return is_named or (Path.home() / ".ray" / "auth_token").is_file()
 
 
-def named_address() -> str | None:
-    """The cluster for jobs that the environment names."""
+def read_address() -> str | None:
+    """Return the address of the cluster for jobs in the environment."""
     return next((os.environ[name] for name in ADDRESSES if os.environ.get(name)), None)
 
 
 def connect(address: str | None = None) -> Any:
-    """A client of the Jobs API at `address`, else at that of the environment, else on this machine.
+    """Return a client of the Jobs API at `address`, the environment's address, or on this machine.
 
-    Raises `ConfigError` where no cluster answers, or where it does not take our token.
+    Raises `ConfigError` if no cluster answers or it rejects the token.
     """
-    use_token_where_there_is_one()
+    use_token()
     import requests
     from ray.exceptions import AuthenticationError, RpcError
     from ray.job_submission import JobSubmissionClient
 
     for name, level in CHATTY.items():
         logging.getLogger(name).setLevel(level)
-    named = address or named_address()
+    named = address or read_address()
     where = named or "this machine"
     try:
         _probe(named)
@@ -85,28 +86,27 @@ def connect(address: str | None = None) -> Any:
         *(ConnectionError, TimeoutError, socket.gaierror, RpcError),
         *(requests.ConnectionError, requests.Timeout),
     ) as error:
-        raise _silent(where, error) from error
+        raise _no_answer(where, error) from error
     except (AuthenticationError, RuntimeError) as error:
         if _is_unauthorised(error):
             raise ConfigError(unauthorised(where)) from error
         raise ConfigError(f"cluster at {where}: {_first_line(error)}") from error
     except (OSError, ValueError, AssertionError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"cluster at {where}: no dashboard of Ray is there ({_first_line(error)}); name its"
+            f"cluster at {where}: not a Ray dashboard ({_first_line(error)}); give the dashboard's"
             " address, http://HOST:8265"
         ) from error
 
 
-def _silent(where: str, error: Exception) -> ConfigError:
+def _no_answer(where: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"cluster at {where}: nothing answers ({_first_line(error)}); start one with"
-        " `ray start --head`, or name the dashboard's address, http://HOST:8265, by --address or in"
-        " RAY_API_SERVER_ADDRESS"
+        f"cluster at {where}: no answer ({_first_line(error)}); start one with `ray start --head`, or"
+        " give the dashboard's address, http://HOST:8265, with --address or in RAY_API_SERVER_ADDRESS"
     )
 
 
 def _probe(named: str | None) -> None:
-    """Raises `OSError` where a cluster does not answer soon: Ray itself waits for long, or without end."""
+    """Raise `OSError` if the cluster does not answer soon; Ray's own client waits long or forever."""
     import requests
     from ray._private.services import find_bootstrap_address  # of the last `ray start` here
 
@@ -123,26 +123,27 @@ def _probe(named: str | None) -> None:
 
 @contextmanager
 def _without(names: Sequence[str]) -> Iterator[None]:
-    """These variables are unset meanwhile: to Ray they count for more than an address that is given."""
-    held = {name: os.environ.pop(name) for name in names if name in os.environ}
+    """Unset these variables meanwhile, which take precedence over an address in Ray."""
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(held)
+        os.environ.update(values)
 
 
 def unauthorised(where: str) -> str:
-    """What to do about a token that is missing or wrong."""
+    """Return the message for a missing or wrong token."""
     return (
-        f"cluster at {where}: it asks for a token that was not given or is another; set"
-        " RAY_AUTH_MODE=token and put the token of its head node into ~/.ray/auth_token or"
-        " RAY_AUTH_TOKEN (`ray get-auth-token` prints it there)"
+        f"cluster at {where}: the token is missing or wrong; set RAY_AUTH_MODE=token and put the token"
+        " of its head node into ~/.ray/auth_token or RAY_AUTH_TOKEN (`ray get-auth-token` prints it there)"
     )
 
 
 def _is_unauthorised(error: Exception) -> bool:
-    said = str(error).lower()
-    return any(word in said for word in ("401", "403", "unauthorized", "unauthenticated", "token"))
+    message = str(error).lower()
+    return any(
+        word in message for word in ("401", "403", "unauthorized", "unauthenticated", "token")
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -151,11 +152,11 @@ def _first_line(error: BaseException) -> str:
 
 @lru_cache(maxsize=1)
 def is_local(client: Any) -> bool:
-    """Whether jobs run on this machine, and so see its files and interpreter; asked once of a client.
+    """Whether jobs run on this machine, with its files and interpreter; asked once of a client.
 
-    They run on the head node. It is this machine where it bears the name and an address of it: a
-    dashboard on 127.0.0.1 may be the end of a tunnel, and one elsewhere may be our own. Raises
-    `ConfigError` where the cluster does not tell.
+    Jobs run on the head node, which is this machine if it has its name and one of its addresses: a
+    dashboard on 127.0.0.1 may be the end of a tunnel, and a remote address may be this machine's. Raises
+    `ConfigError` if the cluster does not report its head node.
     """
     head = _head_node(client)
     return head["nodeManagerHostname"] == socket.gethostname() and _is_ours(
@@ -164,10 +165,10 @@ def is_local(client: Any) -> bool:
 
 
 def _head_node(client: Any) -> Mapping[str, str]:
-    """What the dashboard knows of the head node; at once after a start it knows none yet."""
+    """Return the dashboard's entry for the head node, which is missing right after a start."""
     import requests
 
-    said: object = "it names no head node"
+    problem = "no head node in its answer"
     deadline_s = time.monotonic() + HEAD_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
@@ -178,16 +179,16 @@ def _head_node(client: Any) -> Mapping[str, str]:
             if heads and {"nodeManagerHostname", "nodeManagerAddress"} <= heads[0].keys():
                 return heads[0]
         except (requests.RequestException, ValueError, LookupError, TypeError) as error:
-            said = _first_line(error)
+            problem = _first_line(error)
         time.sleep(HEAD_PAUSE_S)
     raise ConfigError(
-        f"cluster at {client.get_address()}: it does not tell which machine its jobs run on ({said});"
-        " look at the Cluster page of its dashboard, and whether it runs this machine's Ray"
+        f"cluster at {client.get_address()}: cannot determine the machine of its jobs ({problem}); check the"
+        " Cluster page of its dashboard, and that it runs the same version of Ray"
     )
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an IP address is one of this machine's: only then can a socket be bound to it."""
+    """Whether an IP address belongs to this machine: only then can a socket be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -198,14 +199,14 @@ def _is_ours(address: str) -> bool:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Of everything that a configuration says, but for where it is written."""
+    """Return a hash of a configuration without its run directory."""
     tree = config.model_dump(mode="json")
     tree["run"].pop("dir")
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def metadata(config: RunConfig) -> dict[str, str]:
-    """What the Jobs page shows of a run."""
+    """Return the metadata that the Jobs page shows for a run."""
     return {
         "job_name": config.run.name,  # what Ray shows as the job's name
         "run": config.run.name,
@@ -217,9 +218,9 @@ def metadata(config: RunConfig) -> dict[str, str]:
 def runtime_env(
     folder: str, *, dependencies: Path | None = None, variables: Path | None = None
 ) -> dict[str, Any]:
-    """The job's files and variables; with `dependencies`, a requirements file that Ray installs.
+    """Return the runtime environment of a job; `dependencies` is a requirements file that Ray installs.
 
-    `variables` is the package of those that are handed on. Ray shows everything else that is here.
+    `variables` is a package of environment variables, whose values Ray does not show.
     """
     environment: dict[str, Any] = {
         "working_dir": folder,
@@ -237,7 +238,7 @@ def runtime_env(
 
 
 def entrypoint(client: Any, arguments: Sequence[str]) -> str:
-    """`python -m raylearner ..`, by this very interpreter where the job runs on this machine."""
+    """Return the command line, with this interpreter if the job runs on this machine."""
     python = sys.executable if is_local(client) else "python"
     return shlex.join([python, "-m", "raylearner", *arguments])
 
@@ -250,10 +251,10 @@ def submit(
     about: Mapping[str, str],
     submission_id: str | None = None,
 ) -> str:
-    """Starts `python -m raylearner ARGUMENTS` as a job; returns its id.
+    """Start `python -m raylearner ARGUMENTS` as a job and return its id.
 
-    Raises `ConfigError` where the working directory is too large or the cluster refuses, and
-    `RaylearnerError` where the connection breaks.
+    Raises `ConfigError` if the working directory is too large or the cluster refuses the job, and
+    `RaylearnerError` if the connection breaks.
     """
     try:
         return _submit_when_ready(
@@ -267,16 +268,16 @@ def submit(
         if any(word in str(error) for word in TOO_LARGE):
             raise ConfigError(
                 f"working directory {environment.get('working_dir')!r}: too large for a job:"
-                f" {_first_line(error)} List what a run does not need in .rayignore; data and models"
-                " belong on storage that the cluster sees, named by absolute paths"
+                f" {_first_line(error)} List files that a run does not need in .rayignore; keep data and"
+                " models on storage that the cluster can read, with absolute paths"
             ) from error
         raise ConfigError(f"the cluster refused the job: {_first_line(error)}") from error
     except OSError as error:
-        raise RaylearnerError(f"the job could not be handed over: {_first_line(error)}") from error
+        raise RaylearnerError(f"the job could not be submitted: {_first_line(error)}") from error
 
 
 def _submit_when_ready(client: Any, **job: Any) -> str:
-    """The job's id, asked for again while the cluster is still starting."""
+    """Submit, again while the cluster is still starting; return the job's id."""
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:
@@ -285,3 +286,22 @@ def _submit_when_ready(client: Any, **job: Any) -> str:
             if NOT_READY not in str(error) or time.monotonic() > deadline_s:
                 raise
         time.sleep(HEAD_PAUSE_S)
+
+
+def read_status(client: Any, job: str) -> str | None:
+    """Return the status of a job, None if the cluster does not have it. Raises `OSError` without an answer.
+
+    The client's own method raises the same error for an unknown job as for a failing server.
+    """
+    response = client._do_request("GET", f"/api/jobs/{job}")
+    if response.status_code == NOT_FOUND:
+        return None
+    response.raise_for_status()
+    return str(response.json()["status"])
+
+
+def stop(client: Any, job: str) -> None:
+    """Ask a job to stop, if the cluster has it. Raises `OSError` without an answer."""
+    response = client._do_request("POST", f"/api/jobs/{job}/stop")
+    if response.status_code != NOT_FOUND:
+        response.raise_for_status()

@@ -1,32 +1,44 @@
-"""What a sweep found: a CSV of trials, a Markdown table of combinations, plots."""
+"""Reports of a sweep: a live table while it runs; CSV, Markdown and plots of its results."""
 
 import csv
 import importlib.util
+import logging
 import math
 import statistics
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from raylearner.errors import ConfigError
 from raylearner.jobs.sweep.plan import Plan, Trial, axis_keys, shown
 from raylearner.jobs.sweep.state import Status, SweepState, TrialState
+from raylearner.observability.display import clock
 from raylearner.text import visible
+
+logger = logging.getLogger(__name__)
 
 Pair = tuple[Trial, TrialState]
 
 LOG_SCALE_FROM = 5.0
-"""An axis is drawn on a logarithmic scale where its values differ by this factor."""
+"""Ratio of an axis' largest to smallest value from which its scale is logarithmic."""
 
 
-def refuse_without_matplotlib() -> None:
-    """Raises `ConfigError`, before a sweep starts: the plots come at its end."""
+def check_matplotlib() -> None:
+    """Raise `ConfigError` before a sweep starts, since plots are drawn at its end."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plots: matplotlib is not installed; `pip install matplotlib`")
 
 
 def write(plan: Plan, state: SweepState, commands: Mapping[int, str]) -> None:
-    """`results.csv`, `results.md` and `plots/*.png`; `commands` reproduces each trial by number."""
+    """Write `results.csv`, `results.md` and `plots/*.png`; `commands` repeat the trials, by number."""
     pairs = list(zip(plan.trials, state.trials, strict=True))
     _write_csv(state.folder / "results.csv", pairs, state, commands)
     (state.folder / "results.md").write_text(markdown(plan, pairs, commands), encoding="utf-8")
@@ -69,14 +81,14 @@ def _seconds(found: TrialState) -> str:
 
 
 def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> str:
-    """Combinations from best to worst, each over its seeds, then every trial's command."""
+    """Return combinations from best to worst, each over its seeds, then every trial's command."""
     keys = axis_keys([trial for trial, _ in pairs])
     metric = plan.sweep.metric
     lines = [
         f"# {plan.sweep.name}",
         "",
-        f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over the seeds that ran to"
-        " their end; ± is the standard deviation over them.",
+        f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over the seeds that"
+        " completed; ± is the standard deviation over seeds.",
         "",
         "| "
         + " | ".join([*(f"`{key}`" for key in keys), "value", "failed episodes", "seeds", "trials"])
@@ -91,7 +103,7 @@ def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> 
     if failed:
         lines += ["", "## Failed", ""]
         lines += [f"- {trial.number:03d} ({trial.label}): {found.error}" for trial, found in failed]
-    lines += ["", "## One trial again", ""]
+    lines += ["", "## Repeat a trial", ""]
     lines += [f"- {trial.number:03d}: `{commands[trial.number]}`" for trial, _ in pairs]
     return "\n".join(lines) + "\n"
 
@@ -104,15 +116,15 @@ def _by_point(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def _measured(group: Sequence[Pair]) -> list[tuple[float, float]]:
-    """Values and shares of failed episodes of trials that ran to their end; of those stopped early
-    where no other is left."""
+    """Return values and shares of failed episodes of the trials that completed, or of those stopped early
+    if none completed."""
     found = [(f.status, f.value, f.failed_fraction) for _, f in group if f.value is not None]
     done = [(value, failed) for status, value, failed in found if status is Status.DONE]
     return done or [(value, failed) for _, value, failed in found]
 
 
 def _rank(group: Sequence[Pair], *, goal: str) -> tuple[float, float]:
-    """By the mean; of equal means, the one with fewer failed episodes is better."""
+    """Return the sort key: the mean, then the share of failed episodes."""
     measured = _measured(group)
     if not measured:
         return (math.inf, math.inf)
@@ -136,8 +148,8 @@ def _summary(group: Sequence[Pair]) -> list[str]:
 
 
 def plot(plan: Plan, pairs: Sequence[Pair], folder: Path) -> list[Path]:
-    """For each axis the metric against it: a line for each combination of the others, seeds as dots,
-    a band of one standard deviation; crosses are trials that did not run to their end."""
+    """Plot the metric against each axis: a line for each combination of the others, seeds as dots, a band of
+    one standard deviation, crosses for trials that did not complete."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,7 +177,7 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
     has_crosses = False
     for trial, found in pairs:
         if found.value is not None and found.status is not Status.DONE:
-            label = None if has_crosses else "ended before its last step"
+            label = None if has_crosses else "did not complete"
             has_crosses = True
             axes.plot(places[shown(trial.values[key])], found.value, "x", color="gray", label=label)
         elif found.value is not None:
@@ -192,7 +204,7 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
 
 
 def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | None]:
-    """Where each value stands on the axis; numbers where they are, others one beside the other."""
+    """Return the position of each value on the axis, and the tick labels of values that are not numbers."""
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         return {shown(v): float(v) for v in values if isinstance(v, int | float)}, None
     names = list(dict.fromkeys(shown(value) for value in values))
@@ -201,3 +213,75 @@ def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | Non
 
 def _spans_much(places: Sequence[float]) -> bool:
     return min(places) > 0 and max(places) / min(places) >= LOG_SCALE_FROM
+
+
+STYLES = {
+    Status.RUNNING: "cyan",
+    Status.DONE: "green",
+    Status.STOPPED_EARLY: "yellow",
+    Status.FAILED: "red",
+}
+
+
+class Board:
+    """A live table of all trials on a terminal, and a log line for each change of status."""
+
+    def __init__(self, plan: Plan, state: SweepState, console: Console | None = None) -> None:
+        self._plan = plan
+        self._state = state
+        self._console = console or Console(file=sys.stderr)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                console=self._console, get_renderable=self.table, refresh_per_second=2
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def log_change(self, found: TrialState) -> None:
+        """Log the new status of a trial."""
+        trial = self._plan.trials[found.number]
+        parts = [f"trial {found.number:03d} {found.status}", trial.label, f"seed {trial.seed}"]
+        if found.status.is_final:
+            parts.append(f"value {_value(found)} at step {found.step} in {_duration(found)}")
+        if found.error:
+            parts.append(found.error)
+        logger.info("%s", "  ".join(parts))
+
+    def table(self) -> Table:
+        table = Table(title=Text(self._plan.sweep.name), title_justify="left")
+        for head in ("trial", "combination", "seed", "status", "step", "value", "time"):
+            table.add_column(head)
+        for trial, found in zip(self._plan.trials, self._state.trials, strict=True):
+            num_steps = trial.config.run.num_steps
+            table.add_row(
+                f"{trial.number:03d}",
+                Text(trial.label),
+                str(trial.seed),
+                Text(str(found.status), style=STYLES.get(found.status, "dim")),
+                f"{found.step}/{num_steps}",
+                _value(found),
+                _duration(found),
+            )
+        return table
+
+
+def _value(found: TrialState) -> str:
+    return "-" if found.value is None else f"{found.value:.4f}"
+
+
+def _duration(found: TrialState) -> str:
+    if found.started_at_s is None:
+        return "-"
+    return clock((found.finished_at_s or time.time()) - found.started_at_s)
