@@ -27,9 +27,14 @@ class DialogueError(RaylearnerError, ValueError):
 
 
 class TrajectoryError(RaylearnerError):
-    """An episode failed. Recorded on its trajectory and counted; never fatal alone."""
+    """An episode failed. Recorded on its trajectory and counted by `kind`; never fatal alone."""
 
     kind = "trajectory"
+
+    @property
+    def text(self) -> str:
+        """The message behind its kind, as trajectories record it."""
+        return f"{self.kind}: {self}"
 
 
 class EngineError(TrajectoryError):
@@ -150,9 +155,3 @@ def naming(path: str | PathLike[str]) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def error_kind(error: str) -> str:
-    """The kind before the colon of `kind: message`; `other` without one."""
-    kind, colon, _ = error.partition(":")
-    return kind if colon and kind.isidentifier() else "other"

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner.errors import TrajectoryError
 from raylearner.text import make_encodable, outside
 
 PolicyVersion: TypeAlias = int
@@ -276,6 +277,8 @@ class Trajectory:
     """What reward functions logged beside their values: text, numbers, truth values or None."""
     stop_reason: StopReason = StopReason.END
     error: str | None = None
+    error_kind: str = "other"
+    """`TrajectoryError.kind` of the failure, which counts it."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     started_at_s: float = 0.0
     finished_at_s: float = 0.0
@@ -336,13 +339,14 @@ class Trajectory:
     def with_train_mask(self, train_mask: NDArray[np.bool_]) -> "Trajectory":
         return replace(self, train_mask=train_mask)
 
-    def failed(self, error: str) -> "Trajectory":
-        """As an episode that is worth nothing, and trains nothing, for the cause `error`."""
+    def failed(self, cause: TrajectoryError) -> "Trajectory":
+        """Return it as a failed episode, without a reward or a trained token."""
         return replace(
             self,
             reward=None,
             stop_reason=StopReason.ERROR,
-            error=error,
+            error=cause.text,
+            error_kind=cause.kind,
             train_mask=np.zeros_like(self.train_mask),
         )
 
@@ -408,7 +412,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeScore:
-    """What an episode is worth; with `error`, it could not be found out."""
+    """The final rewards of an episode; with `error`, they could not be computed."""
 
     reward: float | None = None
     """Weighted, clipped sum of those that apply; None when none does."""
@@ -416,7 +420,7 @@ class EpisodeScore:
     """By function, unweighted."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    error: str | None = None
+    error: TrajectoryError | None = None
 
     __post_init__ = make_encodable
 

@@ -87,30 +87,30 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> lis
 
 async def _play_in_environment(
     kit: EpisodeKit, transcript: Transcript, sampling: Sampling
-) -> tuple[StopReason, str | None, Outcome]:
+) -> tuple[StopReason, TrajectoryError | None, Outcome]:
     """Return how the episode ended, its first failure, and the environment's outcome."""
     try:
         environment = kit.make_environment()
     except Exception as cause:
-        return StopReason.ERROR, _describe(cause), Outcome()
+        return StopReason.ERROR, _failure(cause), Outcome()
     stop_reason, error, outcome = StopReason.ERROR, None, Outcome()
     try:
         stop_reason = await _play_turns(kit, environment, transcript, sampling)
     except Exception as cause:  # a custom environment may raise anything
-        error = _describe(cause)
+        error = _failure(cause)
     finally:
         try:
             await environment.close()
             outcome = environment.outcome()
         except Exception as cause:
-            stop_reason, error = StopReason.ERROR, error or _describe(cause)
+            stop_reason, error = StopReason.ERROR, error or _failure(cause)
     return stop_reason, error, outcome
 
 
-def _describe(cause: Exception) -> str:
+def _failure(cause: Exception) -> TrajectoryError:
     if isinstance(cause, TrajectoryError):
-        return f"{cause.kind}: {cause}"
-    return f"{EnvironmentFault.kind}: the environment {describe(cause)}"
+        return cause
+    return EnvironmentFault(f"the environment {describe(cause)}")
 
 
 async def _play_turns(
@@ -183,7 +183,7 @@ async def score_segments(
         with kit.tracer.span("reward", group=claim.group_id):
             score = await kit.scorer.score(view)
     except TrajectoryError as cause:
-        return [segment.failed(f"{cause.kind}: {cause}") for segment in segments]
+        return [segment.failed(cause) for segment in segments]
     reward, rewards = score.reward, score.rewards
     if outcome.penalty and (reward is not None or kit.scorer.is_partial):
         rewards = {**rewards, "invalid_action_penalty": -outcome.penalty}

@@ -169,9 +169,9 @@ class ReplayActor:
                 request.prompt, request.trajectories
             )
         except RayError as error:
-            message = f"{RewardError.kind}: the group's rewards: {str(error).splitlines()[-1]}"
+            cause = RewardError(f"the group's rewards: {str(error).splitlines()[-1]}")
             failed = {t.sample_index for t in request.trajectories}
-            scores = {index: EpisodeScore(error=message) for index in failed}
+            scores = {index: EpisodeScore(error=cause) for index in failed}
         self._buffer.put_scores(request, scores)
         self._wake()
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raylearner.errors import error_kind
 from raylearner.replay.groups import GroupRecord, SampleRecord, SampleState
 from raylearner.replay.ledger import Ledger
 from raylearner.replay.staleness import is_mixed_version
@@ -75,14 +74,13 @@ class ReplayCounters:
         if failed is None:
             self._recent.append(None)
         else:
-            error = failed.error or ""
-            self._count_error(error_kind(error), error)
+            self._count_error(failed.error_kind, failed.error or "")
 
     def count_scores(self, scores: Iterable[EpisodeScore]) -> None:
         """Count episodes that failed in a reward function that sees whole groups."""
         for score in scores:
             if score.error is not None:
-                self._count_error(error_kind(score.error), score.error)
+                self._count_error(score.error.kind, score.error.text)
 
     def count_refused(self, rule: str) -> None:
         self.refused[rule.partition(", got")[0]] += 1

@@ -36,7 +36,7 @@ class GroupScorer:
             taken = [segments[0].columns.keys() for segments in episodes.values()]
             scores = await self._scorer.score_all(views, taken=taken)
         except RewardError as error:
-            return {index: EpisodeScore(error=f"{error.kind}: {error}") for index in episodes}
+            return {index: EpisodeScore(error=error) for index in episodes}
         found = {
             index: self._added(segments[0], score)
             for (index, segments), score in zip(episodes.items(), scores, strict=True)

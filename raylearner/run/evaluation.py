@@ -15,7 +15,7 @@ from typing import Any
 from raylearner.actors.rollout_worker import EvaluateCall
 from raylearner.config.schema import EvaluationSection
 from raylearner.data.cells import HASH_CHARACTERS, content_hash
-from raylearner.errors import EvaluationIncomplete, RaylearnerError, error_kind
+from raylearner.errors import EvaluationIncomplete, RaylearnerError
 from raylearner.observability.episodes import Episode, episodes_of, mean_reward
 from raylearner.observability.spans import Tracer
 from raylearner.run.run_actors import RunActors
@@ -118,17 +118,12 @@ class Evaluator:
         return record
 
     def _warn_of_failures(self, episodes: Sequence[Episode], step: int) -> None:
-        errors = Counter(
-            error_kind(episode.first.error or "") for episode in episodes if episode.is_failed
-        )
+        failed = [episode.first for episode in episodes if episode.is_failed]
+        errors = Counter(trajectory.error_kind for trajectory in failed)
         if errors.total() < WARNED_FAILED_FRACTION * len(episodes) or not errors:
             return
         kind = errors.most_common(1)[0][0]
-        example = next(
-            e.first.error
-            for e in episodes
-            if e.is_failed and error_kind(e.first.error or "") == kind
-        )
+        example = next(t.error for t in failed if t.error_kind == kind)
         logger.warning(
             "evaluation at step %d: %d of %d episodes failed and count as not solved in reward/mean;"
             " most often by %s, for example: %s",

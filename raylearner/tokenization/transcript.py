@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from raylearner.errors import RenderError
+from raylearner.errors import RenderError, TrajectoryError
 from raylearner.text import outside
 from raylearner.tokenization.reasoning import Thoughts
 from raylearner.tokenization.renderer import Renderer
@@ -242,7 +242,7 @@ class Transcript:
         self,
         *,
         stop_reason: StopReason,
-        error: str | None,
+        error: TrajectoryError | None,
         metrics: dict[str, float],
         shown: tuple[str, ...] = (),
         given_answer: str | None = None,
@@ -278,7 +278,8 @@ class Transcript:
             image_token_id=None if vision is None else vision.image_token_id,
             image_unit=None if vision is None else vision.unit,
             stop_reason=stop_reason,
-            error=error,
+            error=None if error is None else error.text,
+            error_kind="other" if error is None else error.kind,
             metrics=metrics,
             shown=shown,
             response_text=self.response_text,

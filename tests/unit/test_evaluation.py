@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raylearner.config.schema import EvaluationSection, SamplingSection
-from raylearner.errors import EngineError, RaylearnerError
+from raylearner.errors import EngineError, RaylearnerError, ToolError
 from raylearner.observability.spans import Tracer
 from raylearner.run.evaluation import Evaluations, Evaluator
 from raylearner.types import Prompt, Trajectory
@@ -96,7 +96,9 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
         for prompt in given:
             reward = rewards[int(prompt.prompt_id[1:])]
             whole = [played(prompt, version=3, segment=n, reward=reward or 0.0) for n in (0, 1)]
-            segments += whole if reward is not None else [s.failed("tool: down") for s in whole]
+            segments += (
+                whole if reward is not None else [s.failed(ToolError("down")) for s in whole]
+            )
         return segments
 
     evaluator = Evaluator(EvaluationSection(), prompts, failed_reward=failed_reward)

@@ -12,6 +12,7 @@ import pytest
 
 from raylearner.config.rewards import RewardSection
 from raylearner.config.schema import ReplaySection
+from raylearner.errors import RewardError
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.closing import ScoreRequest
@@ -100,7 +101,7 @@ def test_zero_variance_is_judged_by_the_final_rewards() -> None:
 
 def test_failed_scores_are_errors_of_the_trajectories_and_drop_the_group() -> None:
     buffer = make_buffer()
-    failed = {i: EpisodeScore(error="reward: the judge is down") for i in range(2)}
+    failed = {i: EpisodeScore(error=RewardError("the judge is down")) for i in range(2)}
     buffer.put_scores(play(buffer), failed)
     assert buffer.take(1, 0) is None
     metrics = buffer.metrics()
@@ -113,7 +114,7 @@ def test_too_many_failed_scores_end_the_run_with_their_cause() -> None:
     for _ in range(4):
         request = play(buffer)
         buffer.put_scores(
-            request, {i: EpisodeScore(error="reward: the judge is down") for i in range(2)}
+            request, {i: EpisodeScore(error=RewardError("the judge is down")) for i in range(2)}
         )
     with pytest.raises(Exception, match="the judge is down"):
         buffer.take(1, 0)
@@ -236,8 +237,7 @@ async def test_a_failing_function_is_an_error_of_every_episode(
     scorer = make_scorer({"kind": "user_groups:fails", "per": "group"}, timeout_s=timeout_s)
     found = await scorer.score(PROMPTS[2], make_group("a", "abc"))
     assert sorted(found) == [0, 1]
-    assert all(s.error is not None and words in s.error for s in found.values())
-    assert all(str(s.error).startswith("reward: reward 'fails'") for s in found.values())
+    assert all(isinstance(s.error, RewardError) and words in str(s.error) for s in found.values())
 
 
 async def test_segments_of_an_episode_count_as_one(functions: types.ModuleType) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from raylearner.config.schema import RendererSection, TinyModel, ToolUse
-from raylearner.errors import ConfigError, RenderError
+from raylearner.errors import ConfigError, RenderError, ToolError
 from raylearner.tiny.model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.template_checks import check_template
@@ -173,7 +173,7 @@ def test_failed_and_aborted_episodes_train_nothing(renderer: Renderer) -> None:
         transcript = make_transcript(renderer)
         transcript.add_completion(make_completion([5, 6]))
         trajectory = transcript.close(
-            stop_reason=reason, error="tool: x", metrics={}, started_at_s=0, finished_at_s=1
+            stop_reason=reason, error=ToolError("x"), metrics={}, started_at_s=0, finished_at_s=1
         )
         assert trajectory.num_sampled_tokens == 2
         assert trajectory.num_trained_tokens == 0

@@ -109,16 +109,12 @@ def test_whatever_is_made_of_text_from_outside_can_be_encoded() -> None:
     prompt = Prompt(
         prompt_id=HALF, messages=(message,), answer=HALF, columns={HALF: [{"deep": HALF}]}
     )
-    score = EpisodeScore(columns={HALF: HALF}, metrics={HALF: 1.0}, error=HALF)
+    score = EpisodeScore(columns={HALF: HALF}, metrics={HALF: 1.0})
     shown = Observation(text=HALF, ids=(HALF,))
     assert message.content == CLEANED
     assert (prompt.prompt_id, prompt.answer) == (CLEANED, CLEANED)
     assert prompt.columns == {CLEANED: [{"deep": CLEANED}]}
-    assert (score.columns, score.metrics, score.error) == (
-        {CLEANED: CLEANED},
-        {CLEANED: 1.0},
-        CLEANED,
-    )
+    assert (score.columns, score.metrics) == ({CLEANED: CLEANED}, {CLEANED: 1.0})
     assert (shown.text, shown.ids) == (CLEANED, (CLEANED,))
 
 

@@ -39,7 +39,7 @@ class _End:
     """How an episode ended; with `error` it failed."""
 
     stop_reason: StopReason
-    error: str | None = None
+    error: TrajectoryError | None = None
     answer: str | None = None
 
 
@@ -71,7 +71,7 @@ class Agent:
                 end = _find_end(conversation, await self._run_program(conversation, claim))
             except TrajectoryError as cause:
                 cause = conversation.failure or cause
-                end = _End(stop_reason=StopReason.ERROR, error=f"{cause.kind}: {cause}")
+                end = _End(stop_reason=StopReason.ERROR, error=cause)
             finally:
                 conversation.close()
             if conversation.is_aborted:
