@@ -14,8 +14,8 @@ from raylearner.actors.process import prepare_process
 from raylearner.config.rewards import RewardModel, RewardSection
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.catalogue import Conversation, ModelCall
-from raylearner.rewards.group_scorer import GroupScorer
 from raylearner.rewards.model import ModelQueue
+from raylearner.rewards.scorer import GroupScorer
 from raylearner.types import EpisodeScore, Prompt, Trajectory
 
 MAX_CALLS = 10_000

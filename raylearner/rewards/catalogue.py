@@ -1,14 +1,18 @@
-"""Reward functions by the `kind` that the YAML uses."""
+"""Reward functions by the `kind` that the YAML uses, and the rows that they need."""
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from raylearner.config import rewards as sections
-from raylearner.rewards import formats, matches, retrieval
+from raylearner.config.rewards import RewardSection
+from raylearner.errors import ConfigError
+from raylearner.rewards import built_in
 from raylearner.rewards.checked import CheckedReward
 from raylearner.rewards.functions import EpisodeView, Reward, RewardLog
 from raylearner.rewards.judge import JudgeReward, PairwiseReward
-from raylearner.rewards.user import UserReward
+from raylearner.rewards.user import UserReward, check_columns
+from raylearner.types import Prompt
 
 Conversation = tuple[dict[str, str], ...]
 ModelCall = Callable[[Conversation], Awaitable[float]]
@@ -16,14 +20,14 @@ ModelCall = Callable[[Conversation], Awaitable[float]]
 
 
 MATCHES = {
-    "exact_answer": matches.exact_answer,
-    "exact_match": matches.exact_match,
-    "f1": matches.f1,
+    "exact_answer": built_in.exact_answer,
+    "exact_match": built_in.exact_match,
+    "f1": built_in.f1,
 }
 
 
 class PlainReward:
-    """A quick function of one episode, called where it stands."""
+    """A quick function of one episode, called directly."""
 
     def __init__(self, function: Callable[[EpisodeView], float | None]) -> None:
         self._function = function
@@ -38,7 +42,7 @@ class PlainReward:
 
 
 class ModelReward:
-    """Prompt and completion as messages to a reward model."""
+    """Sends prompt and completion as messages to a reward model."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
@@ -59,9 +63,9 @@ def make_reward(
     *,
     timeout_s: float | None = None,
 ) -> Reward:
-    """`models` are the reward models by function name; `timeout_s` limits calls of users' functions.
+    """Make one reward; `models` are the reward models by function name.
 
-    Raises `ConfigError` for a user's function that cannot be taken.
+    `timeout_s` limits calls of users' functions. Raises `ConfigError` for one that cannot be used.
     """
     match section:
         case sections.AnswerMatch():
@@ -69,13 +73,13 @@ def make_reward(
         case sections.CheckedAnswer():
             return CheckedReward(section)
         case sections.AnswerFormat():
-            return PlainReward(partial(formats.answer_format, section=section))
+            return PlainReward(partial(built_in.answer_format, section=section))
         case sections.ToolUseShaping():
-            return PlainReward(partial(formats.tool_use, section=section))
+            return PlainReward(partial(built_in.tool_use, section=section))
         case sections.RetrievalHit():
-            return PlainReward(partial(retrieval.retrieval_hit, section=section))
+            return PlainReward(partial(built_in.retrieval_hit, section=section))
         case sections.ResponseLength():
-            return PlainReward(partial(formats.response_length, section=section))
+            return PlainReward(partial(built_in.response_length, section=section))
         case sections.RewardModel():
             return ModelReward(models.get(name) or _no_model(name))
         case sections.Judge():
@@ -87,7 +91,7 @@ def make_reward(
 
 
 def conversation(episode: EpisodeView) -> Conversation:
-    """The prompt's messages, then what the policy and its tools said in turn."""
+    """Return the prompt's messages, then those of the policy and its tools in turn."""
     messages = [{"role": m.role, "content": m.content} for m in episode.prompt.messages]
     for turn in episode.turns:
         messages.append({"role": "assistant", "content": turn.said})
@@ -101,3 +105,32 @@ def _no_model(name: str) -> ModelCall:
         raise RuntimeError(f"no actor holds the reward model {name!r}")
 
     return call
+
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED_ROWS = 5
+_NEED_ANSWERS = frozenset({"exact_answer", "exact_match", "f1", "math_verify"})
+
+
+def check_rows(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
+    """Warn of rows that no function can score; raises `ConfigError` where that is all of them.
+
+    Raises it too for columns that functions would never receive, see `check_columns`.
+    """
+    check_columns(rewards, prompts)
+    if not all(function.kind in _NEED_ANSWERS for function in rewards.functions):
+        return
+    without = [p for p in prompts if not any(answer.strip() for answer in p.answers)]
+    if not without:
+        return
+    named = ", ".join(prompt.prompt_id for prompt in without[:MAX_NAMED_ROWS])
+    more = ", ..." if len(without) > MAX_NAMED_ROWS else ""
+    found = f"{len(without)} of {len(prompts)} rows have no accepted answer ({named}{more})"
+    names = ", ".join(rewards.names)
+    if len(without) == len(prompts):
+        raise ConfigError(
+            f"data: {found}, and every reward function ({names}) compares with one; name the column"
+            " that holds it as answer_column"
+        )
+    logger.warning("data: %s: no reward function (%s) applies, so they do not train", found, names)

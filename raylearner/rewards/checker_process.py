@@ -1,4 +1,4 @@
-"""A process that checks answers, one after the other: it may hang, and is killed then.
+"""A process that checks answers, one after the other; it is killed when a check hangs.
 
 Reads requests from standard input, each eight bytes of length and a pickled (name, arguments);
 writes one JSON object per line, `{"value": ...}` or `{"error": ...}`. Ends with its parent.
@@ -28,29 +28,29 @@ _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}\b")
 
 
 def import_library(name: str) -> None:
-    """So that no check has to wait for it."""
+    """Import a library before the first check needs it."""
     importlib.import_module(name)
 
 
 def check_math(answers: tuple[str, ...], given: str) -> float | None:
-    """1 when `given` equals one of `answers` as math-verify sees it; None where it reads none."""
+    """Return 1 when `given` equals one of `answers` by math-verify; None where none can be parsed."""
     verify: Any = importlib.import_module("math_verify").verify
-    golds = [gold for gold in (_parsed_gold(answer) for answer in answers) if gold]
+    golds = [gold for gold in (_parse_gold(answer) for answer in answers) if gold]
     if not golds:
         return None
-    found = _parsed(given)
+    found = _parse(given)
     return float(any(verify(gold, found, timeout_seconds=None) for gold in golds))
 
 
 @lru_cache(maxsize=4096)
-def _parsed_gold(answer: str) -> Any:
-    return _parsed(answer)
+def _parse_gold(answer: str) -> Any:
+    return _parse(answer)
 
 
-def _parsed(text: str) -> Any:
-    """What math-verify reads. A formula without words gets the dollars that it looks for.
+def _parse(text: str) -> Any:
+    """Return math-verify's reading of a text, with dollars around a formula without words.
 
-    Without them it would find no more than a number in `1+x^2`.
+    Without them math-verify would only find a number in `1+x^2`.
     """
     parse: Any = importlib.import_module("math_verify").parse
     if any(mark in text for mark in _DELIMITERS):
@@ -66,7 +66,7 @@ def _parsed(text: str) -> Any:
 def check_reasoning(
     task: str, parameters: dict[str, Any], entry: dict[str, Any], given: str
 ) -> float:
-    """The score that a reasoning-gym task gives to an answer, from 0 to 1."""
+    """Return a reasoning-gym task's score of an answer, from 0 to 1."""
     return float(_task(task, json.dumps(parameters, sort_keys=True)).score_answer(given, entry))
 
 
@@ -84,19 +84,19 @@ CHECKS: dict[str, Callable[..., float | None]] = {
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answers until the input ends."""
+    """Reply to requests until the input ends."""
     while len(head := requests.read(LENGTH_BYTES)) == LENGTH_BYTES:
         name, arguments = pickle.loads(requests.read(int.from_bytes(head)))
         try:
             reply: dict[str, Any] = {"value": CHECKS[name](*arguments)}
-        except Exception as error:  # whatever a library raises is this request's reply
+        except Exception as error:  # a library's exception is this request's reply
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
 
 
 def main() -> None:
-    """Nothing but replies goes to standard output, whatever libraries print."""
+    """Serve on the standard streams; libraries' prints go to standard error."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -14,7 +14,7 @@ from raylearner.text import encodable_json
 
 PATH = "/chat/completions"
 PARAMETER_STATUSES = frozenset({400, 422})
-"""Statuses of a request with parameters that the service does not take."""
+"""Statuses of a request with parameters that the service does not support."""
 
 Answer = TypeVar("Answer")
 

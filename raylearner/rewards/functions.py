@@ -1,4 +1,4 @@
-"""What reward functions take and give, and the answer that an episode gave."""
+"""The interface of reward functions, and the answer of an episode."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ from raylearner.types import Prompt, StopReason, Trajectory, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeView:
-    """What a reward may look at: the prompt's row and everything the policy wrote and saw."""
+    """An episode as rewards receive it: the prompt's row and all text of the policy and its tools."""
 
     prompt: Prompt
     turns: tuple[Turn, ...]
@@ -26,20 +26,20 @@ class EpisodeView:
     step: int | None = None
     """Learner steps committed when the episode was claimed; None in evaluations."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the environment counted, such as `failed_tool_calls`."""
+    """Counts of the environment, such as `failed_tool_calls`."""
     shown: tuple[str, ...] = ()
     """Ids of the pages that tools showed, in order."""
     answer: str | None = None
-    """What an agent program returned as its answer; None where the last turn is it."""
+    """The answer that an agent program returned; None where the last turn is the answer."""
 
     @property
     def completion(self) -> str:
-        """What the policy wrote, turns joined, without its thoughts; `turns` hold both."""
+        """The policy's text, turns joined, without its thoughts; `turns` hold both."""
         return "".join(turn.said for turn in self.turns)
 
     @property
     def prompt_text(self) -> str:
-        """The prompt's messages but for the system's, in plain words."""
+        """The contents of the prompt's messages without the system's."""
         messages = self.prompt.messages
         return "\n\n".join(m.content for m in messages if m.role != "system")
 
@@ -47,10 +47,10 @@ class EpisodeView:
 def view_of(
     prompt: Prompt, segments: Sequence[Trajectory], reward_names: Collection[str]
 ) -> EpisodeView:
-    """One episode as every reward function sees it, from its segments in order.
+    """Make the view of one episode from its segments in order.
 
-    Only what is stored with trajectories goes in, so that a function of one episode, one of a group
-    and one after a resume see the same. Numbers logged by `reward_names` are left out.
+    It holds only fields that trajectories store, so functions of one episode, of a group and after a
+    resume receive the same. Numbers logged by `reward_names` are left out.
     """
     last = segments[-1]
     turns = (turn for segment in segments for turn in segment.turns)
@@ -75,7 +75,7 @@ def view_of(
 
 
 class RewardLog:
-    """Collects what one function logs about the `size` episodes that it is called with."""
+    """Collects one function's log about the `size` episodes that it is called with."""
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name
@@ -124,14 +124,13 @@ class Reward(Protocol):
 
 
 def given_answer(text: str, tag: str | None = "answer") -> str:
-    """The content of the last answer tag, or the whole text without one."""
+    """Return the content of the last answer tag, or the whole text without one."""
     found = _pairs(tag).findall(text) if tag is not None else []
     return str(found[-1] if found else text).strip()
 
 
 def last_answer(episode: EpisodeView, tag: str | None) -> str:
-    """The program's answer, or else that of the last turn, its thoughts left out; empty where there was
-    no turn."""
+    """Return the program's answer, or that of the last turn without its thoughts; empty without turns."""
     if episode.answer is not None:
         return given_answer(episode.answer, tag)
     return given_answer(episode.turns[-1].said, tag) if episode.turns else ""

@@ -22,7 +22,7 @@ class Classifier:
     """One model on one device, in evaluation mode. Not thread-safe."""
 
     def __init__(self, section: RewardModel) -> None:
-        """Raises `ConfigError` when there is no such model, or it has no output `label`."""
+        """Raises `ConfigError` for a missing model, or one without an output `label`."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -34,7 +34,7 @@ class Classifier:
             model = models.from_pretrained(section.path, dtype=getattr(torch, section.dtype))
         except (OSError, ValueError) as error:
             is_local = Path(section.path).is_dir()
-            where = "cannot be read" if is_local else "is no directory, and no hub gives it"
+            where = "cannot be read" if is_local else "is neither a directory nor on the hub"
             said = str(error).splitlines()[0]
             raise ConfigError(
                 f"rewards.functions: path {section.path!r} {where}: {said}"
@@ -54,10 +54,10 @@ class Classifier:
         self._model = model.to(section.device).eval()
 
     def encode(self, conversation: Conversation) -> list[int]:
-        """Tokens by the model's chat template; without one, contents joined.
+        """Return tokens by the model's chat template; without one, of the contents joined.
 
-        What messages spell is text: a completion cannot open another turn. Raises `RewardError` when
-        there are more than `max_tokens`, and `RenderError` when the template refuses the messages.
+        Control tokens that messages spell are text, so a completion cannot open another turn. Raises
+        `RewardError` for more than `max_tokens`, `RenderError` when the template refuses the messages.
         """
         if self._template is not None:
             token_ids = self._control.encode(self._template.render(conversation, opens=False))
@@ -72,7 +72,7 @@ class Classifier:
         return token_ids
 
     def score(self, sequences: Sequence[list[int]]) -> list[float]:
-        """One reward per sequence, at most `max_batch` of them at once, longest first."""
+        """Return one reward per sequence, at most `max_batch` of them at once, longest first."""
         import torch
 
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
@@ -107,7 +107,7 @@ class ModelQueue:
         self.num_batches = 0
 
     async def start(self) -> None:
-        """Loads the model. Raises `ConfigError` as `Classifier` does."""
+        """Load the model. Raises `ConfigError` as `Classifier` does."""
         async with self._turn:
             if self._classifier is None:
                 loop = asyncio.get_running_loop()
@@ -116,7 +116,7 @@ class ModelQueue:
                 )
 
     async def score(self, conversation: Conversation) -> float:
-        """The model's output for one episode. Raises `RewardError` when it is too long."""
+        """Return the model's output for one episode. Raises `RewardError` when it is too long."""
         if self._classifier is None:
             await self.start()
         assert self._classifier is not None, "start loads it"
@@ -125,13 +125,13 @@ class ModelQueue:
         try:
             async with self._turn:
                 while not future.done():
-                    await self._serve(self._classifier)
+                    await self._score_batch(self._classifier)
             return future.result()
         finally:
             future.cancel()
 
-    async def _serve(self, classifier: Classifier) -> None:
-        """One batch of what waits, oldest first; whoever holds the turn does it for all."""
+    async def _score_batch(self, classifier: Classifier) -> None:
+        """Score one batch of waiting calls, oldest first; the call that holds the turn does it for all."""
         self._waiting = [entry for entry in self._waiting if not entry[1].done()]
         batch = self._waiting[: self._section.max_batch]
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What an episode is worth: several functions at once, summed by weight; None does not apply."""
+"""The reward of an episode: several functions at once, summed by weight; None does not apply."""
 
 import asyncio
 import logging
@@ -12,8 +12,8 @@ from raylearner.cleanup import clean_up
 from raylearner.config.rewards import RewardFunction, RewardSection, UserFunction
 from raylearner.errors import ConfigError, RewardError
 from raylearner.rewards.catalogue import ModelCall, make_reward
-from raylearner.rewards.functions import EpisodeView, Reward, RewardLog
-from raylearner.types import EpisodeScore, Prompt
+from raylearner.rewards.functions import EpisodeView, Reward, RewardLog, view_of
+from raylearner.types import EpisodeScore, Prompt, StopReason, Trajectory
 from raylearner.user_code.frames import describe
 from raylearner.user_code.host import CallFailed, CallTimeout
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 200
 """Characters of a wrong value that an error quotes."""
 MAX_WARNED_ROWS = 1000
-"""Rows without any reward that are named in the log; the rest only counts in metrics."""
+"""Maximum number of rows without any reward that are logged; metrics count all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,20 @@ class Scorer:
         return self._config.sees_groups
 
     async def score(self, episode: EpisodeView) -> EpisodeScore:
-        """The weighted, clipped sum over the functions that apply, and each part.
+        """Return the weighted, clipped sum over the functions that apply, and each part.
 
         Raises `RewardError` with the function's name. Warns of a row to which none applies, unless
-        functions that see groups have their say later.
+        functions of groups add to it later.
         """
         (score,) = await self.score_all([episode])
         if score.reward is None and self._functions and not self.is_partial:
-            self.warn_of(episode.prompt)
+            self.warn_of_row(episode.prompt)
         return score
 
     async def score_all(
         self, episodes: Sequence[EpisodeView], *, taken: Sequence[Collection[str]] | None = None
     ) -> list[EpisodeScore]:
-        """The same for several episodes, each function called once with all of them.
+        """Return the scores of several episodes, each function called once with all of them.
 
         `taken` are names of columns that each episode has; a logged one of that name, or of that of
         another function, gets its function's name before it.
@@ -102,10 +102,10 @@ class Scorer:
                 raise result
         done = [result for result in results if not isinstance(result, BaseException)]
         names = taken or [()] * len(episodes)
-        return [self._of_one(index, done, names[index]) for index in range(len(episodes))]
+        return [self._make_score(index, done, names[index]) for index in range(len(episodes))]
 
     def total(self, rewards: Mapping[str, float | None]) -> float | None:
-        """The weighted sum of what applies, within the clip range; None when nothing does."""
+        """Return the weighted sum of rewards that apply, within the clip range; None when none does."""
         applied = [
             self.weights[name] * value
             for name, value in rewards.items()
@@ -118,8 +118,8 @@ class Scorer:
         low, high = self._config.clip
         return min(high, max(low, sum(applied)))
 
-    def warn_of(self, prompt: Prompt) -> None:
-        """Names a row to which no function applies, once."""
+    def warn_of_row(self, prompt: Prompt) -> None:
+        """Log a row to which no function applies, once."""
         if prompt.prompt_id in self._warned or len(self._warned) >= MAX_WARNED_ROWS:
             return
         self._warned.add(prompt.prompt_id)
@@ -132,7 +132,7 @@ class Scorer:
     async def close(self) -> None:
         await clean_up(sys.exception(), *(function.reward.close for function in self._functions))
 
-    def _of_one(
+    def _make_score(
         self,
         index: int,
         done: Sequence[tuple[Sequence[float | None], RewardLog]],
@@ -161,9 +161,9 @@ class Scorer:
                 values = await function.reward.score(episodes, log)
         except Exception as error:  # a function's failure is its episodes'
             raise RewardError(
-                f"reward {function.name!r} {_said(error, limit, function)}"
+                f"reward {function.name!r} {_describe_failure(error, limit, function)}"
             ) from error
-        checked = [_number(function.name, value) for value in values]
+        checked = [_check_number(function.name, value) for value in values]
         return checked, log
 
 
@@ -173,7 +173,7 @@ def _time_limit_s(section: RewardFunction, default_s: float) -> float | None:
     return None if section.limits_itself else default_s
 
 
-def _said(error: Exception, limit: asyncio.Timeout, function: _Function) -> str:
+def _describe_failure(error: Exception, limit: asyncio.Timeout, function: _Function) -> str:
     if isinstance(error, TimeoutError) and limit.expired():
         return f"took longer than {function.timeout_s:g} s"
     cause: BaseException = error
@@ -184,8 +184,8 @@ def _said(error: Exception, limit: asyncio.Timeout, function: _Function) -> str:
     return describe(cause)
 
 
-def _number(name: str, value: object) -> float | None:
-    """Numbers of numpy and torch included; NaN is None."""
+def _check_number(name: str, value: object) -> float | None:
+    """Return a finite number, of numpy and torch too, and None for NaN. Raises `RewardError`."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         value = item()
@@ -198,3 +198,54 @@ def _number(name: str, value: object) -> float | None:
             f"reward {name!r} must return a finite number or None, got {shown}{advice}"
         )
     return float(value)
+
+
+class GroupScorer:
+    """Adds the rewards of functions that see groups to those of single episodes."""
+
+    def __init__(self, config: RewardSection) -> None:
+        """Raises `ConfigError` naming every user function that cannot be taken."""
+        self._scorer = Scorer(config, sees_groups=True)
+
+    async def score(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> dict[int, EpisodeScore]:
+        """Return the scores by sample index, for every episode without an error.
+
+        Each holds the whole reward, all parts, and the log of this call only. When a function raises or
+        times out, every score carries the error.
+        """
+        episodes: dict[int, list[Trajectory]] = {}
+        for segment in sorted(trajectories, key=lambda t: (t.sample_index, t.segment)):
+            if segment.stop_reason is not StopReason.ERROR:
+                episodes.setdefault(segment.sample_index, []).append(segment)
+        if not episodes:
+            return {}
+        names = self._scorer.weights.keys()
+        views = [view_of(prompt, segments, names) for segments in episodes.values()]
+        try:
+            taken = [segments[0].columns.keys() for segments in episodes.values()]
+            scores = await self._scorer.score_all(views, taken=taken)
+        except RewardError as error:
+            return {index: EpisodeScore(error=error) for index in episodes}
+        found = {
+            index: self._add_parts(segments[0], score)
+            for (index, segments), score in zip(episodes.items(), scores, strict=True)
+        }
+        if all(score.reward is None for score in found.values()):
+            self._scorer.warn_of_row(prompt)
+        return found
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+    def _add_parts(self, trajectory: Trajectory, score: EpisodeScore) -> EpisodeScore:
+        """Add parts that do not come from a function, such as the environment's penalty, after the clip."""
+        rewards = {**trajectory.rewards, **score.rewards}
+        total = self._scorer.total(rewards)
+        if total is not None:
+            weights = self._scorer.weights
+            total += sum(v for name, v in rewards.items() if name not in weights and v is not None)
+        return EpisodeScore(
+            reward=total, rewards=rewards, columns=score.columns, metrics=score.metrics
+        )

@@ -1,4 +1,4 @@
-"""Functions of the user's as rewards, in either of two forms, told apart by parameter names.
+"""User-defined functions as rewards, in either of two forms that parameter names tell apart.
 
 `f(episode)` takes an `EpisodeView` (with `per: group`, a list of them) and returns a number or None
 (a list). A function with a parameter `prompts`, `completions` or `completion_ids` is called as TRL
@@ -25,14 +25,14 @@ LIST_NAMES = ("prompts", "completions", "completion_ids")
 RESERVED_NAMES = frozenset(
     {*LIST_NAMES, "trainer_state", "step", "policy_version", "log_extra", "log_metric"}
 )
-"""What a function of TRL's form gets by these names is never a column of the row."""
+"""Names whose values a function of TRL's form always receives in place of the row's columns."""
 SHOWN_CHARACTERS = 200
 """Characters of a wrong value that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What TRL calls the trainer's state, as far as it exists here."""
+    """TRL's trainer state, as far as it exists here."""
 
     global_step: int | None
     """Learner steps committed when the episode was claimed; None in evaluations."""
@@ -53,7 +53,7 @@ class UserReward:
         self._timeout_s = timeout_s
         self._section = section
         self._function = load_reference(section.kind)
-        self._parameters = _parameters(self._function, section)
+        self._parameters = _read_parameters(self._function, section)
         self._takes_lists = any(name in self._parameters for name in LIST_NAMES)
 
     async def score(
@@ -80,12 +80,12 @@ class UserReward:
         first: object = list(episodes)
         if self._section.per == "episode":
             first = episodes[0]
-            logs["log_extra"] = partial(_extra_of_one, log)
+            logs["log_extra"] = partial(_log_one, log)
         wanted = {name: given for name, given in logs.items() if name in self._parameters}
         return partial(self._function, first, **wanted, **self._section.arguments)
 
     def _as_lists(self, episodes: Sequence[EpisodeView], log: RewardLog) -> partial[Any]:
-        given = _by_name(episodes, log) | self._section.arguments
+        given = _collect_arguments(episodes, log) | self._section.arguments
         if not _takes_all(self._parameters):
             missing = [
                 name
@@ -103,9 +103,9 @@ class UserReward:
 
 
 def check_columns(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
-    """Raises `ConfigError` for columns that functions of TRL's form ask for and would never get.
+    """Raises `ConfigError` for columns that functions of TRL's form ask for and would never receive.
 
-    Such a column has the name of something else that is given by name, or of one of `arguments`.
+    Such a column has a reserved name, or that of one of `arguments`.
     """
     problems: list[str] = []
     rows: dict[str, Prompt] = {}
@@ -115,14 +115,14 @@ def check_columns(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
     for name, section in zip(rewards.names, rewards.functions, strict=True):
         if not isinstance(section, UserFunction):
             continue
-        parameters = _parameters(load_reference(section.kind), section)
+        parameters = _read_parameters(load_reference(section.kind), section)
         if not any(given in parameters for given in LIST_NAMES):
             continue
-        hidden = dict.fromkeys(RESERVED_NAMES, "what every function is given")
+        hidden = dict.fromkeys(RESERVED_NAMES, "an argument of every function")
         hidden |= dict.fromkeys(section.arguments, "one of its arguments")
         problems += [
             f"data: row {rows[column].prompt_id!r} has a column {column!r}, which the reward"
-            f" function {name!r} would never see: the name is taken by {taker}; rename the column"
+            f" function {name!r} would never receive: the name is taken by {taker}; rename the column"
             for column, taker in hidden.items()
             if column in rows and (column in parameters or _takes_all(parameters))
         ]
@@ -130,12 +130,12 @@ def check_columns(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
         raise ConfigError("\n".join(sorted(problems)))
 
 
-def _extra_of_one(log: RewardLog, column: str, value: object) -> None:
+def _log_one(log: RewardLog, column: str, value: object) -> None:
     log.extra(column, [value])
 
 
-def _by_name(episodes: Sequence[EpisodeView], log: RewardLog) -> dict[str, Any]:
-    """All that a function of TRL's form may ask for; columns that one row lacks are None there."""
+def _collect_arguments(episodes: Sequence[EpisodeView], log: RewardLog) -> dict[str, Any]:
+    """Return all arguments of TRL's form by name; columns that one row lacks are None there."""
     first = episodes[0]
     rows = [_columns(episode) for episode in episodes]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -170,7 +170,7 @@ def _prompt(episode: EpisodeView) -> str | list[dict[str, Any]]:
 
 
 def _completion(episode: EpisodeView) -> str | list[dict[str, str]]:
-    """Text for a plain row; for messages, what the policy and its tools said in turn."""
+    """Return text for a plain row; for messages, those of the policy and its tools in turn."""
     if not episode.prompt.is_conversational:
         return episode.completion
     messages: list[dict[str, str]] = []
@@ -181,7 +181,7 @@ def _completion(episode: EpisodeView) -> str | list[dict[str, str]]:
     return messages
 
 
-def _parameters(
+def _read_parameters(
     function: Callable[..., Any], section: UserFunction
 ) -> Mapping[str, inspect.Parameter]:
     try:
@@ -190,7 +190,7 @@ def _parameters(
         raise ConfigError(f"{section.kind!r} has no signature to read: {error}") from error
     if not parameters:
         raise ConfigError(
-            f"{section.kind!r} takes nothing; expected an episode, or parameters named as TRL's"
+            f"{section.kind!r} takes no arguments; expected an episode, or parameters named as TRL's"
         )
     taken = sorted(RESERVED_NAMES & set(section.arguments))
     if taken:

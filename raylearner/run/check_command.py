@@ -23,8 +23,7 @@ from raylearner.data import load_prompts
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import ConfigError
 from raylearner.observability.spans import Tracer
-from raylearner.rewards.group_scorer import GroupScorer
-from raylearner.rewards.scorer import Scorer
+from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.run import prompt_checks
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tools.protocol import Tool

@@ -23,8 +23,8 @@ from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint.directory import MANIFEST, find_damage
 from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
+from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.judge import check_judges
-from raylearner.rewards.rows import check_rows
 from raylearner.rewards.scorer import Scorer
 from raylearner.run import cluster, machine, prompt_checks
 from raylearner.run.evaluation import Evaluator

@@ -16,7 +16,7 @@ from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.data import load_prompts
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import ConfigError, RenderError
-from raylearner.rewards.rows import check_rows
+from raylearner.rewards.catalogue import check_rows
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Prompt
 

@@ -26,10 +26,9 @@ from raylearner.observability import run_directory
 from raylearner.observability.recorder import Recorder
 from raylearner.replay.sampler import make_sampler
 from raylearner.replay.snapshot import refuse_other_data
-from raylearner.rewards.group_scorer import GroupScorer
+from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.judge import check_judges
-from raylearner.rewards.rows import check_rows
-from raylearner.rewards.scorer import Scorer
+from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.run import checkpointing, cluster, machine, prompt_checks
 from raylearner.run.controller import Controller
 from raylearner.tokenization.template_checks import check_template

@@ -16,7 +16,7 @@ from raylearner.errors import RewardError
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.closing import ScoreRequest
-from raylearner.rewards.group_scorer import GroupScorer
+from raylearner.rewards.scorer import GroupScorer
 from raylearner.types import (
     Claim,
     CompletionStop,

@@ -35,8 +35,7 @@ from raylearner.config import schema
 from raylearner.replay import snapshot
 from raylearner.replay.snapshot import Snapshot
 from raylearner.rewards.functions import EpisodeView
-from raylearner.rewards.group_scorer import GroupScorer
-from raylearner.rewards.scorer import Scorer
+from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.types import Sampling, StopReason, Trajectory
 
 Play = Callable[[AsyncOpenAI, Task], Awaitable[str | None]]

@@ -117,8 +117,8 @@ async def test_an_episode_that_is_too_long_fails_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"path": "/no/such/model"}, "is no directory, and no hub gives it"),
-        ({"label": 2}, "which has 2 outputs"),
+        ({"path": "/no/such/model"}, "/no/such/model"),
+        ({"label": 2}, "label 2"),
     ],
 )
 async def test_a_model_that_cannot_be_had_is_a_config_error(

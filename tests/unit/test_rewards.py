@@ -12,7 +12,7 @@ from episodes import make_turn, make_view
 
 from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError, RewardError
-from raylearner.rewards.rows import check_rows
+from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.scorer import Scorer
 from raylearner.rewards.user import check_columns
 from raylearner.types import Message, Prompt
