@@ -176,6 +176,7 @@ class Harness:
         """Mean reward of the newest policy, as the configuration evaluates."""
         self._snapshot()
         await self._hold(self._snapshots[-1])
+        assert self._config.evaluation is not None, "studies evaluate"
         sampling = self._sampling(self._config.evaluation.sampling)
         version = self.learner.policy_version
         claims = [

@@ -187,11 +187,13 @@ HARMLESS = {"ignore_eos", "repetition_detection", "skip_reading_prefix_cache"}
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
     """Clashes of both samplings with the engine, and of training's with the learner."""
     yield from _compared(config)
-    for key, sampling in (
-        ("sampling", config.sampling),
-        ("evaluation.sampling", config.evaluation.sampling),
-    ):
-        yield from _understood(key, sampling, config)
+    findings = [*_understood("sampling", config.sampling, config)]
+    yield from findings
+    if config.evaluation is not None:
+        for finding in _understood("evaluation.sampling", config.evaluation.sampling, config):
+            inherited = Finding(finding.key.removeprefix("evaluation."), finding.text)
+            if inherited not in findings:
+                yield finding
     engine = config.actors.engine
     if isinstance(engine, VllmEngine):
         for name, problem in argument_problems(engine.extra_arguments):

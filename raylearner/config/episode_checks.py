@@ -33,7 +33,7 @@ def check_data(config: RunConfig) -> list[Finding]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[Finding]:
-    every = config.evaluation.every_steps
+    every = 0 if config.evaluation is None else config.evaluation.every_steps
     if every > 0 and config.data.evaluation is None:
         yield Finding(
             "evaluation.every_steps",
@@ -98,17 +98,20 @@ def check_environment(config: RunConfig) -> list[Finding]:
 
 
 def _tools(tool_use: ToolUse) -> Iterator[Finding]:
-    """Names and tags that a turn could not tell apart; those of functions are known at the start."""
-    for attribute in ("name", "tag"):
-        first: dict[str, int] = {}
-        for index, tool in enumerate(tool_use.tools):
-            value: str | None = getattr(tool, attribute)
-            other = index if value is None else first.setdefault(value, index)
-            if other != index:
+    """Tools that a turn could not distinguish."""
+    first: dict[str, int] = {}
+    for index, tool in enumerate(tool_use.tools):
+        names = dict.fromkeys((tool.function_name, tool.tag))
+        for name in names:
+            if name in first:
                 yield Finding(
-                    f"environment.tools.{index}.{attribute}",
-                    f"{value!r} is that of environment.tools.{other} already; give each its own",
+                    f"environment.tools.{index}.name",
+                    f"{name!r} is already the name or tag of environment.tools.{first[name]}; set"
+                    " another name",
                 )
+                break
+        for name in names:
+            first.setdefault(name, index)
 
 
 def _proxy(proxy: OpenAiProxy) -> Iterator[Finding]:

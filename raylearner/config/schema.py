@@ -5,7 +5,9 @@ The sections live in the modules beside this one, which names them all in one pl
 """
 
 import math
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from raylearner.config.actors import (
     ActorsSection,
@@ -145,11 +147,11 @@ class EvaluationSection(Section):
     """Evaluation on held-out prompts."""
 
     every_steps: NaturalInt = 0
-    """Also every k steps, on one actor beside training; step 0 and the end always. 0: those two only."""
+    """Evaluates every k steps, on one actor beside training, besides step 0 and the last step; 0: only at those two."""
     num_prompts: PositiveInt = 128
-    """Prompts of one evaluation."""
+    """Number of prompts of one evaluation."""
     sampling: SamplingSection = SamplingSection(temperature=0.0)
-    """Greedy by default."""
+    """Sampling in evaluations. The temperature is 0 (greedy) by default; other keys default to those of `sampling`."""
 
 
 class CompletionsSection(Section):
@@ -200,8 +202,8 @@ class ObservabilitySection(Section):
     """Present: numbers also go to Weights & Biases."""
     trajectories_every_steps: NaturalInt = 1
     """Writes `trajectories/step_NNNNNN.jsonl` every k steps; 0 never."""
-    completions: CompletionsSection = CompletionsSection()
-    """Completions as text."""
+    completions: CompletionsSection | None = CompletionsSection()
+    """Completions as text; null switches them off."""
     trace: bool = True
     """Writes `trace.json` (Chrome trace)."""
     profile: ProfileSection | None = None
@@ -274,8 +276,18 @@ class RunConfig(Section):
     replay: ReplaySection = ReplaySection()
     learner: LearnerSection = LearnerSection()
     weights: WeightsSection = WeightsSection()
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: EvaluationSection | None = EvaluationSection()
     observability: ObservabilitySection = ObservabilitySection()
+
+    @model_validator(mode="after")
+    def _inherit_sampling(self) -> Self:
+        """Take keys of `evaluation.sampling` that are not set from `sampling`."""
+        if self.evaluation is not None:
+            own = self.evaluation.sampling
+            keys = {"temperature": 0.0} | own.model_dump(exclude_unset=True)
+            sampling = self.sampling.model_copy(update=keys)
+            self.__dict__["evaluation"] = self.evaluation.model_copy(update={"sampling": sampling})
+        return self
 
     @property
     def capacity_groups(self) -> int:

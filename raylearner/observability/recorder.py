@@ -163,10 +163,11 @@ class Recorder:
                 learner_logprobs=learner_logprobs,
             )
         texts: dict[str, str] = {}
-        if _is_due(self._config.completions.every_steps, step):
-            table = completions.rows(trajectories, self._config.completions, advantages=advantages)
+        section = self._config.completions
+        if section is not None and _is_due(section.every_steps, step):
+            table = completions.rows(trajectories, section, advantages=advantages)
             texts["rollout/completions"] = completions.markdown(table)
-            if self._config.completions.log:
+            if section.log:
                 logger.info("completions of step %d\n%s", step, completions.plain(table))
         samples = completions.samples(trajectories, policy_version=policy_version)
         self._write(StepRecord(step=step, scalars={}, samples=samples, texts=texts))

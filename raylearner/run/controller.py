@@ -77,7 +77,7 @@ class Controller:
                 record=recorder.evaluation,
                 tracer=tracer,
             )
-            if held_out
+            if held_out and config.evaluation is not None
             else None
         )
         self.step = 0
@@ -291,7 +291,8 @@ class Controller:
             await self._checkpoints.wait()
         if is_stopping and not is_last:
             await self._stop()
-        every = self._config.evaluation.every_steps
+        section = self._config.evaluation
+        every = 0 if section is None else section.every_steps
         if is_last:
             await self._evaluate()
         elif self._evaluations is not None and every and self.step % every == 0:

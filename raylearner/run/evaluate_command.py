@@ -50,6 +50,8 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     """
     if config.data.evaluation is None:
         raise ConfigError("data.evaluation: required, since its prompts are what is played")
+    if config.evaluation is None:
+        raise ConfigError("evaluation: must not be null for eval")
     prompts = load_prompts(
         config.data.evaluation,
         system_prompt=config.data.system_prompt,
@@ -140,6 +142,7 @@ async def _evaluate(
         try:
             with recorder.stage(f"starting {config.actors.num_actors} engines"):
                 await asyncio.gather(rewards.start(), fleet.start())
+            assert config.evaluation is not None, "checked above"
             evaluator = Evaluator(
                 config.evaluation, prompts, failed_reward=config.rewards.reported_failed_reward
             )

@@ -117,13 +117,11 @@ def test_a_program_that_cannot_be_run_is_refused(
 def test_tools_that_a_turn_could_not_tell_apart_are_refused() -> None:
     search = {"kind": "search", "url": "http://127.0.0.1:8000"}
     tools = [{"kind": "calculator"}, search, search | {"name": "find"}]
-    findings = check_environment(make_config({"kind": "tool_use", "tools": tools}))
-    assert [(f.key, f.text) for f in findings] == [
-        (
-            "environment.tools.2.tag",
-            "'search' is that of environment.tools.1 already; give each its own",
-        )
-    ]
+    assert check_environment(make_config({"kind": "tool_use", "tools": tools})) == []
+    pages = search | {"kind": "page_search"}
+    (finding,) = check_environment(make_config({"kind": "tool_use", "tools": [*tools, pages]}))
+    assert finding.key == "environment.tools.3.name"
+    assert "environment.tools.1" in finding.text
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "search"])

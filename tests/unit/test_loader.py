@@ -113,8 +113,26 @@ def test_a_default_kind_and_a_default_greedy_temperature_survive_partial_section
 ) -> None:
     config = load([base], ["learner.loss.clip_low=0.1", "evaluation.sampling.max_turn_tokens=9"])
     assert (config.learner.loss.kind, config.learner.loss.clip_low) == ("decoupled_ppo", 0.1)
+    assert config.evaluation is not None
     assert config.evaluation.sampling.temperature == 0.0
     assert config.evaluation.sampling.max_turn_tokens == 9
+
+
+def test_evaluations_take_unset_keys_from_sampling_and_stay_greedy(
+    base: str, tmp_path: Path
+) -> None:
+    overrides = [
+        "sampling.max_turn_tokens=7",
+        "sampling.temperature=0.8",
+        "evaluation.sampling.top_k=5",
+    ]
+    config = load([base], overrides)
+    assert config.evaluation is not None
+    sampling = config.evaluation.sampling
+    assert (sampling.temperature, sampling.max_turn_tokens, sampling.top_k) == (0.0, 7, 5)
+    saved = write(tmp_path, resolved_yaml(config), name="saved.yaml")
+    assert load([saved], []).evaluation == config.evaluation
+    assert load([base], ["evaluation=null"]).evaluation is None
 
 
 def test_an_override_reaches_into_a_list_by_position(base: str, tmp_path: Path) -> None:
