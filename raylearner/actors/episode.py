@@ -219,34 +219,24 @@ async def sample_turn(
     are those of all pieces as they were sampled, at most `sampling.max_tokens` together. Turns under a
     regex are sampled in one piece.
     """
-    piece = await _sample_piece(engine, renderer, token_ids, sampling, images)
-    turn, num_pieces = piece, 1
-    while _stopped_in_thought(turn, piece, renderer, sampling, opening=opening):
-        left = sampling.max_tokens - len(turn.token_ids)
-        if left <= 0:
-            return replace(turn, stop_reason=CompletionStop.LENGTH)
+    turn, num_pieces, left = None, 0, sampling.max_tokens
+    while left > 0 or turn is None:
+        sampled = [] if turn is None else turn.token_ids.tolist()
         seed = None if sampling.seed is None else sampling.seed + num_pieces * SEED_STEP
-        piece = await _sample_piece(
-            engine,
-            renderer,
-            [*token_ids, *turn.token_ids.tolist()],
-            replace(sampling, max_tokens=left, seed=seed),
-            images,
+        completion = await engine.generate(
+            [*token_ids, *sampled], replace(sampling, max_tokens=left, seed=seed), images=images
         )
-        turn, num_pieces = _join(turn, piece), num_pieces + 1
-    return turn
+        piece = _cut_at_end(completion, renderer.end_token_ids)
+        turn = piece if turn is None else _join(turn, piece)
+        if not _stopped_in_thought(turn, piece, renderer, sampling, opening=opening):
+            return turn
+        num_pieces, left = num_pieces + 1, sampling.max_tokens - len(turn.token_ids)
+    return replace(turn, stop_reason=CompletionStop.LENGTH)
 
 
-async def _sample_piece(
-    engine: Engine,
-    renderer: Renderer,
-    token_ids: Sequence[int],
-    sampling: Sampling,
-    images: Sequence[bytes],
-) -> Completion:
-    """Sample up to the first end token, which stays; drop any tokens that an engine adds to it."""
-    completion = await engine.generate(token_ids, sampling, images=images)
-    ends = np.flatnonzero(np.isin(completion.token_ids, renderer.end_token_ids))
+def _cut_at_end(completion: Completion, end_token_ids: Sequence[int]) -> Completion:
+    """Drop tokens that an engine sampled after the first end token, which stays."""
+    ends = np.flatnonzero(np.isin(completion.token_ids, end_token_ids))
     if len(ends) == 0 or ends[0] + 1 == len(completion.token_ids):
         return completion
     size = int(ends[0]) + 1

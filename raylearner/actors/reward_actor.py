@@ -1,4 +1,4 @@
-"""The Ray shells of rewards that live in processes of their own: models, and scores of groups."""
+"""The Ray shells of rewards in processes of their own: reward models, and functions of groups."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,34 +19,34 @@ from raylearner.rewards.scorer import GroupScorer
 from raylearner.types import EpisodeScore, Prompt, Trajectory
 
 MAX_CALLS = 10_000
-"""Calls that wait in an actor at once; rollout actors bound them by their episodes."""
+"""Maximum number of concurrent calls of an actor; the episodes of rollout actors limit them first."""
 
 CLOSE_TIMEOUT_S = 5.0
+"""Maximum time to close connections before an actor is killed."""
 START_TIMEOUT_S = 600.0
 """Maximum time to load a reward model."""
-"""Longest that ending connections may take before an actor is killed."""
 
 
 @ray.remote
 class RewardModelActor:
-    """One sequence-classification model; calls that come while it is busy make the next batch."""
+    """One sequence-classification model; calls that arrive while it is busy form the next batch."""
 
     def __init__(self, section: RewardModel) -> None:
         prepare_process()
         self._queue = ModelQueue(section)
 
     async def start(self) -> None:
-        """Loads the model. Raises `ConfigError` when it cannot be had."""
+        """Load the model. Raises `ConfigError` if it cannot be loaded."""
         await self._queue.start()
 
     async def score(self, conversation: Conversation) -> float:
-        """Raises `RewardError` for an episode that the model cannot take."""
+        """Raises `RewardError` for an episode that the model cannot score."""
         return await self._queue.score(conversation)
 
 
 @ray.remote
 class GroupRewardActor:
-    """The functions of a run that see whole groups."""
+    """The functions of a run that score whole groups."""
 
     def __init__(self, rewards: RewardSection) -> None:
         prepare_process()
@@ -55,7 +55,7 @@ class GroupRewardActor:
     async def score(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> dict[int, EpisodeScore]:
-        """By sample index; see `GroupScorer.score`."""
+        """Return scores by sample index; see `GroupScorer.score`."""
         return await self._scorer.score(prompt, trajectories)
 
     async def close(self) -> None:
@@ -63,20 +63,20 @@ class GroupRewardActor:
 
 
 class RewardActors:
-    """Owns the reward actors of a run; there are none where no function needs one.
+    """Owns the reward actors of a run, if its reward functions need any.
 
-    `groups` scores complete groups, and is None where no function sees them.
+    `groups` scores complete groups; None without functions of groups.
     """
 
     def __init__(self, run_name: str, rewards: RewardSection) -> None:
-        """They exist from here on, so that rollout actors find them; `start` loads their models."""
+        """Create the actors, so that rollout actors can look them up; `start` loads their models."""
         model_actor: Any = RewardModelActor
         group_actor: Any = GroupRewardActor
         lasting = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
-        self._sections = {name: _located(model) for name, model in rewards.models.items()}
+        self._sections = {name: _make_absolute(model) for name, model in rewards.models.items()}
         self._models: dict[str, Any] = {
             name: model_actor.options(
-                name=_actor_name(run_name, name),
+                name=_name_actor(run_name, name),
                 num_cpus=section.cpus,
                 num_gpus=section.gpus,
                 **lasting,
@@ -88,11 +88,11 @@ class RewardActors:
             self.groups = group_actor.options(num_cpus=0, **lasting).remote(rewards)
 
     async def start(self) -> None:
-        """Loads all models at once. Raises `ConfigError` with the first that cannot be had."""
+        """Load all models at once. Raises `ConfigError` for the first that cannot be loaded."""
         await asyncio.gather(*(self._start(name) for name in self._models))
 
     async def close(self) -> None:
-        """Ends all of them. Safe to call twice."""
+        """End all actors. Safe to call twice."""
         if self.groups is not None:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -118,9 +118,9 @@ class RewardActors:
 
 
 def model_calls(run_name: str, rewards: RewardSection) -> Mapping[str, ModelCall]:
-    """How an actor of the run `run_name` reaches its reward models, by function name."""
+    """Return the calls of the reward models of the run `run_name`, by function name."""
     return {
-        name: partial(_score, name, ray.get_actor(_actor_name(run_name, name)))
+        name: partial(_score, name, ray.get_actor(_name_actor(run_name, name)))
         for name in rewards.models
     }
 
@@ -133,13 +133,13 @@ async def _score(name: str, actor: Any, conversation: Conversation) -> float:
         raise RewardError(f"the actor of the reward model {name!r}: {cause}") from error
 
 
-def _located(section: RewardModel) -> RewardModel:
-    """A directory here by its full path: actors have working directories of their own."""
+def _make_absolute(section: RewardModel) -> RewardModel:
+    """Make a local path absolute: actors have working directories of their own."""
     folder = Path(section.path).expanduser()
     return (
         section.model_copy(update={"path": str(folder.absolute())}) if folder.is_dir() else section
     )
 
 
-def _actor_name(run_name: str, function_name: str) -> str:
+def _name_actor(run_name: str, function_name: str) -> str:
     return f"{run_name}/reward/{function_name}"

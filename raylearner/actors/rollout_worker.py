@@ -74,7 +74,9 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as episodes:
                 while not self._is_halted:
                     host.shared().check()
-                    await self._fill(episodes)
+                    for claim in await self._claim_free_slots():
+                        self._running[claim.key] = episodes.create_task(self._play(claim))
+                        self._busy.set_busy(is_busy=True)
                 for task in self._running.values():
                     task.cancel()
         except* Exception as group:
@@ -119,22 +121,19 @@ class RolloutWorker:
         self._num_episodes = self._num_tokens = 0
         return activity
 
-    async def _fill(self, episodes: asyncio.TaskGroup) -> None:
+    async def _claim_free_slots(self) -> Sequence[Claim]:
+        """Wait for a free slot or for claims; cancel episodes that are no longer wanted."""
         free = self._max_concurrent - len(self._running)
         if free == 0:
             self._slot_freed.clear()
             await self._slot_freed.wait()
-            return
+            return ()
         version = self._kit.engine.policy_version
         reply = await self._claim(self.actor_id, version, free, CLAIM_POLL_S)
         for key in reply.cancelled:
             if task := self._running.get(key):
                 task.cancel()
-        for claim in reply.claims:
-            if self._is_halted:
-                return
-            self._running[claim.key] = episodes.create_task(self._play(claim))
-            self._busy.set_busy(is_busy=True)
+        return () if self._is_halted else reply.claims
 
     async def _play(self, claim: Claim) -> None:
         sampling = replace(self._sampling, seed=claim.seed) if self._is_seeded else self._sampling
