@@ -35,17 +35,10 @@ from raylearner.replay.buffer import ReplayBuffer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tiny.demonstrations import prepare_tiny_model
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import (
-    Claim,
-    Probe,
-    Prompt,
-    Sampling,
-    Trajectory,
-    TrajectoryGroup,
-    WeightUpdate,
-)
+from raylearner.types import Claim, Prompt, Sampling, Trajectory, TrajectoryGroup
 from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import discard_weights, write_weights
+from raylearner.weights.update import Probe, WeightUpdate
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 

@@ -49,8 +49,8 @@ async def run(arguments: Any, result: Result) -> None:
 
     from raylearner.actors.engines.vllm import VllmEngine
     from raylearner.config.schema import VllmEngine as Section
-    from raylearner.types import Probe, WeightUpdate
     from raylearner.weights.transports.shared_files import discard_weights, write_weights
+    from raylearner.weights.update import Probe, WeightUpdate
 
     cpu = arguments.cpu
     folder = model_folder(arguments.out, arguments.size, tokenizer=arguments.model)

@@ -19,14 +19,8 @@ from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.observability.spans import Span, Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import (
-    ClaimReply,
-    Prompt,
-    Sampling,
-    Trajectory,
-    WeightReceipt,
-    WeightUpdate,
-)
+from raylearner.types import ClaimReply, Prompt, Sampling, Trajectory
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 def make_sampling(section: schema.SamplingSection, renderer: Renderer) -> Sampling:

@@ -30,8 +30,9 @@ from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.learner_actor import LearnerActor
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.observability.spans import Span
-from raylearner.types import PolicyVersion, WeightUpdate
+from raylearner.types import PolicyVersion
 from raylearner.weights.group import WeightGroup
+from raylearner.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 

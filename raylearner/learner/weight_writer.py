@@ -21,10 +21,11 @@ from raylearner.learner.model import lora
 from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.policy import DTYPES, PackedModel
 from raylearner.learner.spec import LearnerSpec
-from raylearner.types import PolicyVersion, Probe, WeightUpdate
+from raylearner.types import PolicyVersion
 from raylearner.weights.group import WeightGroup
 from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_adapter, write_weights
+from raylearner.weights.update import Probe, WeightUpdate
 
 log = logging.getLogger(__name__)
 

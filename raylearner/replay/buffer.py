@@ -28,7 +28,8 @@ from raylearner.replay.staleness import (
     trained_versions,
 )
 from raylearner.replay.stats import ReplayCounters, buffer_metrics, describe, take_metrics
-from raylearner.replay.store import EpisodeStore, validation_error
+from raylearner.replay.store import EpisodeStore
+from raylearner.replay.validation import episode_error
 from raylearner.types import (
     ClaimReply,
     EpisodeScore,
@@ -159,7 +160,7 @@ class ReplayBuffer:
             if sample.state is SampleState.PENDING and attempt >= sample.attempt:
                 return self._refuse(None, f"the claim {first.episode_key} was never issued")
             return self._count_late(episode)
-        error = validation_error(
+        error = episode_error(
             episode,
             prompt_id=self.ledger.prompt_of(group).prompt_id,
             policy_version=self.policy_version,

@@ -1,5 +1,4 @@
-"""The memory of the replay: the rules that an episode must fulfil to be stored, the stored episodes by
-group, and the images that they show, each kept once."""
+"""The memory of the replay: finished episodes by group, and the images that they show, each kept once."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -7,38 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from raylearner.types import EpisodeScore, PolicyVersion, StopReason, Trajectory
+from raylearner.types import EpisodeScore, StopReason, Trajectory
 
 Episode = tuple[Trajectory, ...]
 """The segments of one episode, in order."""
-
-
-def validation_error(
-    episode: Sequence[Trajectory], *, prompt_id: str, policy_version: PolicyVersion
-) -> str | None:
-    """Return the first rule that an episode breaks, in words; None for a valid one.
-
-    Weights are published after the commit that makes them, so a token of a version above
-    `policy_version` was sampled by weights that a rollback discarded.
-    """
-    key, reward = episode[0].episode_key, episode[0].reward
-    if any(segment.episode_key != key for segment in episode):
-        return "the segments of an episode must carry the same claim"
-    if len({segment.segment for segment in episode}) != len(episode):
-        return "the segments of an episode must have different numbers"
-    if any(segment.reward != reward for segment in episode):
-        return "the segments of an episode must carry the same reward"
-    for segment in episode:
-        if segment.prompt_id != prompt_id:
-            return f"prompt_id must be the claim's, {prompt_id!r}, got {segment.prompt_id!r}"
-        if segment.stop_reason is StopReason.ABORTED:
-            return "an aborted episode is not stored but played again"
-        if (error := segment.validation_error()) is not None:
-            return error
-        newest = int(segment.policy_versions.max())
-        if newest > policy_version:
-            return f"policy_versions must not be newer than the learner's, got {newest}"
-    return None
 
 
 class EpisodeStore:

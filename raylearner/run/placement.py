@@ -26,7 +26,8 @@ from raylearner.errors import (
     WeightTransferError,
 )
 from raylearner.observability.spans import Span
-from raylearner.types import Prompt, Trajectory, WeightReceipt, WeightUpdate
+from raylearner.types import Prompt, Trajectory
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -37,9 +37,8 @@ from raylearner.types import (
     Sampling,
     StopReason,
     Trajectory,
-    WeightReceipt,
-    WeightUpdate,
 )
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 MAX_CONCURRENT = 32
 """Demonstrations played at once."""

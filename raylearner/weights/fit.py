@@ -7,7 +7,7 @@ from typing import Any
 
 from raylearner.config.memory import file_shapes, shapes
 from raylearner.errors import WeightTransferError
-from raylearner.types import WeightUpdate
+from raylearner.weights.update import WeightUpdate
 
 Shape = tuple[int, ...]
 

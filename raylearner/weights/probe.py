@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from raylearner.errors import WeightTransferError
-from raylearner.types import PolicyVersion, Probe
+from raylearner.types import PolicyVersion
+from raylearner.weights.update import Probe
 
 NUM_PROBE_SEQUENCES = 2
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from raylearner.errors import PushBroken, WeightTransferError
 from raylearner.observability.spans import Tracer
-from raylearner.types import PolicyVersion, WeightUpdate
+from raylearner.types import PolicyVersion
 from raylearner.weights.push import (
     OnFailed,
     Push,
@@ -24,6 +24,7 @@ from raylearner.weights.push import (
     acknowledge,
     send,
 )
+from raylearner.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raylearner.errors import PushBroken, WeightTransferError
-from raylearner.types import PolicyVersion, WeightReceipt, WeightUpdate
+from raylearner.types import PolicyVersion
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 log = logging.getLogger(__name__)
 

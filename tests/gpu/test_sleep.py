@@ -12,8 +12,9 @@ from transformers import Qwen2ForCausalLM
 
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.types import Sampling, WeightUpdate
+from raylearner.types import Sampling
 from raylearner.weights.transports.ipc import IpcShare
+from raylearner.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 

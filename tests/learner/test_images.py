@@ -30,6 +30,7 @@ from raylearner.learner.model.images import ImageReader, PixelLoader, vision_tow
 from raylearner.learner.model.loading import ModelFiles, load_model
 from raylearner.learner.model.policy import ModelOptions
 from raylearner.learner.weight_writer import make_probe
+from raylearner.replay.validation import trajectory_error
 from raylearner.tokenization.vision import Vision, load_image_processor
 from raylearner.types import TrajectoryGroup
 
@@ -225,7 +226,7 @@ def with_images(groups: list[TrajectoryGroup], vision: Vision) -> list[Trajector
             images=(image,),
             image_token_id=vision.image_token_id,
         )
-        assert seeing.validation_error() is None
+        assert trajectory_error(seeing) is None
         changed.append(replace(group, trajectories=(seeing, *others)))
     return changed
 

@@ -6,8 +6,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from raylearner.types import Probe
 from raylearner.weights.probe import probe_tokens
+from raylearner.weights.update import Probe
 
 PAD, END = "<|pad|>", "<|end|>"
 WHOLE = "</t>!"

@@ -11,6 +11,7 @@ from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.config.schema import RendererSection, RewardSection
 from raylearner.environments.protocol import Environment
 from raylearner.observability.spans import Tracer
+from raylearner.replay.validation import trajectory_error
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Claim, Message, Prompt, Sampling, Trajectory
@@ -82,5 +83,5 @@ async def play_one(kit: EpisodeKit, claim: Claim | None = None, **sampling: Any)
     """The only segment of an episode; it must keep the contract of trajectories."""
     limits = {"max_tokens": 64} | sampling
     (segment,) = await play_episode(kit, claim or make_claim(), Sampling(**limits))
-    assert segment.validation_error() is None
+    assert trajectory_error(segment) is None
     return segment

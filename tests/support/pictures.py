@@ -15,20 +15,13 @@ from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.policy import PackedModel
 from raylearner.learner.weight_writer import make_probe
+from raylearner.replay.validation import trajectory_error
 from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
-from raylearner.types import (
-    IMAGE_MARK,
-    Claim,
-    Message,
-    Prompt,
-    Sampling,
-    StopReason,
-    Trajectory,
-    WeightUpdate,
-)
+from raylearner.types import IMAGE_MARK, Claim, Message, Prompt, Sampling, StopReason, Trajectory
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.update import WeightUpdate
 
 
 def make_image(seed: int, width: int, height: int) -> bytes:
@@ -91,7 +84,7 @@ async def play(engine: VllmEngine, renderer: Renderer, *, temperature: float) ->
     trajectory = transcript.close(
         stop_reason=StopReason.END, error=None, metrics={}, started_at_s=0.0, finished_at_s=0.0
     )
-    assert trajectory.validation_error() is None
+    assert trajectory_error(trajectory) is None
     assert len(trajectory.images) == 4
     return trajectory
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from raylearner.codec import ARRAY_TYPES, EpisodeBatch, pack, unpack
+from raylearner.replay.validation import trajectory_error
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
 
 
@@ -83,4 +84,4 @@ def test_invalid_arrays_travel_unchanged_to_be_refused(batch: EpisodeBatch) -> N
     batch[0] = [replace(batch[0][0], train_mask=np.zeros(9, np.int64))]
     [[broken], _, _] = pickle.loads(pickle.dumps(batch))
     assert (broken.train_mask.dtype, len(broken.train_mask)) == (np.int64, 9)
-    assert broken.validation_error() is not None
+    assert trajectory_error(broken) is not None

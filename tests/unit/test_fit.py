@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from raylearner.errors import WeightTransferError
-from raylearner.types import Probe, WeightUpdate
 from raylearner.weights.fit import refuse_misfit, refuse_other_tensors
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.update import Probe, WeightUpdate
 
 MODEL = {"model.embed_tokens.weight": torch.zeros(100, 8), "model.norm.weight": torch.zeros(8)}
 LARGER = MODEL | {"model.embed_tokens.weight": torch.zeros(104, 8)}

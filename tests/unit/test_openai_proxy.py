@@ -34,6 +34,7 @@ from raylearner.codec import EpisodeBatch
 from raylearner.config import schema
 from raylearner.replay import snapshot
 from raylearner.replay.snapshot import Snapshot
+from raylearner.replay.validation import trajectory_error
 from raylearner.rewards.functions import EpisodeView
 from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.types import Sampling, StopReason, Trajectory
@@ -75,7 +76,7 @@ class _Stage:
         scorer = Scorer(rewards) if rewards else self.kit.scorer
         kit = replace(self.kit, agent=agent, scorer=scorer)
         segments = await play_episode(kit, make_claim(), Sampling(max_tokens=64))
-        assert [segment.validation_error() for segment in segments] == [None] * len(segments)
+        assert [trajectory_error(segment) for segment in segments] == [None] * len(segments)
         assert [segment.segment for segment in segments] == list(range(len(segments)))
         return segments
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raylearner.errors import WeightTransferError
-from raylearner.types import Probe
 from raylearner.weights.probe import logprob_error, probe_tokens, verify_logprobs
+from raylearner.weights.update import Probe
 
 
 def make_probe(logprobs: list[list[float]], tolerance: float = 1e-3) -> Probe:

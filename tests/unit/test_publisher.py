@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from raylearner.errors import LearnerDied, PushBroken, WeightTransferError
-from raylearner.types import Probe, WeightReceipt, WeightUpdate
 from raylearner.weights import push
 from raylearner.weights.publisher import Publisher
+from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
 
 PROBE = Probe(token_ids=((1, 2),), logprobs=((-1.0,),), tolerance=1e-3)
 REFUSED = WeightTransferError("refused")

@@ -15,6 +15,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from raylearner.config.schema import RendererSection, TinyModel, ToolUse
 from raylearner.errors import ConfigError, RenderError, ToolError
+from raylearner.replay.validation import trajectory_error
 from raylearner.tiny.model import make_tiny_model, make_tokenizer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.template_checks import check_template
@@ -147,7 +148,7 @@ def test_sampled_tokens_survive_verbatim_and_masks_cover_exactly_them(renderer: 
     trajectory = transcript.close(
         stop_reason=StopReason.ANSWER, error=None, metrics={}, started_at_s=0, finished_at_s=1
     )
-    assert trajectory.validation_error() is None
+    assert trajectory_error(trajectory) is None
     assert trajectory.token_ids[trajectory.loss_mask].tolist() == first + odd
     versions = trajectory.policy_versions[trajectory.loss_mask].tolist()
     assert versions == [5] * len(first) + [6] * len(odd)

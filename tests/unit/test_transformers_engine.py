@@ -21,8 +21,9 @@ from raylearner.config import schema
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.vision import Vision, load_image_processor
-from raylearner.types import BAN_BIAS, Completion, CompletionStop, Probe, Sampling, WeightUpdate
+from raylearner.types import BAN_BIAS, Completion, CompletionStop, Sampling
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.update import Probe, WeightUpdate
 
 PROMPTS = [list(range(40, 40 + length)) for length in (1, 2, 5, 9, 9, 17, 30)]
 

@@ -15,6 +15,7 @@ from PIL import Image
 from raylearner.actors.engines.vllm_arguments import vision_arguments
 from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, EngineError, RenderError
+from raylearner.replay.validation import trajectory_error
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.tokenization.vision import Vision, load_image_processor
@@ -143,7 +144,7 @@ def closed(transcript: Transcript) -> Trajectory:
     trajectory = transcript.close(
         stop_reason=StopReason.END, error=None, metrics={}, started_at_s=0.0, finished_at_s=0.0
     )
-    assert trajectory.validation_error() is None
+    assert trajectory_error(trajectory) is None
     return trajectory
 
 
@@ -343,7 +344,7 @@ async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: 
         ({"images": (other,)}, "image 1 of 1, 112x112, has 16 features, but 20 placeholders"),
         ({"images": (encoded(Image.new("RGB", (112, 140)), "JPEG"),)}, "image 1 of 1"),
     ):
-        assert words in str(replace(trajectory, **changes).validation_error())
+        assert words in str(trajectory_error(replace(trajectory, **changes)))
 
 
 async def test_an_observation_that_names_placeholders_makes_none(qwen2_5_folder: Path) -> None:

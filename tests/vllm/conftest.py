@@ -15,10 +15,11 @@ from transformers import Qwen2ForCausalLM
 from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
+from raylearner.types import Completion, Sampling
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
 
 
 async def start_engine(checkpoint: Path, **changes: object) -> VllmEngine:

@@ -15,9 +15,10 @@ from raylearner.config.learner import LoraSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.model import lora
-from raylearner.types import Completion, Probe, Sampling, WeightReceipt, WeightUpdate
+from raylearner.types import Completion, Sampling
 from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import discard_weights, write_adapter
+from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 RUNNING = Sampling(max_tokens=300, banned_token_ids=(1,))

@@ -14,9 +14,10 @@ from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
-from raylearner.types import Sampling, WeightUpdate
+from raylearner.types import Sampling
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.update import WeightUpdate
 from raylearner.weights.verification import refuse_differences
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from raylearner.errors import EngineError, WeightTransferError
-from raylearner.types import Sampling, WeightUpdate
+from raylearner.types import Sampling
 from raylearner.weights.checksums import Checksum
+from raylearner.weights.update import WeightUpdate
 
 pytestmark = [
     pytest.mark.vllm,

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from raylearner.types import Completion, PolicyVersion, Sampling, WeightReceipt, WeightUpdate
+from raylearner.types import Completion, PolicyVersion, Sampling
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 class Engine(Protocol):

@@ -10,14 +10,8 @@ import numpy as np
 
 from raylearner.config import schema
 from raylearner.errors import ConfigError, EngineError
-from raylearner.types import (
-    Completion,
-    CompletionStop,
-    PolicyVersion,
-    Sampling,
-    WeightReceipt,
-    WeightUpdate,
-)
+from raylearner.types import Completion, CompletionStop, PolicyVersion, Sampling
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 class Script(Protocol):

@@ -18,15 +18,9 @@ import numpy as np
 from raylearner.actors.engines.transformers_model import DecodeModel, DecodeRow
 from raylearner.config.schema import TransformersEngine as TransformersEngineSection
 from raylearner.errors import EngineError, WeightTransferError
-from raylearner.types import (
-    Completion,
-    CompletionStop,
-    PolicyVersion,
-    Sampling,
-    WeightReceipt,
-    WeightUpdate,
-)
+from raylearner.types import Completion, CompletionStop, PolicyVersion, Sampling
 from raylearner.weights.probe import verify_logprobs
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

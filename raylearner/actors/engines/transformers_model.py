@@ -20,8 +20,8 @@ from raylearner.config.schema import TransformersEngine as TransformersEngineSec
 from raylearner.errors import EngineError, RenderError, WeightTransferError
 from raylearner.images import decode_fitted
 from raylearner.tokenization.vision import Vision, deal_out, load_image_processor
-from raylearner.types import Probe, WeightUpdate
 from raylearner.weights.checksums import Checksums, plain
+from raylearner.weights.update import Probe, WeightUpdate
 from raylearner.weights.verification import refuse_differences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

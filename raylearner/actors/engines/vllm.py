@@ -20,15 +20,9 @@ from raylearner.actors.engines.vllm_weights import WeightReceiver
 from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
-from raylearner.types import (
-    Completion,
-    PolicyVersion,
-    Probe,
-    Sampling,
-    WeightReceipt,
-    WeightUpdate,
-)
+from raylearner.types import Completion, PolicyVersion, Sampling
 from raylearner.weights.probe import verify_logprobs
+from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

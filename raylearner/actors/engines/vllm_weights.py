@@ -4,9 +4,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from raylearner.errors import WeightTransferError
-from raylearner.types import WeightUpdate
 from raylearner.weights.fit import refuse_misfit, refuse_other_tensors
 from raylearner.weights.group import WeightGroup, backend
+from raylearner.weights.update import WeightUpdate
 from raylearner.weights.verification import refuse_adapter_differences, refuse_differences
 
 if TYPE_CHECKING:

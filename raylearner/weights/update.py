@@ -1,0 +1,61 @@
+"""What travels in a weight push: the update, the probe that verifies it, and an engine's receipt."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raylearner.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Prompts with the learner's log-probabilities, which an engine must reproduce."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    """Sequences of at least 2 tokens, as engines take them: one placeholder for each image."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of the last tokens of each sequence: all but the first, or those behind its images."""
+    tolerance: float
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """Of each sequence, encoded; empty where none has any."""
+    statistic: Literal["max", "mean"] = "max"
+    """What of |engine - learner| over all tokens must be within `tolerance`."""
+
+    def prompts(self) -> Iterator[tuple[tuple[int, ...], tuple[bytes, ...], int]]:
+        """Token ids, images, and how many of the last tokens are to be scored."""
+        images = self.images or ((),) * len(self.token_ids)
+        for ids, shown, scored in zip(self.token_ids, images, self.logprobs, strict=True):
+            yield ids, shown, len(scored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """One push: which version, how its tensors travel, and how the arrival is verified.
+
+    The payload has the `checksums` of what is sent, by name.
+    """
+
+    policy_version: PolicyVersion
+    transport: str
+    payload: Mapping[str, Any]
+    probe: Probe
+    should_clear_caches: bool = True
+    is_collective: bool = False
+    """Whether it is made for the members of one push, which must all take it; joiners need another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReceipt:
+    """An engine's acknowledgement of one push."""
+
+    policy_version: PolicyVersion
+    logprob_error: float
+    """|engine - learner| log-probability on the probe, in nats."""
+    pause_s: float
+    update_s: float
+    probe_s: float
+    """Time to score the probe."""
+    verify_s: float = 0.0
+    """Time to compare the checksums of all parameters."""
+    num_verified: int = 0
+    """Number of tensors whose checksums match those sent."""
