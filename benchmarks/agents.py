@@ -21,7 +21,7 @@ import typer
 
 from raylearner.learner.model.mesh import free_port
 from raylearner.services.corpora.records import write_records
-from raylearner.tools.http import wait_for_service
+from raylearner.tools.service import wait_for_service
 
 ROOT = Path(__file__).resolve().parents[1]
 AGENTS = ("search_qa", "code_agent")

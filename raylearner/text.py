@@ -1,15 +1,18 @@
-"""Text from outside: made encodable where it enters, and made visible where a person reads it.
+"""Text and JSON from outside: made encodable where it enters, strict where it leaves, visible to a reader.
 
 Models, datasets, services and users' code produce strings that UTF-8 cannot encode, numbers that are
-not finite, and characters that a terminal obeys. Everything further in relies on what is done here.
+not finite, and characters that a terminal obeys. All other modules rely on this one.
 """
 
+import base64
+import datetime
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias, cast
+from decimal import Decimal
+from typing import Any, NoReturn, TypeAlias, cast
 
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -110,3 +113,60 @@ def outside(text: str, spans: Sequence[tuple[int, int]]) -> str:
         parts.append(text[position:start])
         position = end
     return "".join((*parts, text[position:]))
+
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def to_json_types(value: object) -> Json:
+    """`value` in JSON's own types, by the table above."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)  # the plain text of an enumeration's
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else None
+        case Mapping():
+            items = cast(Mapping[object, object], value).items()
+            return {str(key): to_json_types(item) for key, item in items}
+        case list() | tuple():
+            return [to_json_types(item) for item in cast(list[object], value)]
+        case set() | frozenset():
+            return [to_json_types(item) for item in sorted(cast(set[object], value), key=repr)]
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case bytes() | bytearray() | memoryview():
+            return base64.b64encode(value).decode()
+        case Decimal():
+            return str(value) if value.is_finite() else None
+        case _:
+            return _other(value)
+
+
+def dump_json(value: object, *, indent: int | None = None) -> str:
+    """Strict JSON, in ASCII, of text that can be encoded."""
+    return json.dumps(encodable_values(to_json_types(value)), allow_nan=False, indent=indent)
+
+
+def load_json(text: str | bytes) -> Any:
+    """What strict JSON says. Raises `ValueError` for anything else, bare NaN and infinities included."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _other(value: Any) -> Json:
+    """Of arrays and their scalars, which have a `tolist`; everything else as text."""
+    as_list = getattr(value, "tolist", None)
+    if callable(as_list):
+        listed = as_list()
+        if type(listed) is not type(value):
+            return to_json_types(listed)
+    return str(value)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON; write null")

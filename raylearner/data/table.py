@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from raylearner.config.data import FileData, HubData
-from raylearner.data.answers import read_answers
-from raylearner.data.cells import scalar_text
+from raylearner.data.cells import read_answers, scalar_text
 from raylearner.data.dialogue import read_dialogue
 from raylearner.data.images import check_images, read_images, with_images
 from raylearner.errors import ConfigError, DialogueError

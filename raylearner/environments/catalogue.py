@@ -2,35 +2,30 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from raylearner.cleanup import clean_up
 from raylearner.config.actors import ReasoningTags
 from raylearner.config.environment import (
-    CalculatorTool,
     CustomEnvironment,
     EnvironmentSection,
-    FunctionTool,
-    JsonCallsDialect,
+    OpenAiProxy,
     SingleTurn,
     ToolUse,
 )
 from raylearner.config.section import load_reference
 from raylearner.environments.custom import HostedEnvironment
-from raylearner.environments.dialect import (
-    Dialect,
-    JsonDialect,
-    TagDialect,
-    thoughts_of_dialects,
-)
-from raylearner.environments.protocol import Environment
-from raylearner.environments.single_turn import SingleTurnEnvironment
+from raylearner.environments.dialect import make_dialect
+from raylearner.environments.protocol import Environment, Outcome, Reply
 from raylearner.environments.tool_use import ToolUseEnvironment
 from raylearner.errors import ConfigError
 from raylearner.tools.catalogue import make_tool
-from raylearner.tools.http import START_WAIT_S, wait_for_service
 from raylearner.tools.pages import ImageCheck
 from raylearner.tools.protocol import Tool
+from raylearner.tools.service import START_WAIT_S, wait_for_service
+from raylearner.types import Message, Prompt, StopReason
 
 
 class EnvironmentFactory:
@@ -43,15 +38,11 @@ class EnvironmentFactory:
         check_image: ImageCheck | None = None,
         reasoning_tags: ReasoningTags = "auto",
     ) -> None:
-        """`check_image` is what images of tools must pass besides, `reasoning_tags` are the renderer's.
+        """Images of tools must pass `check_image`; `reasoning_tags` are the renderer's.
 
         Raises `ConfigError` for a tool, a class or a program that cannot be made, or two tools of
         one name or tag.
         """
-        self._config = config
-        self._custom = (
-            load_reference(config.path) if isinstance(config, CustomEnvironment) else None
-        )
         sections = config.tools if isinstance(config, ToolUse) else ()
         self._tools: list[Tool] = [make_tool(section, check_image) for section in sections]
         for attribute in ("name", "tag"):
@@ -61,27 +52,27 @@ class EnvironmentFactory:
                 raise ConfigError(
                     f"environment.tools: two tools have the {attribute} {twice.pop()!r}"
                 )
-        self._dialect = (
-            make_dialect(config, self._tools, reasoning_tags)
-            if isinstance(config, ToolUse)
-            else None
-        )
+        self.make = self._choose(config, reasoning_tags)
+        """Makes a fresh environment for one episode."""
+
+    def _choose(
+        self, config: EnvironmentSection, reasoning_tags: ReasoningTags
+    ) -> Callable[[], Environment]:
+        match config:
+            case SingleTurn():
+                return SingleTurnEnvironment
+            case CustomEnvironment():
+                return partial(HostedEnvironment, load_reference(config.path), config)
+            case ToolUse():
+                dialect = make_dialect(config.dialect, self._tools, reasoning_tags)
+                return partial(ToolUseEnvironment, config, self._tools, dialect)
+            case OpenAiProxy():
+                return _refuse_program
 
     @property
     def tools(self) -> Sequence[Tool]:
         """In the order of the configuration; empty where the environment takes none."""
         return self._tools
-
-    def make(self) -> Environment:
-        """Return a fresh environment for one episode; `openai_proxy` has none, its program plays."""
-        if isinstance(self._config, SingleTurn):
-            return SingleTurnEnvironment()
-        if isinstance(self._config, CustomEnvironment):
-            assert self._custom is not None, "loaded with the factory"
-            return HostedEnvironment(self._custom, self._config)
-        assert isinstance(self._config, ToolUse), "programs play without environments"
-        assert self._dialect is not None, "tool use has a dialect"
-        return ToolUseEnvironment(self._config, self._tools, self._dialect)
 
     def drain_metrics(self) -> dict[str, float]:
         """`tools/*` of all tools since the last call."""
@@ -95,32 +86,35 @@ class EnvironmentFactory:
 
 
 async def wait_for_services(config: EnvironmentSection) -> None:
-    """Until every service behind a tool answers. Raises `ConfigError` naming the one that does not."""
-    if not isinstance(config, ToolUse):
-        return
-    urls = {
-        section.url
-        for section in config.tools
-        if not isinstance(section, CalculatorTool | FunctionTool) and section.url is not None
-    }
+    """Wait until every service behind a tool answers. Raises `ConfigError` naming one that does not."""
+    tools = config.tools if isinstance(config, ToolUse) else ()
+    urls = {url for tool in tools if (url := getattr(tool, "url", None)) is not None}
     await asyncio.gather(*(wait_for_service(url, wait_s=START_WAIT_S) for url in urls))
 
 
-def make_dialect(
-    config: ToolUse, tools: list[Tool], reasoning_tags: ReasoningTags = "auto"
-) -> Dialect:
-    dialect = config.dialect
-    if isinstance(dialect, JsonCallsDialect):
-        names = [tool.name for tool in tools]
-        return JsonDialect(
-            names,
-            answer_tag=dialect.answer_tag,
-            max_calls=dialect.max_calls,
-            reasoning=thoughts_of_dialects(reasoning_tags),
-        )
-    return TagDialect(
-        {tool.tag: tool.name for tool in tools},
-        answer_tag=dialect.answer_tag,
-        match=dialect.match,
-        precedence=dialect.precedence,
-    )
+def _refuse_program() -> Environment:
+    raise AssertionError("programs play without environments")
+
+
+class SingleTurnEnvironment:
+    """The prompt's own messages; the first completion ends the episode."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
+        return ()
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        return prompt.messages
+
+    async def step(self, message: Message) -> Reply:
+        return Reply(is_done=True, stop_reason=StopReason.END)
+
+    def outcome(self) -> Outcome:
+        return Outcome()
+
+    async def close(self) -> None:
+        return None

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
-from raylearner import strict_json
+from raylearner.config.actors import ReasoningTags
+from raylearner.config.environment import DialectSection, JsonCallsDialect, TagsDialect
 from raylearner.environments.foreign_calls import foreign_form
 from raylearner.errors import ConfigError
-from raylearner.text import encodable_values, outside
+from raylearner.text import encodable_values, load_json, outside
 from raylearner.tokenization.reasoning import Reasoning
+from raylearner.tools.protocol import Tool
 
 MAX_CALLS_PER_TURN = 16
 SHOWN_CHARACTERS = 80
@@ -50,9 +52,12 @@ class Invalid:
 Action: TypeAlias = ToolCall | Answer | Invalid
 
 
-def thoughts_of_dialects(reasoning_tags: object) -> Reasoning:
-    """What `JsonDialect` skips by itself: nothing where tags are configured, since turns then come
-    without their thoughts, or where reasoning is text like any other."""
+def choose_thoughts(reasoning_tags: object) -> Reasoning:
+    """Return the thoughts that `JsonDialect` skips by itself.
+
+    None where tags are configured, since turns then come without their thoughts, or where reasoning is
+    ordinary text.
+    """
     return THINK if reasoning_tags == "auto" else Reasoning()
 
 
@@ -65,6 +70,26 @@ class Dialect(Protocol):
         ...
 
     def parse(self, text: str) -> list[Action]: ...
+
+
+def make_dialect(
+    section: DialectSection, tools: Sequence[Tool], reasoning_tags: ReasoningTags = "auto"
+) -> Dialect:
+    match section:
+        case TagsDialect():
+            return TagDialect(
+                {tool.tag: tool.name for tool in tools},
+                answer_tag=section.answer_tag,
+                match=section.match,
+                precedence=section.precedence,
+            )
+        case JsonCallsDialect():
+            return JsonDialect(
+                [tool.name for tool in tools],
+                answer_tag=section.answer_tag,
+                max_calls=section.max_calls,
+                reasoning=choose_thoughts(reasoning_tags),
+            )
 
 
 class TagDialect:
@@ -238,7 +263,7 @@ class JsonDialect:
 
     def _action(self, block: str, which: str) -> ToolCall | Invalid:
         try:
-            value = encodable_values(strict_json.loads(block))
+            value = encodable_values(load_json(block))
         except json.JSONDecodeError as error:
             foreign = foreign_form(f"{self.opening}{block}", self._tools, reads_json=True)
             if foreign is not None:
@@ -270,7 +295,7 @@ class JsonDialect:
     def _with_arguments(self, name: str, arguments: Any, which: str) -> ToolCall | Invalid:
         if isinstance(arguments, str):  # some models put JSON in a string, as the wire form does
             try:
-                arguments = encodable_values(strict_json.loads(arguments))
+                arguments = encodable_values(load_json(arguments))
             except (RecursionError, ValueError):
                 return Invalid(
                     f"{which}: the arguments of {name} are a text that is no JSON object"

@@ -6,11 +6,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from raylearner import strict_json
 from raylearner.config.rewards import Judge, PairwiseJudge
 from raylearner.errors import ConfigError, JudgeRefused, RewardError
 from raylearner.http_client import SHOWN_CHARACTERS, HttpClient, RequestFailed, quote
-from raylearner.text import encodable_json
+from raylearner.text import dump_json, encodable_json
 
 PATH = "/chat/completions"
 PARAMETER_STATUSES = frozenset({400, 422})
@@ -70,7 +69,7 @@ class Endpoint:
         try:
             return await self._client.post(
                 PATH,
-                strict_json.dumps(body).encode(),
+                dump_json(body).encode(),
                 lambda content: _parse(_read_text(content), parse),
                 headers=self._headers(),
             )

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
+from raylearner.tools.service import FailureRule, ToolMetrics
 from raylearner.types import Prompt
 
 MAX_EXPRESSION_CHARACTERS = 200

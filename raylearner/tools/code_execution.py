@@ -7,9 +7,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from raylearner.config.environment import CodeExecutionTool
 from raylearner.sandbox.sandbox import Sandbox
-from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import BadReply, Service, ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
+from raylearner.tools.service import BadReply, FailureRule, Service, ToolMetrics
 from raylearner.types import Prompt
 
 _FORM = '{"status": text, "run_result": {"stdout": text, "stderr": text, "return_code": number}}'

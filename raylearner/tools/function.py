@@ -14,9 +14,8 @@ from raylearner.config.section import load_reference
 from raylearner.errors import ConfigError, ToolError
 from raylearner.observability.sinks import jsonl
 from raylearner.text import encodable_values
-from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import ToolMetrics
 from raylearner.tools.protocol import Arguments, BadArguments, Observation
+from raylearner.tools.service import FailureRule, ToolMetrics
 from raylearner.types import Prompt
 from raylearner.user_code import host
 from raylearner.user_code.frames import describe

@@ -11,9 +11,15 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
 from raylearner.images import BadImage, decode_base64
-from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import BATCH_WINDOW_S, MAX_BATCH, Batcher, Service, ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
+from raylearner.tools.service import (
+    BATCH_WINDOW_S,
+    MAX_BATCH,
+    Batcher,
+    FailureRule,
+    Service,
+    ToolMetrics,
+)
 from raylearner.types import IMAGE_MARK, Prompt
 
 ERROR_ID = "error"

@@ -6,9 +6,15 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from raylearner.config.environment import SearchTool
-from raylearner.tools.failure import FailureRule
-from raylearner.tools.http import BATCH_WINDOW_S, MAX_BATCH, Batcher, Service, ToolMetrics
 from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
+from raylearner.tools.service import (
+    BATCH_WINDOW_S,
+    MAX_BATCH,
+    Batcher,
+    FailureRule,
+    Service,
+    ToolMetrics,
+)
 from raylearner.types import Prompt
 
 NOTHING_FOUND = "no passage found"

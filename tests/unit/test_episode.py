@@ -11,9 +11,8 @@ from kits import PROMPT, Says, make_claim, make_kit, make_renderer, play_one
 
 from raylearner.actors.episode import EpisodeKit
 from raylearner.config import schema
-from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.environments.catalogue import EnvironmentFactory, SingleTurnEnvironment
 from raylearner.environments.protocol import Environment
-from raylearner.environments.single_turn import SingleTurnEnvironment
 from raylearner.types import Message, Prompt, StopReason
 
 

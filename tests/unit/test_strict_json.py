@@ -20,8 +20,8 @@ from raylearner.config.data import FileData
 from raylearner.config.section import HttpSection
 from raylearner.data.table import table_prompts
 from raylearner.observability.sinks import jsonl
-from raylearner.strict_json import dumps, loads, plain
-from raylearner.tools.http import Service, ToolMetrics
+from raylearner.text import dump_json, load_json, to_json_types
+from raylearner.tools.service import Service, ToolMetrics
 
 UTC = datetime.UTC
 HALF = "\ud83d"
@@ -59,24 +59,24 @@ VALUES: list[tuple[object, object]] = [
 
 @pytest.mark.parametrize(("value", "expected"), VALUES, ids=lambda value: repr(value)[:40])
 def test_every_value_has_one_form(value: object, expected: object) -> None:
-    found = strict(dumps({"value": value}))["value"]
+    found = strict(dump_json({"value": value}))["value"]
     assert found == expected
     assert type(found) is type(expected)
     assert strict(jsonl.dumps({"value": value})) == {"value": expected}
 
 
 def test_half_a_surrogate_pair_is_no_text_for_others() -> None:
-    assert strict(dumps([f"x{HALF}", {HALF: 1}])) == ["x\ufffd", {"\ufffd": 1}]
+    assert strict(dump_json([f"x{HALF}", {HALF: 1}])) == ["x\ufffd", {"\ufffd": 1}]
 
 
 def test_what_is_not_known_is_text() -> None:
-    assert plain(Path("/a")) == "/a"
+    assert to_json_types(Path("/a")) == "/a"
 
 
 @pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "-Infinity", "{", ""])
 def test_reading_is_strict_as_well(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        loads(text)
+        load_json(text)
 
 
 async def test_a_program_reads_a_row_of_any_columns_from_its_standard_input(

@@ -15,9 +15,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from raylearner import network, strict_json
+from raylearner import network
 from raylearner.actors.proxy import chat
 from raylearner.actors.proxy.chat import ChatRefusal, ChatSession
+from raylearner.text import load_json
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
@@ -144,7 +145,7 @@ async def _read_body(request: Request) -> Any:
                 413, f"the body has more than {MAX_BODY_BYTES} bytes", code="body_too_large"
             )
     try:
-        return strict_json.loads(bytes(body))
+        return load_json(bytes(body))
     except (ValueError, RecursionError) as error:
         raise ChatRefusal(400, f"the body is not JSON: {error}", code="invalid_json") from error
 

@@ -21,7 +21,7 @@ from raylearner.actors.proxy.chat import (
     cut_at_stop,
     read_turn,
 )
-from raylearner.environments.dialect import thoughts_of_dialects
+from raylearner.environments.dialect import choose_thoughts
 from raylearner.errors import EngineError, PromptTooLong, RenderError, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.tokenization.continuation import RewritesHistory
@@ -312,7 +312,7 @@ class Conversation:
         message, invalid = read_turn(
             replace(turn, content=cut_at_stop(turn.content, request.stop)),
             request,
-            thoughts_of_dialects(self.renderer.config.reasoning_tags),
+            choose_thoughts(self.renderer.config.reasoning_tags),
         )
         segment.is_valid = invalid is None
         segment.foreign_form = None if invalid is None else invalid.foreign_form

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import psutil
 
-from raylearner import network, strict_json
+from raylearner import network
 from raylearner.config.environment import PROGRAM_KEYWORDS, OpenAiProxy
 from raylearner.config.section import load_reference
 from raylearner.data.dialogue import wire
 from raylearner.errors import EnvironmentFault
-from raylearner.text import encodable
+from raylearner.text import dump_json, encodable
 from raylearner.types import Prompt
 from raylearner.user_code import host
 from raylearner.user_code.frames import describe
@@ -149,7 +149,7 @@ def _serialize(task: Task) -> bytes:
         "messages": task.messages,
         "columns": dict(task.prompt.columns),
     }
-    return strict_json.dumps(content).encode()
+    return dump_json(content).encode()
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from raylearner import strict_json
 from raylearner.errors import ConfigError
 from raylearner.jobs.client import config_hash
 from raylearner.jobs.sweep.plan import Plan
 from raylearner.jobs.sweep.section import SweepMetric
+from raylearner.text import dump_json
 
 FILE = "sweep.json"
 
@@ -76,7 +76,7 @@ class SweepState:
         """Replace the file atomically."""
         record = {"plan": self._plan_hash, "trials": [asdict(trial) for trial in self.trials]}
         draft = self.folder / f"{FILE}.partial"
-        draft.write_text(strict_json.dumps(record, indent=1), encoding="utf-8")
+        draft.write_text(dump_json(record, indent=1), encoding="utf-8")
         os.replace(draft, self.folder / FILE)
 
     def _load(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.errors import naming
-from raylearner.strict_json import plain
+from raylearner.text import to_json_types
 
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
@@ -61,12 +61,12 @@ def read_lines(path: Path) -> list[str]:
 
 
 def dumps(record: object) -> str:
-    """Standard JSON on one line, of any value as `strict_json` writes it: NaN and infinities become null.
+    """Standard JSON on one line, of any value as `raylearner.text` writes it: NaN and infinities become null.
 
     Unicode's separators are escaped, for readers who cut lines at them, and so are surrogates
     without their pair, which UTF-8 does not have.
     """
-    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(to_json_types(record), ensure_ascii=False, allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 

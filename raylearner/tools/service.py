@@ -1,23 +1,19 @@
-"""How tools talk to services: pooled connections, bounded calls, retries, batches, metrics.
-
-Waits for: a place among the tool's concurrent requests, then the service, never longer than the
-section allows.
-"""
+"""Calls of tools: services, batches, metrics, and the rule for failures."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from raylearner import strict_json
 from raylearner.config.section import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.http_client import HttpClient, RequestFailed, quote
-from raylearner.text import encodable_json
-from raylearner.tools.protocol import BadArguments
+from raylearner.text import dump_json, encodable_json
+from raylearner.tools.protocol import BadArguments, Observation, refused
 
 MAX_LATENCIES = 4096
 BATCH_WINDOW_S, MAX_BATCH = 0.003, 64
@@ -99,7 +95,7 @@ class Service:
         try:
             return await self._client.post(
                 path,
-                strict_json.dumps(body).encode(),
+                dump_json(body).encode(),
                 lambda content: _parse(content, reply),
                 should_retry=should_retry,
             )
@@ -258,3 +254,44 @@ async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:
         raise
     metrics.count_call(latency_s=time.monotonic() - started, is_error=False)
     return answer
+
+
+LOG_EVERY = 100
+
+log = logging.getLogger(__name__)
+
+
+class FailureRule:
+    """Counts a tool's calls and turns its failures into what the section says.
+
+    The policy is told that the tool failed and not how: addresses are no business of its own. The
+    log has the whole story of the first failure and of every hundredth.
+    """
+
+    def __init__(
+        self, name: str, on_failure: Literal["observation", "fail"], metrics: ToolMetrics
+    ) -> None:
+        self._name = name
+        self._on_failure = on_failure
+        self._metrics = metrics
+        self._num_failures = 0
+
+    async def apply(self, call: Awaitable[Observation]) -> Observation:
+        try:
+            return await timed(call, self._metrics)
+        except BadArguments as error:
+            return refused(error)
+        except ToolError as error:
+            if self._num_failures % LOG_EVERY == 0:
+                log.warning(
+                    "tool %s failed (%d times so far): %s",
+                    self._name,
+                    self._num_failures + 1,
+                    error,
+                )
+            self._num_failures += 1
+            if self._on_failure == "fail":
+                raise
+            return Observation(
+                text=f"error: {self._name} failed, try again later", is_error=True, is_failure=True
+            )
