@@ -33,6 +33,20 @@ REMOVED_KEYS: dict[str, str] = {
     "environment.tools.*.image": "images are at least 8 pixels wide and high, and at most 16,777,216 pixels and 8 MiB",
     "environment.tools.*.max_batch": "it is always 64",
     "environment.tools.*.tag": "`name` sets the tag too",
+    "learner.advantage.divisor": "scale learner.learning_rate instead",
+    "learner.advantage.zero_tail": "it is always true",
+    "learner.critic.huber_delta": "it is always 10",
+    "learner.kl.value_limit": "it is always 10",
+    "learner.loss.behavior_low": "weights have no lower bound",
+    "learner.loss.max_log_ratio": "it is always 10",
+    "learner.loss.mode": (
+        "to mask ratios, set learner.loss to {kind: gpg}, learner.corrections to [{kind: icepop}]"
+        " and learner.proximal to behavior"
+    ),
+    "learner.loss.ratio_low": (
+        "to bound ratios from below, set learner.loss to {kind: gpg}, learner.corrections to"
+        " [{kind: tis, low: ...}] and learner.proximal to behavior"
+    ),
     "rewards.functions.*.device": "the model runs on a GPU where gpus is above 0",
     "rewards.functions.*.max_tokens_parameter": (
         "set max_tokens to null, and extra_arguments.max_completion_tokens to the limit"

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raylearner.config.loss import BEHAVIOR_WEIGHTED
 from raylearner.config.problems import Finding, did_you_mean
 from raylearner.config.schema import RunConfig, SamplingSection, VllmEngine
 
@@ -261,7 +260,7 @@ def _compared(config: RunConfig) -> Iterator[Finding]:
 def _why_compared(config: RunConfig) -> str | None:
     """The key by which the engine's log-probabilities enter the objective; None without one."""
     learner = config.learner
-    if learner.loss.kind in BEHAVIOR_WEIGHTED:
+    if learner.loss.weighs_by_behavior:
         return f"learner.loss.kind {learner.loss.kind!r}"
     if learner.corrections:
         return f"learner.corrections, {learner.corrections[0].kind!r},"

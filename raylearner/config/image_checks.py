@@ -8,7 +8,6 @@ from pathlib import Path
 from raylearner.config.actors import ImagesSection
 from raylearner.config.data import FileData, HubData
 from raylearner.config.environment import PageFetchTool, PageSearchTool
-from raylearner.config.kl import FrozenReference
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.model_files import (
     folder_faults,
@@ -19,6 +18,7 @@ from raylearner.config.model_files import (
 from raylearner.config.problems import Finding
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
 from raylearner.errors import ConfigError
+from raylearner.learner.objective.kl import FrozenReference
 
 BLIND_BESIDE = "reads text alone, and the policy sees images; name a model of the policy's family"
 NUM_MARKS = 2

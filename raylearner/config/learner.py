@@ -4,16 +4,6 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from raylearner.config.advantage import (
-    AdvantageSection,
-    GrpoAdvantage,
-    ResamplingSection,
-    RewardShaping,
-)
-from raylearner.config.correction import CorrectionSection
-from raylearner.config.critic import CriticSection
-from raylearner.config.kl import KlSection
-from raylearner.config.loss import Aggregation, DecoupledPpo, LossSection
 from raylearner.config.section import (
     AutoFloat,
     Fraction,
@@ -24,6 +14,15 @@ from raylearner.config.section import (
     Section,
 )
 from raylearner.errors import ConfigError
+from raylearner.learner.objective.advantages import GrpoAdvantage
+from raylearner.learner.objective.aggregation import Aggregation
+from raylearner.learner.objective.behavior_losses import DecoupledPpo
+from raylearner.learner.objective.corrections import CorrectionSection
+from raylearner.learner.objective.episodes import ResamplingSection, RewardShaping
+from raylearner.learner.objective.estimate import AdvantageSection
+from raylearner.learner.objective.kl import KlSection
+from raylearner.learner.objective.losses import LossSection
+from raylearner.learner.objective.value_loss import CriticSection
 
 
 class LoraSection(Section):
@@ -115,7 +114,7 @@ class LearnerSection(Section):
     lora: LoraSection | None = None
     """Present: low-rank adapters are trained, and nothing else."""
     reward: RewardShaping = RewardShaping()
-    """What is done to rewards before any baseline."""
+    """Shaping of rewards before any baseline."""
     advantage: AdvantageSection = GrpoAdvantage(kind="grpo")
     """How rewards become advantages."""
     resampling: ResamplingSection | None = None

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from raylearner.config.kl import AdapterOffReference, FrozenReference
 from raylearner.config.learner import LearnerSection, LoraSection
+from raylearner.learner.objective.kl import AdapterOffReference, FrozenReference
 
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -1,37 +1,28 @@
-"""Objectives that make no sense: what they lack, count twice or leave without effect."""
+"""Objectives that are incomplete, count a ratio twice or have settings without effect."""
 
 from collections.abc import Iterator
 
-from raylearner.config.advantage import (
-    CRITIC_ESTIMATORS,
-    GROUP_BASELINES,
-    VtraceAdvantage,
-)
-from raylearner.config.correction import WEIGHING, Icepop, Mis, Rejection, Tis
-from raylearner.config.kl import (
+from raylearner.config.problems import Finding
+from raylearner.config.schema import RunConfig
+from raylearner.learner.objective.behavior_losses import DecoupledPpo
+from raylearner.learner.objective.covariance_losses import ClipCov
+from raylearner.learner.objective.custom import check_custom
+from raylearner.learner.objective.estimate import CustomAdvantage
+from raylearner.learner.objective.importance import ImportanceWeights
+from raylearner.learner.objective.kl import (
     AdapterOffReference,
     AdaptiveCoefficient,
     FrozenReference,
     RefreshedReference,
 )
-from raylearner.config.loss import (
-    BEHAVIOR_WEIGHTED,
-    WITHOUT_PROXIMAL,
-    Cispo,
-    ClipCov,
-    DecoupledPpo,
-    Ppo,
-    Reinforce,
-)
-from raylearner.config.problems import Finding
-from raylearner.config.schema import RunConfig
-
-ROW_LOSSES = frozenset({"sequence_ratio", "gmpo", "luspo"})
-"""Losses by row, whatever their options."""
+from raylearner.learner.objective.ratio_losses import Cispo, Ppo
+from raylearner.learner.objective.rejection import Rejection
+from raylearner.learner.objective.returns import VtraceAdvantage
 
 
 def check_objective(config: RunConfig) -> Iterator[Finding]:
-    """All clashes within the objective, and of it with the rest of a run."""
+    """Find all clashes within the objective, and of it with the rest of a run."""
+    yield from _custom(config)
     yield from _baselines(config)
     yield from _critic(config)
     yield from _kl(config)
@@ -42,17 +33,17 @@ def check_objective(config: RunConfig) -> Iterator[Finding]:
 
 
 def objective_notes(config: RunConfig) -> Iterator[str]:
-    """What of an objective is allowed and yet worth a word."""
+    """Return warnings about an objective that is allowed."""
     learner = config.learner
     num_updates = learner.num_epochs * learner.num_mini_batches
     if learner.loss.kind == "gpg" and num_updates > 1:
         yield (
-            f"learner.loss: 'gpg' knows no ratio, but a take is used for {num_updates} updates, of "
+            f"learner.loss: 'gpg' has no ratio, but a batch is used for {num_updates} updates, of "
             "which all but the first are off-policy; 'ppo' or 'reinforce' correct for that"
         )
     if learner.max_kl is not None and num_updates == 1:
         yield "learner.max_kl: has no effect with a single update per take"
-    if learner.loss.kind in ROW_LOSSES and learner.aggregation != "token_mean":
+    if learner.loss.is_row_loss and learner.aggregation != "token_mean":
         yield (
             f"learner.aggregation: learner.loss.kind {learner.loss.kind!r} is a loss by row, always "
             "aggregated by its mean; the choice acts on entropy and KL terms alone"
@@ -76,10 +67,18 @@ def objective_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _custom(config: RunConfig) -> Iterator[Finding]:
+    learner = config.learner
+    yield from check_custom(learner.loss, "learner.loss")
+    yield from check_custom(learner.advantage, "learner.advantage")
+    for index, section in enumerate(learner.corrections):
+        yield from check_custom(section, f"learner.corrections.{index}")
+
+
 def _baselines(config: RunConfig) -> Iterator[Finding]:
     replay, advantage = config.replay, config.learner.advantage
     keeps_raw = getattr(advantage, "group_of_one", "zero") == "raw"
-    if replay.group_size < 2 and advantage.kind in GROUP_BASELINES and not keeps_raw:
+    if replay.group_size < 2 and advantage.compares_in_group and not keeps_raw:
         yield Finding(
             "replay.group_size",
             f"must be >= 2 with learner.advantage.kind {advantage.kind!r}, got "
@@ -121,8 +120,7 @@ def _baselines(config: RunConfig) -> Iterator[Finding]:
 
 def _critic(config: RunConfig) -> Iterator[Finding]:
     critic, advantage = config.learner.critic, config.learner.advantage
-    needs_values = advantage.kind in CRITIC_ESTIMATORS
-    if needs_values and critic is None:
+    if advantage.needs_values and critic is None:
         yield Finding(
             "learner.critic",
             f"required with learner.advantage.kind {advantage.kind!r}, which needs values; "
@@ -130,7 +128,8 @@ def _critic(config: RunConfig) -> Iterator[Finding]:
         )
     if critic is None:
         return
-    if not needs_values:
+    may_use_values = isinstance(advantage, CustomAdvantage) and advantage.is_per_token
+    if not advantage.needs_values and not may_use_values:
         yield Finding(
             "learner.critic",
             f"learner.advantage.kind {advantage.kind!r} has no use for values; "
@@ -203,7 +202,7 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
 
 def _corrections(config: RunConfig) -> Iterator[Finding]:
     learner = config.learner
-    weighing = [(i, c.kind) for i, c in enumerate(learner.corrections) if c.kind in WEIGHING]
+    weighing = [(i, c.kind) for i, c in enumerate(learner.corrections) if c.weighs]
     rejecting = "take 'rejection', which only rejects, or remove it"
     for number, (index, kind) in enumerate(weighing):
         key = f"learner.corrections.{index}"
@@ -213,7 +212,7 @@ def _corrections(config: RunConfig) -> Iterator[Finding]:
                 f"{kind!r} weighs by the ratio that {weighing[0][1]!r} weighs by already; "
                 f"{rejecting}",
             )
-        elif learner.loss.kind in BEHAVIOR_WEIGHTED:
+        elif learner.loss.weighs_by_behavior:
             yield Finding(
                 key,
                 f"{kind!r} would weigh by learner against behavior probability twice, since "
@@ -224,18 +223,18 @@ def _corrections(config: RunConfig) -> Iterator[Finding]:
             yield Finding(
                 key, f"{kind!r} would weigh twice, since V-trace's advantage does; {rejecting}"
             )
-        elif learner.proximal == "behavior" and learner.loss.kind not in WITHOUT_PROXIMAL:
+        elif learner.proximal == "behavior" and learner.loss.uses_proximal:
             yield Finding(
                 key,
                 f"{kind!r} would weigh twice, since with learner.proximal 'behavior' the ratio of "
                 f"learner.loss.kind {learner.loss.kind!r} is that weight; {rejecting}",
             )
     for index, section in enumerate(learner.corrections):
-        if isinstance(section, Tis | Icepop | Mis) and section.normalize != "none":
+        if isinstance(section, ImportanceWeights) and section.normalize != "none":
             yield from _needs_recomputed(config, f"learner.corrections.{index}.normalize")
     if not learner.count_rejected and learner.corrections:
         yield from _needs_recomputed(config, "learner.count_rejected")
-    if learner.advantage.kind == "vtrace" and learner.loss.kind in BEHAVIOR_WEIGHTED:
+    if learner.advantage.kind == "vtrace" and learner.loss.weighs_by_behavior:
         yield Finding(
             "learner.loss.kind",
             f"{learner.loss.kind!r} weighs by learner against behavior probability, which V-trace's "
@@ -262,7 +261,7 @@ def _proximal(config: RunConfig) -> Iterator[Finding]:
             "'behavior' leaves 'decoupled_ppo' nothing to decouple; take learner.loss.kind 'ppo', "
             "or set this to 'recomputed'",
         )
-    elif learner.advantage.kind == "vtrace" and learner.loss.kind not in WITHOUT_PROXIMAL:
+    elif learner.advantage.kind == "vtrace" and learner.loss.uses_proximal:
         yield Finding(
             "learner.proximal",
             f"with 'behavior' the ratio of learner.loss.kind {learner.loss.kind!r} is the one that "
@@ -271,7 +270,7 @@ def _proximal(config: RunConfig) -> Iterator[Finding]:
 
 
 def _bounds(config: RunConfig) -> Iterator[Finding]:
-    """Pairs of bounds between which nothing lies."""
+    """Find pairs of bounds that leave nothing between them."""
     learner = config.learner
     pairs: list[tuple[str, str, float | None, float | None]] = [
         ("learner.reward", "clip", learner.reward.clip_low, learner.reward.clip_high)
@@ -283,16 +282,6 @@ def _bounds(config: RunConfig) -> Iterator[Finding]:
                 f"must be > 1 + clip_high = {1 + clip_high:g}, got {delta:g}: "
                 "it caps what the clip leaves",
             )
-        case DecoupledPpo() as loss:
-            if loss.behavior_low and loss.behavior_cap and loss.behavior_low >= loss.behavior_cap:
-                yield _crossed(
-                    "learner.loss.behavior_low",
-                    loss.behavior_low,
-                    "behavior_cap",
-                    loss.behavior_cap,
-                )
-        case Reinforce(ratio_low=float(low), ratio_cap=float(high)) if low >= high:
-            yield _crossed("learner.loss.ratio_low", low, "ratio_cap", high)
         case Cispo(ratio_min=low, ratio_max=high) if low >= high:
             yield _crossed("learner.loss.ratio_min", low, "ratio_max", high)
         case ClipCov(covariance_low=low, covariance_high=high) if low >= high:

@@ -18,9 +18,6 @@ from raylearner.config.actors import (
     TransformersEngine,
     VllmEngine,
 )
-from raylearner.config.advantage import AdvantageSection, GrpoAdvantage, RlooAdvantage
-from raylearner.config.correction import CorrectionSection
-from raylearner.config.critic import CriticSection
 from raylearner.config.data import CalculatorData, DataSection, DataSource, FileData
 from raylearner.config.environment import (
     CustomEnvironment,
@@ -29,9 +26,7 @@ from raylearner.config.environment import (
     SingleTurn,
     ToolUse,
 )
-from raylearner.config.kl import KlSection
 from raylearner.config.learner import LearnerSection
-from raylearner.config.loss import DecoupledPpo, LossSection
 from raylearner.config.model import ModelSection, PretrainedModel, TinyModel, WarmStart
 from raylearner.config.rewards import RewardFunction, RewardSection
 from raylearner.config.section import (
@@ -45,6 +40,13 @@ from raylearner.config.section import (
     Seed,
     number,
 )
+from raylearner.learner.objective.advantages import GrpoAdvantage, RlooAdvantage
+from raylearner.learner.objective.behavior_losses import DecoupledPpo
+from raylearner.learner.objective.corrections import CorrectionSection
+from raylearner.learner.objective.estimate import AdvantageSection
+from raylearner.learner.objective.kl import KlSection
+from raylearner.learner.objective.losses import LossSection
+from raylearner.learner.objective.value_loss import CriticSection
 
 
 class RunSection(Section):

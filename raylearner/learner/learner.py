@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.errors import CheckpointError, LearnerError
 from raylearner.learner import optimizer
 from raylearner.learner.batch import metric
@@ -38,17 +37,15 @@ from raylearner.learner.checkpoint.state import (
 from raylearner.learner.model import mesh
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.model.models import Models
-from raylearner.learner.model.reference import make_kl_controller
-from raylearner.learner.objective import preparation
-from raylearner.learner.objective.estimator import EpisodeTable
-from raylearner.learner.objective.kl import AdaptiveController
+from raylearner.learner.objective.episodes import EpisodeTable
+from raylearner.learner.objective.kl import KlController
 from raylearner.learner.objective.objective import (
-    choose_tokens,
     critic_share,
     loss_share,
     off_policy_metrics,
+    select_update_tokens,
 )
-from raylearner.learner.objective.preparation import Part, Take
+from raylearner.learner.objective.prepare import Part, Take, prepare
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.learner.update import (
     Update,
@@ -97,7 +94,7 @@ class Learner:
             seed=spec.run.seed,
             context=self._layout.context,
         )
-        self._kl_controller = make_kl_controller(config.kl)
+        self._kl_controller = KlController(config.kl)
         self._tracer = tracer or Tracer("learner", is_enabled=False)
         # The policy makes no updates while the critic warms up.
         self._warmup_steps = 0 if config.critic is None else config.critic.warmup_steps
@@ -173,7 +170,7 @@ class Learner:
         With `should_defer` this only copies to host memory, and `finish_save` writes.
         """
         controller = self._kl_controller
-        if isinstance(controller, AdaptiveController):
+        if controller.is_adaptive:
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
         save = self._saver.begin(should_defer=should_defer)
         self.models.save(folder, self._progress, save)
@@ -193,7 +190,7 @@ class Learner:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {suggest_other(folder)}") from error
         controller, coefficient = self._kl_controller, self._progress.kl_coefficient
-        if isinstance(controller, AdaptiveController) and coefficient is not None:
+        if controller.is_adaptive and coefficient is not None:
             controller.coefficient = coefficient
 
     @property
@@ -207,7 +204,7 @@ class Learner:
 
     def _prepare(self, batch: LearnerBatch) -> Take:
         policy, critic, reference = self.models.policy, self.models.critic, self.models.reference
-        needs_squared_probs = self._config.advantage.kind in ("otb", "tir_otb")
+        needs_squared_probs = self._config.advantage.needs_squared_probs
         micro_batch = partial(
             MicroBatch.of,
             policy_version=self.policy_version,
@@ -219,7 +216,7 @@ class Learner:
         if self.models.reader is not None:
             shown = [micro.tokens.images for part in parts for micro, _ in part]
             self.models.reader.expect(images for images in shown if images is not None)
-        return preparation.prepare(
+        return prepare(
             self._config,
             parts,
             table=EpisodeTable.of(
@@ -257,7 +254,7 @@ class Learner:
                     part=part,
                     policy_version=self.policy_version,
                     kl_coefficient=self._kl_controller.coefficient,
-                    chosen=tokens,
+                    selected=tokens,
                 )
             with self._tracer.span("backward"):
                 share.backward()
@@ -301,7 +298,7 @@ class Learner:
 
     def _choose(self, take: Take, part: Part, *, number: int) -> Sequence[Tensor | None]:
         """Return which tokens a covariance loss selects under the current policy."""
-        if self._config.loss.kind not in SELECTS_TOKENS:
+        if not self._config.loss.selects_tokens:
             return [None] * len(part.micros)
         logprobs = [
             p.start_logprobs
@@ -309,7 +306,7 @@ class Learner:
             else self.models.policy.score(p.micro.tokens, self._spec.temperature).logprobs
             for p in part.micros
         ]
-        return choose_tokens(
+        return select_update_tokens(
             self._config,
             part,
             logprobs,

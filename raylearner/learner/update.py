@@ -17,7 +17,7 @@ from raylearner.learner.batch.metric import Metrics
 from raylearner.learner.batch.pack import LearnerBatch, TokenRow
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.objective import diagnostics
-from raylearner.learner.objective.preparation import Part, Prepared, Take
+from raylearner.learner.objective.prepare import Part, Prepared, Take
 from raylearner.types import TrajectoryKey
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from learners import step, weights_of
 
-from raylearner.config.advantage import GROUP_BASELINES, GaeAdvantage
 from raylearner.config.schema import LearnerSection
+from raylearner.config.section import sections_by_kind
 from raylearner.learner.batch.pack import pack
 from raylearner.learner.batch.rows import Rows
 from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.learner import Learner
-from raylearner.learner.objective import returns
-from raylearner.learner.objective.estimator import EpisodeTable, token_advantages
+from raylearner.learner.objective import estimate
+from raylearner.learner.objective.episodes import EpisodeTable
+from raylearner.learner.objective.returns import GaeAdvantage
 from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 
@@ -91,9 +92,14 @@ def advantages_of(
     return dict(output.advantages)
 
 
+GROUP_BASELINES = sorted(
+    kind
+    for kind, section in sections_by_kind(estimate.AdvantageSection).items()
+    if section.compares_in_group and kind != "gdpo"
+)
 UNSCORED: list[dict[str, Any]] = [
     {"advantage": {"kind": kind, **({"normalize": "none"} if kind == "grpo" else {})}}
-    for kind in sorted(GROUP_BASELINES - {"gdpo"})
+    for kind in GROUP_BASELINES
 ] + [
     {"advantage": {"kind": "reinforce_plus_plus"}},
     {"advantage": {"kind": "gdpo"}},
@@ -245,13 +251,13 @@ def test_the_optimal_token_baseline_knows_the_weights_of_the_loss(
     expected: tuple[int, float],
 ) -> None:
     seen: list[Any] = []
-    estimate = returns.tir_otb
+    otb = estimate.TOKEN_ADVANTAGES["tir_otb"]
 
-    def spy(*arguments: Any, **options: Any) -> Any:
-        seen.append(options["weights"])
-        return estimate(*arguments, **options)
+    def spy(inputs: Any, config: Any) -> Any:
+        seen.append(inputs.weights)
+        return otb(inputs, config)
 
-    monkeypatch.setattr(returns, "tir_otb", spy)
+    monkeypatch.setitem(estimate.TOKEN_ADVANTAGES, "tir_otb", spy)
     rows = [make_row(0, 1.0, logprob=-30.0), make_row(1, 0.0)]
     step(
         make_learner(tiny_folder, advantage={"kind": "tir_otb"}, **keys),
@@ -392,7 +398,11 @@ def test_all_segments_of_a_cut_episode_go_on_where_the_last_one_ended() -> None:
         episodes=torch.tensor([0, 0]),
         mask=torch.ones(2, dtype=torch.bool),
         of_rows={"bootstrap": torch.tensor([7.0, 2.0]).double()},
-        of_tokens={"values": torch.tensor([0.5, 0.25]).double(), "turns": torch.zeros(2).double()},
+        of_tokens={
+            "values": torch.tensor([0.5, 0.25]).double(),
+            "turns": torch.zeros(2).double(),
+            "anchors": torch.zeros(2).double(),
+        },
         _mine=torch.arange(2),
         _places=(),
         _micros=(),
@@ -408,7 +418,7 @@ def test_all_segments_of_a_cut_episode_go_on_where_the_last_one_ended() -> None:
         part_weights=one.new_zeros(0),
     )
     section = GaeAdvantage(kind="gae", bootstrap=True, normalize=False)
-    found = token_advantages(section, table, whole, torch.zeros(2, dtype=torch.float64))
+    found = estimate.token_advantages(section, table, whole, torch.zeros(2, dtype=torch.float64))
     # What follows the episode is worth 2 to both: 1 + 2 - 0.5, and 1 + 2 - 0.25.
     assert found.advantages.tolist() == pytest.approx([2.5, 2.75])
 

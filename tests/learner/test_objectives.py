@@ -419,7 +419,6 @@ def test_the_kl_loss_and_the_entropy_bonus(
         kl={
             "coefficient": 0.3,
             "weighted": True,
-            "value_limit": None,
             "reference": {"kind": "frozen", "path": str(untied_folder)},
         },
     )

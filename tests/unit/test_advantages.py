@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objectives import episode_advantages, make_table
 
-from raylearner.learner.objective import advantages
+from raylearner.learner.objective.episodes import ResamplingSection, resample, resampling_weights
+from raylearner.learner.objective.statistics import zero_variance
 
 NAN = math.nan
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 3.0, 0.0], dtype=torch.float64)
@@ -39,7 +42,7 @@ def check(actual: torch.Tensor, wanted: list[float]) -> None:
 
 @pytest.mark.parametrize("rewards", [REWARDS, torch.tensor([1, NAN, 2, NAN, 0, 5, 1, 4.0])])
 def test_grpo_is_the_group_z_score_of_the_scorable(rewards: torch.Tensor) -> None:
-    actual = advantages.grpo(rewards, GROUPS, epsilon=1e-4)
+    actual = episode_advantages("grpo", rewards, GROUPS, epsilon=1e-4)
     wanted = naive(
         rewards,
         GROUPS,
@@ -51,58 +54,39 @@ def test_grpo_is_the_group_z_score_of_the_scorable(rewards: torch.Tensor) -> Non
 def test_grpo_batch_scale_divides_by_the_standard_deviation_of_all() -> None:
     std = float(REWARDS.std())
     wanted = naive(REWARDS, GROUPS, lambda r, members: (r - np.mean(members)) / (std + 1e-6))
-    check(advantages.grpo(REWARDS, GROUPS, scale="batch"), wanted)
+    check(episode_advantages("grpo", REWARDS, GROUPS, normalize="batch"), wanted)
 
 
 def test_dr_grpo_only_centers() -> None:
     wanted = naive(REWARDS, GROUPS, lambda r, members: r - float(np.mean(members)))
-    check(advantages.dr_grpo(REWARDS, GROUPS), wanted)
+    check(episode_advantages("dr_grpo", REWARDS, GROUPS), wanted)
 
 
 def test_rloo_subtracts_the_mean_of_the_others() -> None:
     wanted = naive(REWARDS, GROUPS, lambda r, members: r - (sum(members) - r) / (len(members) - 1))
-    check(advantages.rloo(REWARDS, GROUPS), wanted)
-
-
-def test_rloo_clips_before_it_subtracts_the_penalty() -> None:
-    penalty = torch.linspace(0, 1, 8, dtype=torch.float64)
-    clipped = REWARDS.clamp(-0.5, 1.0) - penalty
-    torch.testing.assert_close(
-        advantages.rloo(REWARDS, GROUPS, clip_low=-0.5, clip_high=1.0, kl_penalty=penalty),
-        advantages.rloo(clipped, GROUPS),
-    )
+    check(episode_advantages("rloo", REWARDS, GROUPS), wanted)
 
 
 def test_rloo_normalizes_over_those_with_a_baseline() -> None:
-    plain = advantages.rloo(REWARDS, GROUPS)
+    plain = episode_advantages("rloo", REWARDS, GROUPS)
     has_baseline = GROUPS != -3
     wanted = (plain - plain[has_baseline].mean()) / (plain[has_baseline].std() + 1e-4)
-    actual = advantages.rloo(REWARDS, GROUPS, normalize=True)
+    actual = episode_advantages("rloo", REWARDS, GROUPS, normalize=True)
     torch.testing.assert_close(actual, torch.where(has_baseline, wanted, 0.0))
 
 
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        advantages.grpo,
-        advantages.dr_grpo,
-        advantages.rloo,
-        advantages.gpg,
-        lambda r, g, **kw: advantages.opo(r, g, num_tokens=torch.ones_like(g), **kw),
-    ],
-)
-def test_group_of_one_is_zero_unless_asked_for_its_raw_reward(
-    estimator: Callable[..., torch.Tensor],
-) -> None:
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "gpg", "opo"])
+def test_group_of_one_is_zero_unless_asked_for_its_raw_reward(kind: str) -> None:
     rewards, groups = torch.tensor([2.0, NAN]), torch.tensor([1, 1])
-    assert estimator(rewards, groups).tolist() == [0.0, 0.0]
-    raw = estimator(rewards, groups, group_of_one="raw")
+    assert episode_advantages(kind, rewards, groups).tolist() == [0.0, 0.0]
+    raw = episode_advantages(kind, rewards, groups, group_of_one="raw")
     torch.testing.assert_close(raw, torch.tensor([2.0, 0.0]), rtol=1e-5, atol=0)
 
 
 def test_group_of_one_survives_float32_and_equal_rewards_give_zero() -> None:
     rewards = torch.full((3,), 0.1)
-    assert advantages.grpo(rewards, torch.zeros(3, dtype=torch.int64)).abs().max() < 1e-6
+    found = episode_advantages("grpo", rewards, torch.zeros(3, dtype=torch.int64))
+    assert found.abs().max() < 1e-6
 
 
 def test_opo_weighs_its_baseline_by_length() -> None:
@@ -111,65 +95,66 @@ def test_opo_weighs_its_baseline_by_length() -> None:
         same = group == GROUPS
         baseline = float((TOKENS[same] * REWARDS[same]).sum() / TOKENS[same].sum())
         wanted.append(0.0 if int(same.sum()) == 1 else float(REWARDS[index]) - baseline)
-    check(advantages.opo(REWARDS, GROUPS, num_tokens=TOKENS), wanted)
+    check(episode_advantages("opo", REWARDS, GROUPS, {"num_tokens": TOKENS}), wanted)
 
 
 def test_opo_without_any_token_falls_back_to_the_mean() -> None:
-    actual = advantages.opo(
-        torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), num_tokens=torch.tensor([0, 0])
+    actual = episode_advantages(
+        "opo",
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([0, 0]),
+        {"num_tokens": torch.tensor([0, 0])},
     )
     assert actual.tolist() == [0.5, -0.5]
 
 
 def test_gpg_scales_by_the_share_of_nonzero_rewards() -> None:
-    wanted = naive(REWARDS, GROUPS, lambda r, members: 8 / 6 * (r - float(np.mean(members))) / 2)
-    check(advantages.gpg(REWARDS, GROUPS, divisor=2.0), wanted)
+    wanted = naive(REWARDS, GROUPS, lambda r, members: 8 / 6 * (r - float(np.mean(members))))
+    check(episode_advantages("gpg", REWARDS, GROUPS), wanted)
 
 
 def test_reinforce_plus_plus_baseline_whitens_over_tokens() -> None:
-    centered = advantages.dr_grpo(REWARDS, GROUPS)
+    centered = episode_advantages("dr_grpo", REWARDS, GROUPS)
     of_tokens = torch.repeat_interleave(centered, TOKENS)
     wanted = (centered - of_tokens.mean()) / (of_tokens.var() + 1e-8).sqrt()
-    actual = advantages.reinforce_plus_plus_baseline(REWARDS, GROUPS, num_tokens=TOKENS)
+    actual = episode_advantages(
+        "reinforce_plus_plus_baseline", REWARDS, GROUPS, {"num_tokens": TOKENS}
+    )
     torch.testing.assert_close(actual, wanted)
 
 
 def test_gdpo_normalizes_each_reward_before_it_adds_them() -> None:
     both = torch.stack([REWARDS, REWARDS.flip(0) * 100], dim=1)
-    total = sum(weight * advantages.grpo(both[:, k], GROUPS) for k, weight in enumerate([1.0, 0.5]))
+    total = sum(
+        weight * episode_advantages("grpo", both[:, k], GROUPS)
+        for k, weight in enumerate([1.0, 0.5])
+    )
     assert isinstance(total, torch.Tensor)
-    actual = advantages.gdpo(both, GROUPS, weights=torch.tensor([1.0, 0.5]))
+    table = {"parts": both, "part_weights": torch.tensor([1.0, 0.5]), "num_tokens": TOKENS}
+    actual = episode_advantages("gdpo", REWARDS, GROUPS, table, statistics="episodes")
     torch.testing.assert_close(actual, (total - total.mean()) / (total.std() + 1e-4))
     of_tokens = torch.repeat_interleave(total, TOKENS)
-    by_tokens = advantages.gdpo(both, GROUPS, weights=torch.tensor([1.0, 0.5]), num_tokens=TOKENS)
     torch.testing.assert_close(
-        by_tokens, (total - of_tokens.mean()) / (of_tokens.var() + 1e-8).sqrt()
+        episode_advantages("gdpo", REWARDS, GROUPS, table),
+        (total - of_tokens.mean()) / (of_tokens.var() + 1e-8).sqrt(),
     )
 
 
 def test_gdpo_leaves_a_missing_reward_out_of_its_column_only() -> None:
     both = torch.stack([REWARDS, REWARDS.flip(0)], dim=1)
     both[0, 0] = NAN
-    assert advantages.gdpo(both, GROUPS).isfinite().all()
+    assert episode_advantages("gdpo", REWARDS, GROUPS, {"parts": both}).isfinite().all()
     both[0, 1] = NAN
-    assert advantages.gdpo(both, GROUPS)[0] == 0
+    assert episode_advantages("gdpo", REWARDS, GROUPS, {"parts": both})[0] == 0
 
 
 def test_pass_at_k_rewards_only_the_single_best() -> None:
     rewards = torch.tensor([1.0, 3.0, 0.0, 2.0, 2.0, NAN, 9.0])
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 2])
-    actual = advantages.pass_at_k(rewards, groups, scale="none")
+    actual = episode_advantages("pass_at_k", rewards, groups, normalize="none")
     assert actual.tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    scaled = advantages.pass_at_k(rewards, groups)
+    scaled = episode_advantages("pass_at_k", rewards, groups)
     assert scaled[1].item() == pytest.approx(2 / (np.std([1, 3, 0], ddof=1) + 1e-6))
-
-
-def test_combine_rewards_sums_what_is_known() -> None:
-    rewards = torch.tensor([[1.0, NAN], [NAN, NAN], [2.0, 3.0]])
-    actual = advantages.combine_rewards(rewards, torch.tensor([1.0, 10.0]))
-    assert actual[0] == 1
-    assert actual[1].isnan()
-    assert actual[2] == 32
 
 
 @pytest.mark.parametrize(
@@ -180,30 +165,29 @@ def test_combine_rewards_sums_what_is_known() -> None:
         ("max_random", [0.4, 0.1, 0.1, 0.0]),
     ],
 )
-def test_pf_ppo_weights(kind: str, wanted: list[float]) -> None:
+def test_resampling_weights(kind: Any, wanted: list[float]) -> None:
     rewards = torch.tensor([2.0, 0.0, -1.0, NAN])
-    weights = advantages.pf_ppo_weights(rewards, kind=kind)
+    weights = resampling_weights(rewards, ResamplingSection(kind=kind))
     torch.testing.assert_close(weights, torch.tensor(wanted), rtol=0, atol=2e-8)
 
 
-def test_pf_ppo_never_draws_an_unscorable_episode() -> None:
-    weights = advantages.pf_ppo_weights(torch.tensor([0.0, NAN, 0.0]))
-    generator = torch.Generator().manual_seed(0)
-    drawn = advantages.pf_ppo_resample(weights, 200, generator=generator)
-    assert drawn.shape == (200,)
-    assert set(drawn.tolist()) == {0, 2}
+def test_resampling_never_draws_an_episode_without_a_reward() -> None:
+    table = make_table(torch.tensor([0.0, NAN, 0.0]))
+    copies = resample(table, ResamplingSection(), seed=0)
+    assert copies is not None
+    assert copies.sum() == 2
+    assert copies[1] == 0
 
 
 def test_zero_variance_ignores_missing_rewards() -> None:
     rewards = torch.tensor([1.0, NAN, 1.0, 0.0, 1.0])
     groups = torch.tensor([5, 5, 5, 6, 6])
-    assert advantages.zero_variance(rewards, groups).tolist() == [True, True, True, False, False]
+    assert zero_variance(rewards, groups).tolist() == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(4, 1)])
-def test_shapes_that_do_not_fit_are_refused(bad: torch.Tensor) -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="rewards and groups"):
-        advantages.grpo(bad, torch.zeros(4, dtype=torch.int64))
+        episode_advantages("grpo", torch.zeros(3), torch.zeros(4, dtype=torch.int64))
 
 
 @settings(max_examples=30, deadline=None)
@@ -212,6 +196,7 @@ def test_order_and_names_of_groups_do_not_matter(members: list[tuple[int, int]])
     groups = torch.tensor([group for group, _ in members])
     rewards = torch.tensor([float(reward) for _, reward in members], dtype=torch.float64)
     order = torch.randperm(len(members), generator=torch.Generator().manual_seed(1))
-    for estimator in (advantages.grpo, advantages.rloo, advantages.pass_at_k, advantages.gpg):
-        plain = estimator(rewards, groups)
-        torch.testing.assert_close(estimator(rewards[order], groups[order] * -17), plain[order])
+    for kind in ("grpo", "rloo", "pass_at_k", "gpg"):
+        plain = episode_advantages(kind, rewards, groups)
+        found = episode_advantages(kind, rewards[order], groups[order] * -17)
+        torch.testing.assert_close(found, plain[order])

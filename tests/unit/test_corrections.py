@@ -1,15 +1,24 @@
 """Importance weights and rejection against loops, and their edge cases."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from objectives import correct, correction_inputs, section_of
+from pydantic import ValidationError
 from torch import Tensor
 
 from raylearner.learner.batch import metric
 from raylearner.learner.batch.rows import Rows
 from raylearner.learner.objective import corrections
+from raylearner.learner.objective.importance import (
+    interpolated_proximal,
+    log_ratios,
+    normalize_weights,
+    weight_mean,
+)
 
 LENGTHS = [4, 0, 6, 2]
 
@@ -28,8 +37,8 @@ def by_row(log_ratio: Tensor, mask: Tensor, rows: Rows) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_importance_weights_are_the_loop(level: Any, mode: Any) -> None:
+@pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
+def test_importance_weights_are_the_loop(level: str, kind: str) -> None:
     log_ratio, mask, rows = make_batch()
     wanted: list[float] = []
     for t in range(rows.num_tokens):
@@ -40,21 +49,29 @@ def test_importance_weights_are_the_loop(level: Any, mode: Any) -> None:
             total = sum(own) / (len(own) or 1 if level == "geometric" else 1)
             weight = math.exp(total)
         inside = 0.8 <= weight <= 1.2
-        kept = min(max(weight, 0.8), 1.2) if mode == "truncate" else weight * inside
+        kept = min(max(weight, 0.8), 1.2) if kind == "tis" else weight * inside
         wanted.append(kept if mask[t] else 0.0)
-    found = corrections.importance_weights(
-        log_ratio, mask, rows, level=level, mode=mode, low=0.8, high=1.2
-    )
+    inputs = correction_inputs(log_ratio, mask, rows)
+    found = correct(kind, inputs, level=level, low=0.8, high=1.2)
     torch.testing.assert_close(found.weights, torch.tensor(wanted, dtype=torch.float64))
-    if mode == "truncate":
+    if kind == "tis":
         assert torch.equal(found.keep, mask)
     else:
         assert torch.equal(found.keep, found.weights > 0)
 
 
+def test_kinds_of_importance_weights_have_their_own_defaults() -> None:
+    found = {kind: section_of("correction", kind) for kind in ("tis", "icepop", "mis")}
+    assert {kind: (s.level, s.low, s.high) for kind, s in found.items()} == {
+        "tis": ("token", None, 2.0),
+        "icepop": ("token", 0.5, 5.0),
+        "mis": ("sequence", None, 2.0),
+    }
+
+
 def test_importance_weight_metrics_count_trained_tokens_and_rows() -> None:
     log_ratio, mask, rows = make_batch()
-    found = corrections.importance_weights(log_ratio, mask, rows, high=1.2)
+    found = correct("tis", correction_inputs(log_ratio, mask, rows), high=1.2)
     measured = metric.values(found.metrics)
     weights, raw = found.weights[mask], log_ratio[mask].exp()
     assert measured["importance_weight/mean"] == pytest.approx(weights.mean().item())
@@ -66,8 +83,6 @@ def test_importance_weight_metrics_count_trained_tokens_and_rows() -> None:
         (raw > 1.2).double().mean().item()
     )
     assert measured["importance_weight/row_min"] > 0
-    counted = corrections.importance_weights(log_ratio, mask, rows, high=1.2, count_empty_rows=True)
-    assert metric.values(counted.metrics)["importance_weight/row_min"] == 0
 
 
 def test_importance_ratio_quantiles_are_close() -> None:
@@ -75,7 +90,7 @@ def test_importance_ratio_quantiles_are_close() -> None:
     log_ratio = 0.3 * torch.randn(20000, generator=generator, dtype=torch.float64)
     rows = Rows.from_lengths([20000])
     mask = torch.ones(20000, dtype=torch.bool)
-    measured = metric.values(corrections.importance_weights(log_ratio, mask, rows).metrics)
+    measured = metric.values(correct("tis", correction_inputs(log_ratio, mask, rows)).metrics)
     for name, quantile in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
         wanted = float(log_ratio.quantile(quantile))
         assert math.log(measured[f"importance_ratio/{name}"]) == pytest.approx(
@@ -88,7 +103,7 @@ def test_importance_ratio_quantiles_are_close() -> None:
 def test_extreme_log_ratios_stay_finite(extreme: float, level: Any) -> None:
     _, mask, rows = make_batch()
     log_ratio = torch.full((rows.num_tokens,), extreme)
-    found = corrections.importance_weights(log_ratio, mask, rows, level=level, high=None)
+    found = correct("tis", correction_inputs(log_ratio, mask, rows), level=level, high=None)
     assert found.weights.isfinite().all()
     assert found.weights[mask].log().abs().max() <= 20.001
 
@@ -97,21 +112,22 @@ def test_unknown_behavior_gives_weight_one_and_masked_nan_does_no_harm() -> None
     rows = Rows.from_lengths([3])
     mask = torch.tensor([True, True, False])
     behavior = torch.tensor([math.nan, -1.0, math.nan])
-    log_ratio = corrections.log_ratios(torch.tensor([-2.0, -1.5, -3.0]), behavior, mask)
+    log_ratio = log_ratios(torch.tensor([-2.0, -1.5, -3.0]), behavior, mask)
     assert log_ratio.tolist() == [0.0, -0.5, 0.0]
-    weights = corrections.importance_weights(log_ratio, mask, rows).weights
+    weights = correct("tis", correction_inputs(log_ratio, mask, rows)).weights
     torch.testing.assert_close(weights, torch.tensor([1.0, math.exp(-0.5), 0.0]))
 
 
 def test_normalized_weights_have_mean_one() -> None:
     log_ratio, mask, rows = make_batch()
-    found = corrections.importance_weights(log_ratio, mask, rows)
-    mean = corrections.weight_mean(found.weights, mask, rows)
-    normalized = corrections.normalize_weights(found, mean.value())
+    inputs = correction_inputs(log_ratio, mask, rows)
+    found = correct("tis", inputs)
+    mean = weight_mean(found.weights, mask, rows, level="token").value()
+    normalized = correct("tis", replace(inputs, batch_value=mean), normalize="token")
     assert normalized.weights[mask].mean().item() == pytest.approx(1)
-    untouched = corrections.normalize_weights(found, 0.0)
+    untouched = normalize_weights(found, 0.0)
     assert torch.equal(untouched.weights, found.weights)
-    of_rows = corrections.weight_mean(found.weights, mask, rows, level="row").value()
+    of_rows = weight_mean(found.weights, mask, rows, level="row").value()
     filled = rows.count(mask) > 0
     assert of_rows == pytest.approx(rows.mean(found.weights, mask)[filled].mean().item())
 
@@ -146,8 +162,13 @@ def test_rejection_is_the_loop(level: Any, estimator: Any) -> None:
             "sequence_max": max(own, default=0.0),
         }[level]
         wanted.append(bool(mask[t]) and lower <= statistic <= upper)
-    found = corrections.rejection_mask(
-        log_ratio, mask, rows, level=level, estimator=estimator, low=low, high=high
+    found = correct(
+        "rejection",
+        correction_inputs(log_ratio, mask, rows),
+        level=level,
+        estimator=estimator,
+        low=low,
+        high=high,
     )
     assert found.keep.tolist() == wanted
     rejected = 1 - sum(wanted) / int(mask.sum())
@@ -155,44 +176,45 @@ def test_rejection_is_the_loop(level: Any, estimator: Any) -> None:
     assert found.metrics[name].value() == pytest.approx(rejected)
 
 
-def test_k1_bounds_are_on_proximal_over_behavior_unless_inverted() -> None:
+def test_k1_bounds_are_on_proximal_over_behavior() -> None:
     rows, mask = Rows.from_lengths([2]), torch.ones(2, dtype=torch.bool)
-    log_ratio = torch.tensor([math.log(1.4), math.log(0.8)])
-    options: Any = {"low": 0.9, "high": 1.5}
-    assert corrections.rejection_mask(log_ratio, mask, rows, **options).keep.tolist() == [
-        True,
-        False,
-    ]
-    inverse = corrections.rejection_mask(log_ratio, mask, rows, k1_bounds="inverse", **options)
-    assert inverse.keep.tolist() == [False, True]
-    alone = corrections.rejection_mask(log_ratio, mask, rows, high=1.2)
-    assert alone.keep.tolist() == [False, False]
+    inputs = correction_inputs(torch.tensor([math.log(1.4), math.log(0.8)]), mask, rows)
+    assert correct("rejection", inputs, low=0.9, high=1.5).keep.tolist() == [True, False]
+    assert correct("rejection", inputs, high=1.2).keep.tolist() == [False, False]
+    assert correct("geometric", inputs, high=1.2).keep.tolist() == [True, True]
+    assert correct("geometric", inputs, high=1.05).keep.tolist() == [False, False]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "keys"),
     [
-        {"level": "sequence_max", "estimator": "k1", "high": 2.0},
-        {"high": 0.0},
-        {"high": 2.0, "low": -1.0},
-        {"high": 2.0, "level": "word"},
+        ("rejection", {"high": 0.0}),
+        ("rejection", {"low": -1.0}),
+        ("rejection", {"level": "word"}),
+        ("tis", {"high": 0.0}),
+        ("mis", {"level": "word"}),
+        ("veto", {"threshold": 0.0}),
     ],
 )
-def test_rejections_that_make_no_sense_are_refused(options: Any) -> None:
-    log_ratio, mask, rows = make_batch()
-    with pytest.raises(ValueError, match=r"estimator|low and high|level"):
-        corrections.rejection_mask(log_ratio, mask, rows, **options)
+def test_invalid_keys_are_refused(kind: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(keys))):
+        section_of("correction", kind, **keys)
 
 
 def test_combined_corrections_keep_what_all_keep() -> None:
     log_ratio, mask, rows = make_batch()
-    weights = corrections.importance_weights(log_ratio, mask, rows)
-    of_tokens = corrections.rejection_mask(log_ratio, mask, rows, high=1.3)
-    of_rows = corrections.rejection_mask(
-        log_ratio, mask, rows, level="sequence_mean", estimator="k3", high=0.2
+    inputs = correction_inputs(log_ratio, mask, rows)
+    sections = [
+        section_of("correction", "tis"),
+        section_of("correction", "rejection", high=1.3),
+        section_of("correction", "rejection", level="sequence_mean", estimator="k3", high=0.2),
+    ]
+    found = corrections.correct(sections, inputs, [None] * 3)
+    assert found is not None
+    weights, by_token, by_row = (
+        corrections.CORRECTIONS[section.kind](inputs, section) for section in sections
     )
-    found = corrections.combine_corrections([weights, of_tokens, of_rows], mask, rows)
-    keep = of_tokens.keep & of_rows.keep
+    keep = by_token.keep & by_row.keep
     assert torch.equal(found.keep, keep)
     torch.testing.assert_close(found.weights, torch.where(keep, weights.weights, 0.0))
     assert found.metrics["corrections/rejected_fraction"].value() == pytest.approx(
@@ -205,7 +227,8 @@ def test_opsm_drops_stale_rows_of_negative_advantage() -> None:
     mask = torch.tensor([True, True, True, True, True, False])
     log_ratio = torch.tensor([-1.0, -0.2, -1.0, -1.0, 0.9, -9.0])
     advantages = rows.spread(torch.tensor([-1.0, 1.0, -1.0, -1.0]))
-    found = corrections.opsm_mask(log_ratio, advantages, mask, rows, threshold=0.5)
+    inputs = correction_inputs(log_ratio, mask, rows, advantages=advantages)
+    found = correct("opsm", inputs)
     assert found.keep.tolist() == [False, False, True, True, True, False]
     assert found.metrics["opsm/row_rejected_fraction"].value() == pytest.approx(1 / 3)
 
@@ -214,49 +237,21 @@ def test_veto_drops_a_row_for_one_token() -> None:
     rows = Rows.from_lengths([2, 2])
     mask = torch.tensor([True, True, True, False])
     log_ratio = torch.tensor([0.0, -12.0, 0.0, -12.0])
-    found = corrections.veto_mask(log_ratio, mask, rows)
+    found = correct("veto", correction_inputs(log_ratio, mask, rows))
     assert found.keep.tolist() == [False, False, True, False]
-    with pytest.raises(ValueError, match="threshold"):
-        corrections.veto_mask(log_ratio, mask, rows, threshold=0.0)
 
 
-def test_high_entropy_mask_keeps_the_most_uncertain() -> None:
-    rows, mask = Rows.from_lengths([6]), torch.tensor([True] * 5 + [False])
-    entropy = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.7, 99.0])
-    kept = corrections.high_entropy_mask(entropy, mask, rows, top_fraction=0.25).keep
-    assert kept.tolist() == [False, True, False, False, True, False]
-    every = corrections.high_entropy_mask(entropy, mask, rows, top_fraction=1.0).keep
-    assert torch.equal(every, mask)
-
-
-@pytest.mark.parametrize("space", ["log", "probability"])
-def test_interpolated_proximal_lies_between_behavior_and_current(space: Any) -> None:
+def test_interpolated_proximal_lies_between_behavior_and_current() -> None:
     current = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]).requires_grad_()
     behavior = torch.tensor([-3.0, -3.0, -3.0, -3.0, math.nan])
     versions = torch.tensor([10, 9, 8, 6, -1])
-    found = corrections.interpolated_proximal(
-        current, behavior, versions, policy_version=10, space=space
-    )
+    found = interpolated_proximal(current, behavior, versions, policy_version=10)
     assert not found.requires_grad
-    if space == "log":
-        wanted = [-3.0, -3.0, -2.0, -1.5]
-    else:
-        mixed = [0.5 * math.exp(-3) + 0.5 * math.exp(-1), 0.25 * math.exp(-3) + 0.75 * math.exp(-1)]
-        wanted = [-3.0, -3.0, *(math.log(p) for p in mixed)]
-    torch.testing.assert_close(found[:4], torch.tensor(wanted))
+    torch.testing.assert_close(found[:4], torch.tensor([-3.0, -3.0, -2.0, -1.5]))
     assert found[4].isnan()  # nothing was sampled here: the behavior's value, whatever it is
-
-
-@pytest.mark.parametrize(
-    "options", [{"high": 0.0}, {"low": 3.0}, {"level": "word"}, {"mode": "word"}]
-)
-def test_weights_that_make_no_sense_are_refused(options: Any) -> None:
-    log_ratio, mask, rows = make_batch()
-    with pytest.raises(ValueError, match=r"high|level|mode"):
-        corrections.importance_weights(log_ratio, mask, rows, **options)
 
 
 def test_weights_carry_no_gradient() -> None:
     log_ratio, mask, rows = make_batch()
-    found = corrections.importance_weights(log_ratio.requires_grad_(), mask, rows)
+    found = correct("tis", correction_inputs(log_ratio.requires_grad_(), mask, rows))
     assert not found.weights.requires_grad

@@ -120,20 +120,6 @@ def test_groups_of_equal_rewards_are_counted_once_each() -> None:
     assert measured["reward/mean"] == 1.0
 
 
-def test_masked_fractions_name_the_rule() -> None:
-    sampled = torch.tensor([True, True, True, True, False])
-    stale = torch.tensor([True, True, False, False, True])
-    truncated = torch.tensor([False, True, True, False, True])
-    measured = metric.values(
-        diagnostics.masked_fractions(sampled, {"stale": stale, "truncated": truncated})
-    )
-    assert measured == {
-        "masked_fraction/stale": 0.5,
-        "masked_fraction/truncated": 0.5,
-        "masked_fraction/any": 0.75,
-    }
-
-
 def test_gradient_power_is_the_squared_score_of_the_logits() -> None:
     logits = torch.tensor([[0.2, -1.0, 0.5], [1.0, 0.0, 0.0]], dtype=torch.float64)
     chosen = torch.tensor([2, 0])

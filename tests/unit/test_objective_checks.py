@@ -1,32 +1,22 @@
 """Objectives that make no sense are refused, with the reason and the nearest valid choice."""
 
-import inspect
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
-from raylearner.config.advantage import (
-    CRITIC_ESTIMATORS,
-    GROUP_BASELINES,
-    TOKEN_ESTIMATORS,
-    AdvantageSection,
-)
 from raylearner.config.checks import check, notes
-from raylearner.config.correction import WEIGHING, CorrectionSection
-from raylearner.config.loss import (
-    BEHAVIOR_WEIGHTED,
-    SELECTS_TOKENS,
-    WITHOUT_PROXIMAL,
-    Aggregation,
-    LossSection,
-)
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import sections_by_kind
-from raylearner.learner.objective.aggregation import AggregationMode
-from raylearner.learner.objective.losses import POLICY_LOSSES
+from raylearner.learner.objective.corrections import CORRECTIONS, CorrectionSection
+from raylearner.learner.objective.estimate import (
+    EPISODE_ADVANTAGES,
+    TOKEN_ADVANTAGES,
+    AdvantageSection,
+)
+from raylearner.learner.objective.losses import POLICY_LOSSES, LossSection
 
 MINIMAL: dict[str, Any] = {
     "model": {"kind": "tiny"},
@@ -45,96 +35,47 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
 
 
 @pytest.mark.parametrize(
-    ("learner", "key", "words"),
+    ("learner", "key"),
     [
-        ({"advantage": GAE}, "learner.critic", "required with learner.advantage.kind 'gae'"),
-        ({"advantage": VTRACE, "loss": GPG}, "learner.critic", "add `critic: {}`"),
-        ({"critic": {}}, "learner.critic", "'grpo' has no use for values; remove"),
+        ({"advantage": GAE}, "learner.critic"),
+        ({"advantage": VTRACE, "loss": GPG}, "learner.critic"),
+        ({"critic": {}}, "learner.critic"),
         (
             {"advantage": GAE, "critic": {"trunk": "shared", "warmup_steps": 1}},
             "learner.critic.warmup_steps",
-            "must be 0 with trunk 'shared'",
         ),
-        (
-            {"advantage": GAE, "critic": {"trunk": "shared", "path": "x"}},
-            "learner.critic.path",
-            "take 'own'",
-        ),
-        (
-            {"advantage": GAE, "critic": {"warmup_steps": 100}},
-            "learner.critic.warmup_steps",
-            "must be < run.num_steps = 100",
-        ),
-        ({"kl": {}}, "learner.kl.reference", "use `reference: {kind: frozen}`"),
-        (
-            {"kl": {"reference": {"kind": "adapter_off"}}},
-            "learner.kl.reference.kind",
-            "without its LoRA adapter",
-        ),
-        (
-            {"kl": {"reference": {"kind": "refreshed"}}, "lora": {}},
-            "learner.kl.reference.kind",
-            "use 'adapter_off' or 'frozen'",
-        ),
-        (
-            {"kl": {"coefficient": 0, "controller": {"kind": "adaptive"}}},
-            "learner.kl.coefficient",
-            "0.001 will do",
-        ),
+        ({"advantage": GAE, "critic": {"trunk": "shared", "path": "x"}}, "learner.critic.path"),
+        ({"advantage": GAE, "critic": {"warmup_steps": 100}}, "learner.critic.warmup_steps"),
+        ({"kl": {}}, "learner.kl.reference"),
+        ({"kl": {"reference": {"kind": "adapter_off"}}}, "learner.kl.reference.kind"),
+        ({"kl": {"reference": {"kind": "refreshed"}}, "lora": {}}, "learner.kl.reference.kind"),
+        ({"kl": {"coefficient": 0, "controller": {"kind": "adaptive"}}}, "learner.kl.coefficient"),
         (
             {"kl": {"place": "reward", "straight_through": True, "reference": FROZEN}},
             "learner.kl.straight_through",
-            "learner.kl.place to 'loss'",
         ),
+        ({"kl": {"place": "reward", "weighted": True, "reference": FROZEN}}, "learner.kl.weighted"),
         (
-            {"kl": {"place": "reward", "weighted": True, "reference": FROZEN}},
-            "learner.kl.weighted",
-            "set it to false",
-        ),
-        (
-            {
-                "kl": {"place": "reward", "reference": FROZEN},
-                "advantage": {"kind": "gigpo"},
-            },
+            {"kl": {"place": "reward", "reference": FROZEN}, "advantage": {"kind": "gigpo"}},
             "learner.kl.place",
-            "must be 'loss'",
         ),
-        ({"corrections": [TIS]}, "learner.corrections.0", "'decoupled_ppo' does so itself"),
+        ({"corrections": [TIS]}, "learner.corrections.0"),
         (
             {"loss": {"kind": "reinforce"}, "corrections": [REJECTION, ICEPOP]},
             "learner.corrections.1",
-            "take 'rejection'",
         ),
-        (
-            {"loss": {"kind": "topr"}, "corrections": [{"kind": "mis"}]},
-            "learner.corrections.0",
-            "set learner.loss.kind to 'ppo' or 'gpg'",
-        ),
-        (
-            {"loss": PPO, "corrections": [TIS, ICEPOP]},
-            "learner.corrections.1",
-            "that 'tis' weighs by already",
-        ),
+        ({"loss": {"kind": "topr"}, "corrections": [{"kind": "mis"}]}, "learner.corrections.0"),
+        ({"loss": PPO, "corrections": [TIS, ICEPOP]}, "learner.corrections.1"),
         (
             {"advantage": VTRACE, "critic": {}, "loss": GPG, "corrections": [TIS]},
             "learner.corrections.0",
-            "V-trace's advantage does",
         ),
-        (
-            {"advantage": VTRACE, "critic": {}, "loss": {"kind": "reinforce"}},
-            "learner.loss.kind",
-            "take 'gpg'",
-        ),
-        (
-            {"loss": PPO, "proximal": "behavior", "corrections": [TIS]},
-            "learner.corrections.0",
-            "the ratio of learner.loss.kind 'ppo' is that weight",
-        ),
-        ({"proximal": "behavior"}, "learner.proximal", "nothing to decouple"),
+        ({"advantage": VTRACE, "critic": {}, "loss": {"kind": "reinforce"}}, "learner.loss.kind"),
+        ({"loss": PPO, "proximal": "behavior", "corrections": [TIS]}, "learner.corrections.0"),
+        ({"proximal": "behavior"}, "learner.proximal"),
         (
             {"proximal": "behavior", "advantage": VTRACE, "critic": {}, "loss": PPO},
             "learner.proximal",
-            "set this to 'recomputed', or take loss 'gpg'",
         ),
         (
             {
@@ -143,7 +84,6 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
                 "corrections": [{"kind": "tis", "normalize": "token"}],
             },
             "learner.corrections.0.normalize",
-            "set that to 'recomputed'",
         ),
         (
             {
@@ -153,64 +93,32 @@ def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfi
                 "count_rejected": False,
             },
             "learner.count_rejected",
-            "before its first update",
         ),
-        (
-            {"advantage": {"kind": "gdpo"}},
-            "learner.advantage.kind",
-            "rewards.functions has 1; with one it is 'grpo'",
-        ),
-        (
-            {"advantage": {"kind": "remax"}},
-            "learner.advantage.kind",
-            "set replay.play_greedy to true",
-        ),
-        (
-            {"resampling": {}, "num_mini_batches": 2},
-            "learner.resampling",
-            "set learner.num_mini_batches to 1",
-        ),
-        (
-            {"aggregation": "sequence_mean_of_sums_scaled"},
-            "learner.aggregation_scale",
-            "renderer.max_response_tokens = 256",
-        ),
-        ({"aggregation_scale": 5}, "learner.aggregation_scale", "remove it, or take"),
-        ({"loss": PPO | {"delta": 1.1}}, "learner.loss.delta", "must be > 1 + clip_high = 1.2"),
+        ({"advantage": {"kind": "gdpo"}}, "learner.advantage.kind"),
+        ({"advantage": {"kind": "remax"}}, "learner.advantage.kind"),
+        ({"resampling": {}, "num_mini_batches": 2}, "learner.resampling"),
+        ({"aggregation": "sequence_mean_of_sums_scaled"}, "learner.aggregation_scale"),
+        ({"aggregation_scale": 5}, "learner.aggregation_scale"),
+        ({"loss": PPO | {"delta": 1.1}}, "learner.loss.delta"),
         (
             {"advantage": VTRACE | {"c_bar": 2}, "critic": {}, "loss": GPG},
             "learner.advantage.rho_bar",
-            "must be >= c_bar = 2",
         ),
-        (
-            {"loss": PPO, "corrections": [ICEPOP | {"low": 6}]},
-            "learner.corrections.0.low",
-            "must be < high = 5, got 6",
-        ),
-        ({"reward": {"clip_low": 1, "clip_high": 0}}, "learner.reward.clip_low", "nothing lies"),
-        (
-            {"loss": {"kind": "cispo", "ratio_min": 9}},
-            "learner.loss.ratio_min",
-            "must be < ratio_max = 5",
-        ),
+        ({"loss": PPO, "corrections": [ICEPOP | {"low": 6}]}, "learner.corrections.0.low"),
+        ({"reward": {"clip_low": 1, "clip_high": 0}}, "learner.reward.clip_low"),
+        ({"loss": {"kind": "cispo", "ratio_min": 9}}, "learner.loss.ratio_min"),
         (
             {"corrections": [REJECTION | {"level": "sequence_max"}]},
             "learner.corrections.0.estimator",
-            "take 'k2' or 'k3'",
         ),
         (
             {"corrections": [REJECTION | {"estimator": "k3", "low": 0.1}]},
             "learner.corrections.0.low",
-            "never negative",
         ),
     ],
 )
-def test_an_objective_that_makes_no_sense_is_refused(
-    learner: dict[str, Any], key: str, words: str
-) -> None:
-    findings = check(make_config(learner))
-    assert [finding.key for finding in findings] == [key]
-    assert words in findings[0].text
+def test_an_objective_that_makes_no_sense_is_refused(learner: dict[str, Any], key: str) -> None:
+    assert [finding.key for finding in check(make_config(learner))] == [key]
 
 
 def test_gdpo_has_no_sum_of_rewards_to_clip() -> None:
@@ -222,12 +130,18 @@ def test_gdpo_has_no_sum_of_rewards_to_clip() -> None:
     assert finding.key == "rewards.clip"
 
 
-@pytest.mark.parametrize("kind", sorted(GROUP_BASELINES - {"gdpo"}))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind, section in sections_by_kind(AdvantageSection).items()
+        if section.compares_in_group and kind != "gdpo"
+    ],
+)
 def test_a_group_baseline_needs_a_group(kind: str) -> None:
     replay = {"group_size": 1, "partial_groups": "drop"}
     (finding,) = check(make_config({"advantage": {"kind": kind}}, replay=replay))
     assert finding.key == "replay.group_size"
-    assert "'reinforce_plus_plus' and 'gae' need none" in finding.text
     if kind not in ("pass_at_k", "gigpo"):
         raw = {"advantage": {"kind": kind, "group_of_one": "raw"}}
         assert check(make_config(raw, replay=replay)) == []
@@ -264,21 +178,22 @@ def test_what_uses_no_engine_probability_may_truncate_but_not_be_greedy() -> Non
 
 
 @pytest.mark.parametrize(
-    ("learner", "words"),
+    ("learner", "key"),
     [
-        ({"loss": GPG, "num_epochs": 2}, "'gpg' knows no ratio"),
-        ({"max_kl": 0.1}, "no effect with a single update"),
-        ({"loss": {"kind": "gmpo"}, "aggregation": "token_sum"}, "always aggregated by its mean"),
+        ({"loss": GPG, "num_epochs": 2}, "learner.loss"),
+        ({"max_kl": 0.1}, "learner.max_kl"),
+        ({"loss": {"kind": "gmpo"}, "aggregation": "token_sum"}, "learner.aggregation"),
         (
-            {"kl": {"estimator": "k1", "reference": FROZEN}},
-            "the gradient of 'k1' is 0 in expectation",
+            {"loss": {"kind": "dro", "form": "sequence"}, "aggregation": "token_sum"},
+            "learner.aggregation",
         ),
+        ({"kl": {"estimator": "k1", "reference": FROZEN}}, "learner.kl.estimator"),
     ],
 )
-def test_what_is_allowed_and_odd_is_noted(learner: dict[str, Any], words: str) -> None:
+def test_an_objective_that_is_odd_is_warned_of(learner: dict[str, Any], key: str) -> None:
     config = make_config(learner)
     assert check(config) == []
-    assert any(words in note for note in notes(config))
+    assert any(note.startswith(f"{key}:") for note in notes(config))
 
 
 def test_the_documented_configuration_is_valid() -> None:
@@ -287,18 +202,10 @@ def test_the_documented_configuration_is_valid() -> None:
     assert check(make_config(yaml.safe_load(shown)["learner"])) == []
 
 
-def test_the_options_of_a_loss_are_those_of_its_function() -> None:
-    sections = sections_by_kind(LossSection)
-    assert set(sections) == set(POLICY_LOSSES)
-    internal = {"inputs", "count_empty_rows", "log_ratio_limit", "generator", "chosen"}
-    for kind, section in sections.items():
-        parameters = set(inspect.signature(POLICY_LOSSES[kind]).parameters)
-        assert set(section.model_fields) - {"kind"} == parameters - internal, kind
-
-
-def test_every_set_of_kinds_names_kinds() -> None:
-    advantages, losses = set(sections_by_kind(AdvantageSection)), set(sections_by_kind(LossSection))
-    assert advantages >= GROUP_BASELINES | CRITIC_ESTIMATORS | TOKEN_ESTIMATORS
-    assert losses >= BEHAVIOR_WEIGHTED | WITHOUT_PROXIMAL | SELECTS_TOKENS
-    assert set(sections_by_kind(CorrectionSection)) >= WEIGHING
-    assert get_args(Aggregation) == get_args(AggregationMode)
+def test_every_section_has_its_formula() -> None:
+    assert set(sections_by_kind(LossSection)) == set(POLICY_LOSSES)
+    assert set(sections_by_kind(CorrectionSection)) == set(CORRECTIONS)
+    for kind, section in sections_by_kind(AdvantageSection).items():
+        if kind != "custom":
+            table = TOKEN_ADVANTAGES if section.is_per_token else EPISODE_ADVANTAGES
+            assert kind in table

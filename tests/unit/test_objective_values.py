@@ -5,19 +5,27 @@ derivation beside it, in a form other than the code's.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
+from objectives import (
+    correct,
+    correction_inputs,
+    episode_advantages,
+    make_table,
+    section_of,
+    token_advantages,
+)
 from torch import Tensor
 
-from raylearner.config.advantage import GigpoAdvantage
-from raylearner.config.loss import LossSection
 from raylearner.learner.batch.rows import Rows
-from raylearner.learner.objective import corrections, returns
-from raylearner.learner.objective.advantages import grpo
-from raylearner.learner.objective.losses import POLICY_LOSSES, LossInputs, LossOutput
+from raylearner.learner.objective.importance import interpolated_proximal
+from raylearner.learner.objective.loss import LossInputs, LossOutput
+from raylearner.learner.objective.losses import policy_loss
+from raylearner.learner.objective.rejection import m2po_bound
+from raylearner.learner.objective.turn_advantages import gigpo_of_steps
 
 
 def logs(*probabilities: float) -> Tensor:
@@ -40,7 +48,6 @@ def loss_of(
     **keys: Any,
 ) -> tuple[LossOutput, Tensor]:
     """The loss with the defaults of its section, and the gradient of its sum by log pi."""
-    section = TypeAdapter[Any](LossSection).validate_python({"kind": kind, **keys})
     logprobs = current.clone().requires_grad_()
     inputs = LossInputs(
         logprobs=logprobs,
@@ -49,9 +56,9 @@ def loss_of(
         advantages=advantages,
         mask=torch.ones(len(current), dtype=torch.bool),
         rows=Rows.from_lengths(lengths),
-        rewards=rewards,
+        rewards=numbers(*[0.0] * len(lengths)) if rewards is None else rewards,
     )
-    output = POLICY_LOSSES[kind](inputs, **section.model_dump(exclude={"kind"}))
+    output = policy_loss(inputs, section_of("loss", kind, **keys))
     output.values.sum().backward()
     assert logprobs.grad is not None
     return output, logprobs.grad
@@ -124,7 +131,7 @@ def test_veto_drops_whole_rows_for_one_token() -> None:
     rows, mask = Rows.from_lengths([2, 3, 1]), torch.tensor([True, True, True, True, False, True])
     # Ratios 1 and 2e-4; 3 and 0.9e-4 (and one that does not train); 1e3.
     ratio = numbers(1.0, 2e-4, 3.0, 0.9e-4, 1e-9, 1e3).log()
-    found = corrections.veto_mask(ratio, mask, rows, threshold=1e-4)
+    found = correct("veto", correction_inputs(ratio, mask, rows), threshold=1e-4)
     assert found.keep.tolist() == [True, True, False, False, False, True]
     assert found.weights.tolist() == [1, 1, 0, 0, 0, 1]
 
@@ -132,7 +139,7 @@ def test_veto_drops_whole_rows_for_one_token() -> None:
 def test_interpolated_proximal_lies_on_the_line_in_log_space() -> None:
     current, behavior = logs(0.8, 0.8, 0.8, 0.8, 0.8), logs(0.2, 0.2, 0.2, 0.2, 0.2)
     versions = torch.tensor([9, 8, 7, 5, -1])
-    found = corrections.interpolated_proximal(current, behavior, versions, policy_version=9)
+    found = interpolated_proximal(current, behavior, versions, policy_version=9)
     # One step ago: of age 1 the sampler itself, of age 2 half way, of age 4 three quarters:
     # 0.2 * 4^(1/2) = 0.4, and 0.2 * 4^(3/4) = 0.2 * 2^1.5.
     torch.testing.assert_close(found.exp(), numbers(0.2, 0.2, 0.4, 0.2 * 2**1.5, 0.2))
@@ -144,31 +151,34 @@ def test_m2po_bounds_what_moves_outward() -> None:
     advantages = numbers(1, -1, 2, 1, -1, 1, 0)
     mask = torch.ones(7, dtype=torch.bool)
     rows = Rows.from_lengths([7])
+    inputs = correction_inputs(ratio, mask, rows, advantages=advantages)
+
+    def bound_and_kept(threshold: float) -> tuple[float, list[bool]]:
+        bound = m2po_bound(inputs, section_of("correction", "m2po", threshold=threshold))
+        return bound, correct("m2po", replace(inputs, batch_value=bound)).keep.tolist()
+
     # Squares 0.01 0.04 0.09 1: (0.01 + 0.04 + 2 c) / 4 = 0.05 gives c = 0.075, below 0.09.
-    bound = corrections.m2po_bound(ratio, advantages, mask, threshold=0.05)
+    bound, kept = bound_and_kept(0.05)
     assert bound == pytest.approx(0.075)
-    kept = corrections.m2po_mask(ratio, advantages, mask, rows, bound=bound).keep
-    assert kept.tolist() == [True, True, False, False, True, True, True]
+    assert kept == [True, True, False, False, True, True, True]
     # (0.01 + 0.04 + 0.09 + c) / 4 = 0.1 gives c = 0.26: one token less.
-    bound = corrections.m2po_bound(ratio, advantages, mask, threshold=0.1)
+    bound, kept = bound_and_kept(0.1)
     assert bound == pytest.approx(0.26)
-    kept = corrections.m2po_mask(ratio, advantages, mask, rows, bound=bound).keep
-    assert kept.tolist() == [True, True, True, False, True, True, True]
+    assert kept == [True, True, True, False, True, True, True]
     # Their mean is 0.285: within the threshold nothing is rejected.
-    assert corrections.m2po_bound(ratio, advantages, mask, threshold=0.29) == math.inf
+    assert bound_and_kept(0.29)[0] == math.inf
 
 
 def test_gigpo_adds_the_advantage_among_turns_from_one_state() -> None:
     # One prompt, three episodes of two turns; rewards 1, 0 and 2 come at the end. First turns all
     # start from state 7; second turns from 8, 8 and 9. Discount 0.5.
-    found = returns.gigpo(
+    found = gigpo_of_steps(
         numbers(1, 0, 2),
         torch.tensor([4, 4, 4]),
         numbers(0, 1, 0, 0, 0, 2),
         Rows.from_lengths([2, 2, 2]),
         torch.tensor([7, 8, 7, 8, 7, 9]),
-        gamma=0.5,
-        step_weight=2.0,
+        section_of("advantage", "gigpo", gamma=0.5, step_weight=2.0),
     )
     # Episodes: mean 1, so 0 -1 1. State 7: returns 0.5 0 1, mean 0.5, so 0 -0.5 0.5.
     # State 8: returns 1 0, so 0.5 -0.5. State 9 was met once: 0.
@@ -176,14 +186,13 @@ def test_gigpo_adds_the_advantage_among_turns_from_one_state() -> None:
 
 
 def test_gigpo_divides_by_the_deviation_when_asked() -> None:
-    found = returns.gigpo(
+    found = gigpo_of_steps(
         numbers(1, 0),
         torch.tensor([0, 0]),
         numbers(1, 0),
         Rows.from_lengths([1, 1]),
         torch.tensor([3, 3]),
-        scale="group",
-        epsilon=GigpoAdvantage(kind="gigpo").epsilon,
+        section_of("advantage", "gigpo", normalize="group"),
     )
     # Deviation (ddof 1) of 1 and 0 is 1/sqrt 2: each part 0.5 sqrt 2.
     torch.testing.assert_close(found, numbers(1, -1) * math.sqrt(2), atol=1e-5, rtol=0)
@@ -195,8 +204,14 @@ def test_bilevel_gae_over_turns_then_inside_each() -> None:
     turns = torch.tensor([-1, 0, 0, 0, 1, 1])
     values = numbers(9, 0.1, 0.2, 9, 0.4, 0.5)
     rewards = numbers(0, 0, 0.3, 0, 0, 1)
-    found, targets = returns.bilevel_gae(
-        rewards, values, mask, Rows.from_lengths([6]), turns, gamma_turn=0.5, gamma=1.0, lam=0.5
+    found, targets = token_advantages(
+        "bilevel_gae",
+        rewards,
+        mask,
+        Rows.from_lengths([6]),
+        inputs={"values": values, "turns": turns},
+        gamma_turn=0.5,
+        lam=0.5,
     )
     # Turns, values at their last tokens 0.2 and 0.5. Turn 1: delta = 1 - 0.5 = 0.5.
     # Turn 0: delta = 0.3 + 0.5 * 0.5 - 0.2 = 0.35, plus 0.5 * 0.5 * 0.5 = 0.475.
@@ -213,11 +228,12 @@ def test_turn_gae_compares_with_the_value_before_the_turn() -> None:
     values = numbers(9, 0.3, 0.9, 9, 0.6, 1.0)
     rewards = numbers(0, 0, 0, 0, 0, 1)
     rows = Rows.from_lengths([6])
-    found, targets = returns.turn_gae(rewards, values, mask, rows, turns, lam=1.0)
+    inputs = {"values": values, "turns": turns}
+    found, targets = token_advantages("turn_gae", rewards, mask, rows, inputs=inputs)
     # With lambda 1 the return minus the value of the state before the turn: 1 - 0.3, 1 - 0.6.
     torch.testing.assert_close(found, numbers(0, 0.7, 0.7, 0, 0.4, 0.4))
     torch.testing.assert_close(targets, numbers(0, 1, 0, 0, 1, 0))
-    found, targets = returns.turn_gae(rewards, values, mask, rows, turns, lam=0.0)
+    found, targets = token_advantages("turn_gae", rewards, mask, rows, inputs=inputs, lam=0.0)
     # With lambda 0 the next turn's value takes the place of the return.
     torch.testing.assert_close(found, numbers(0, 0.3, 0.3, 0, 0.4, 0.4))
     torch.testing.assert_close(targets, numbers(0, 0.6, 0, 0, 1, 0))
@@ -229,38 +245,36 @@ def test_a_perfect_critic_leaves_a_turn_its_gradient() -> None:
     rows, gradient = Rows.from_lengths([4]), 0.0
     for outcome, score in ((1.0, 0.3 * 0.7), (0.0, 0.7 * -0.3)):
         values, rewards = numbers(0, 0.3, outcome, outcome), numbers(0, 0, 0, outcome)
-        found, _ = returns.turn_gae(rewards, values, mask, rows, turns)
+        inputs = {"values": values, "turns": turns}
+        found, _ = token_advantages("turn_gae", rewards, mask, rows, inputs=inputs)
         gradient += score * float(found[1])
     assert gradient == pytest.approx(0.3 * 0.7)
 
 
 def test_segments_of_an_episode_share_a_vote_in_the_optimal_token_baseline() -> None:
     # Three rows of one token, return 0, 0 and 3: two are segments of one episode. Energies are alike.
-    found, _ = returns.otb(
-        numbers(0, 0, 3),
-        logs(0.5, 0.5, 0.5),
-        numbers(0.5, 0.5, 0.5),
-        torch.ones(3, dtype=torch.bool),
-        Rows.from_lengths([1, 1, 1]),
-        torch.tensor([0, 0, 0]),
-        episodes=torch.tensor([0, 0, 1]),
-        epsilon=1e-12,
-    )
-    torch.testing.assert_close(found, numbers(-1.5, -1.5, 1.5))
-    alone, _ = returns.otb(
-        numbers(1, 3),
-        logs(0.5, 0.5),
-        numbers(0.5, 0.5),
-        torch.ones(2, dtype=torch.bool),
-        Rows.from_lengths([1, 1]),
-        torch.tensor([0, 0]),
-        episodes=torch.tensor([5, 5]),
-    )
-    assert alone.tolist() == [0, 0]
+    def baselined(rewards: Tensor, row_episodes: list[int], outcomes: Tensor) -> Tensor:
+        halves = torch.full_like(rewards, 0.5)
+        return token_advantages(
+            "otb",
+            rewards,
+            torch.ones(len(rewards), dtype=torch.bool),
+            Rows.from_lengths([1] * len(rewards)),
+            inputs={
+                "logprobs": halves.log(),
+                "squared_probs": halves,
+                "row_episodes": torch.tensor(row_episodes),
+            },
+            table=make_table(outcomes),
+        )[0]
+
+    found = baselined(numbers(0, 0, 3), [0, 0, 1], numbers(0, 3))
+    torch.testing.assert_close(found, numbers(-1.5, -1.5, 1.5), rtol=0, atol=1e-6)
+    assert baselined(numbers(1, 3), [0, 0], numbers(2)).tolist() == [0, 0]
 
 
 def test_group_statistics_of_rewards_at_the_edge_of_float32() -> None:
     rewards = torch.tensor([1e38, -1e38, 0, 0])
-    found = grpo(rewards, torch.zeros(4, dtype=torch.int64))
+    found = episode_advantages("grpo", rewards, torch.zeros(4, dtype=torch.int64))
     # Mean 0, deviation sqrt(2e76 / 3).
     torch.testing.assert_close(found, torch.tensor([1.5**0.5, -(1.5**0.5), 0, 0]))

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objectives import episode_advantages, make_table, section_of, token_advantages
 from torch import Tensor
 
 from raylearner.learner.batch.rows import Rows, terminal_rewards
-from raylearner.learner.objective import advantages, returns
+from raylearner.learner.objective.returns import reverse_scan, rewards_to_go
+from raylearner.learner.objective.turn_advantages import gigpo_of_steps, turn_ends
 
 LENGTHS = [9, 0, 14, 1, 6, 4]
 
@@ -44,7 +46,7 @@ def test_reverse_scan_is_the_recurrence(entries: list[tuple[float, float]]) -> N
     for addend, factor in reversed(entries):
         running = addend + factor * running
         wanted.append(running)
-    actual = returns.reverse_scan(addends, factors)
+    actual = reverse_scan(addends, factors)
     torch.testing.assert_close(actual, torch.tensor(wanted[::-1], dtype=torch.float64))
 
 
@@ -62,14 +64,9 @@ def test_gae_is_the_textbook_recursion_over_trained_tokens(with_bootstrap: bool)
             running = delta + gamma * lam * running
             wanted[t] = running
             following = float(flat["values"][t])
-    actual, targets = returns.gae(
-        flat["rewards"],
-        flat["values"],
-        mask,
-        rows,
-        gamma=gamma,
-        lam=lam,
-        bootstrap=bootstrap if with_bootstrap else None,
+    inputs = {"values": flat["values"], "bootstrap": bootstrap if with_bootstrap else None}
+    actual, targets = token_advantages(
+        "gae", flat["rewards"], mask, rows, inputs=inputs, gamma=gamma, lam=lam
     )
     torch.testing.assert_close(actual, wanted)
     torch.testing.assert_close(targets, torch.where(mask, wanted + flat["values"], 0.0))
@@ -77,7 +74,9 @@ def test_gae_is_the_textbook_recursion_over_trained_tokens(with_bootstrap: bool)
 
 def test_gae_normalized_has_mean_zero_and_spread_one_over_the_mask() -> None:
     rows, mask, flat = make_batch()
-    actual, _ = returns.gae(flat["rewards"], flat["values"], mask, rows, normalize=True)
+    actual, _ = token_advantages(
+        "gae", flat["rewards"], mask, rows, inputs={"values": flat["values"]}, normalize=True
+    )
     assert actual[mask].mean().item() == pytest.approx(0, abs=1e-9)
     assert actual[mask].std().item() == pytest.approx(1, abs=1e-6)
     assert not actual[~mask].any()
@@ -99,12 +98,12 @@ def test_vtrace_is_the_recursion_of_impala() -> None:
             wanted[t] = min(ratio, rho_bar) * (reward + gamma * next_target - value)
             targets[t] = target
             next_value, next_target = value, target
-    actual = returns.vtrace(
-        flat["log_ratios"],
+    actual = token_advantages(
+        "vtrace",
         flat["rewards"],
-        flat["values"],
         mask,
         rows,
+        inputs={"values": flat["values"], "log_ratio": flat["log_ratios"]},
         gamma=gamma,
         lam=lam,
         rho_bar=rho_bar,
@@ -115,34 +114,40 @@ def test_vtrace_is_the_recursion_of_impala() -> None:
 
 def test_vtrace_on_policy_is_gae_with_lambda_one() -> None:
     rows, mask, flat = make_batch()
-    zeros = torch.zeros_like(flat["log_ratios"])
-    _, targets = returns.vtrace(zeros, flat["rewards"], flat["values"], mask, rows, gamma=0.99)
-    _, wanted = returns.gae(flat["rewards"], flat["values"], mask, rows, gamma=0.99)
-    torch.testing.assert_close(targets, wanted)
+    inputs = {"values": flat["values"], "log_ratio": torch.zeros_like(flat["log_ratios"])}
+    found, wanted = (
+        token_advantages(kind, flat["rewards"], mask, rows, inputs=inputs, gamma=0.99)[1]
+        for kind in ("vtrace", "gae")
+    )
+    torch.testing.assert_close(found, wanted)
 
 
-def test_vtrace_is_finite_for_extreme_ratios_and_refuses_a_small_rho_bar() -> None:
+def test_vtrace_is_finite_for_extreme_ratios() -> None:
     rows, mask, flat = make_batch()
     for extreme in (100.0, -100.0):
-        found = returns.vtrace(
-            torch.full_like(flat["rewards"], extreme), flat["rewards"], flat["values"], mask, rows
-        )
+        inputs = {
+            "values": flat["values"],
+            "log_ratio": torch.full_like(flat["rewards"], extreme),
+        }
+        found = token_advantages("vtrace", flat["rewards"], mask, rows, inputs=inputs)
         assert all(part.isfinite().all() for part in found)
-    with pytest.raises(ValueError, match="rho_bar"):
-        returns.vtrace(flat["log_ratios"], flat["rewards"], flat["values"], mask, rows, rho_bar=0.5)
 
 
-def test_returns_off_the_mask_never_leak() -> None:
+@pytest.mark.parametrize("kind", ["gae", "vtrace", "reinforce_plus_plus"])
+def test_returns_off_the_mask_never_leak(kind: str) -> None:
     rows, mask, flat = make_batch()
     poisoned = {name: torch.where(mask, values, math.nan) for name, values in flat.items()}
-    for data in (flat, poisoned):
-        data["found"] = returns.gae(data["rewards"], data["values"], mask, rows, lam=0.9)[0]
-        data["traced"] = returns.vtrace(
-            data["log_ratios"], data["rewards"], data["values"], mask, rows
+    found, wanted = (
+        token_advantages(
+            kind,
+            data["rewards"],
+            mask,
+            rows,
+            inputs={"values": data["values"], "log_ratio": data["log_ratios"]},
         )[0]
-        data["plus"] = returns.reinforce_plus_plus(data["rewards"], mask, rows)[0]
-    for name in ("found", "traced", "plus"):
-        torch.testing.assert_close(flat[name], poisoned[name])
+        for data in (poisoned, flat)
+    )
+    torch.testing.assert_close(found, wanted)
 
 
 def test_reinforce_plus_plus_discounts_per_trained_token() -> None:
@@ -153,7 +158,7 @@ def test_reinforce_plus_plus_discounts_per_trained_token() -> None:
         for t in reversed(trained(rows, mask, row)):
             running = float(flat["rewards"][t]) + 0.9 * running
             wanted[t] = running
-    actual, found = returns.reinforce_plus_plus(flat["rewards"], mask, rows, gamma=0.9)
+    actual, found = token_advantages("reinforce_plus_plus", flat["rewards"], mask, rows, gamma=0.9)
     torch.testing.assert_close(found, wanted)
     known = wanted[mask]
     torch.testing.assert_close(actual[mask], (known - known.mean()) / (known.var() + 1e-8).sqrt())
@@ -161,7 +166,7 @@ def test_reinforce_plus_plus_discounts_per_trained_token() -> None:
 
 def test_reinforce_plus_plus_with_a_single_token_is_zero() -> None:
     mask = torch.tensor([False, True])
-    actual, _ = returns.reinforce_plus_plus(torch.ones(2), mask, Rows.from_lengths([2]))
+    actual, _ = token_advantages("reinforce_plus_plus", torch.ones(2), mask, Rows.from_lengths([2]))
     assert actual.tolist() == [0.0, 0.0]
 
 
@@ -171,11 +176,10 @@ def test_remax_subtracts_the_greedy_reward_on_trained_tokens_only() -> None:
     rewards = terminal_rewards(torch.tensor([1.0, 2.0]), mask, rows)
     assert rewards.tolist() == [0, 0, 1, 2, 0]
     baselines = torch.tensor([0.25, 5.0])
-    actual, found = returns.remax(rewards, baselines, mask, rows)
+    table = make_table(torch.tensor([1.0, 2.0]), greedy_rewards=baselines)
+    actual, found = token_advantages("remax", rewards, mask, rows, table=table)
     assert actual.tolist() == [0.75, 0, 0.75, -3.0, 0]
     assert found.tolist() == [1, 1, 1, 2, 0]
-    shown, _ = returns.remax(rewards, baselines, mask, rows, off_mask="return")
-    assert shown.tolist() == [0.75, 1, 0.75, -3.0, 0]
 
 
 def make_turns(rows: Rows) -> Tensor:
@@ -209,12 +213,12 @@ def test_bilevel_gae_is_two_passes_of_loops() -> None:
                 inner = delta + gamma * lam * inner
                 following = float(flat["values"][t])
                 wanted[t] = inner
-    actual, _ = returns.bilevel_gae(
+    actual, _ = token_advantages(
+        "bilevel_gae",
         flat["rewards"],
-        flat["values"],
         mask,
         rows,
-        turns,
+        inputs={"values": flat["values"], "turns": turns},
         gamma_turn=gamma_turn,
         gamma=gamma,
         lam=lam,
@@ -226,7 +230,14 @@ def test_bilevel_gae_sees_a_turn_without_reward() -> None:
     rows, mask = Rows.from_lengths([4]), torch.ones(4, dtype=torch.bool)
     turns, rewards = torch.tensor([0, 0, 1, 1]), torch.tensor([0.0, 0, 0, 1])
     values = torch.tensor([0.0, 0.5, 0.0, 0.0])
-    actual, _ = returns.bilevel_gae(rewards, values, mask, rows, turns, gamma_turn=1.0)
+    actual, _ = token_advantages(
+        "bilevel_gae",
+        rewards,
+        mask,
+        rows,
+        inputs={"values": values, "turns": turns},
+        gamma_turn=1.0,
+    )
     # The first turn's end has reward A_0 + V, with A_0 = 0 + 0 - 0.5 + 1 = 0.5.
     torch.testing.assert_close(actual, torch.tensor([1.0, 0.5, 1.0, 1.0]))
 
@@ -234,8 +245,15 @@ def test_bilevel_gae_sees_a_turn_without_reward() -> None:
 def test_turn_gae_gives_all_tokens_of_a_turn_its_advantage() -> None:
     rows, mask, flat = make_batch(3)
     turns = make_turns(rows)
-    actual, _ = returns.turn_gae(flat["rewards"], flat["values"], mask, rows, turns, lam=0.9)
-    ends = returns.turn_ends(mask, rows, turns)
+    actual, _ = token_advantages(
+        "turn_gae",
+        flat["rewards"],
+        mask,
+        rows,
+        inputs={"values": flat["values"], "turns": turns},
+        lam=0.9,
+    )
+    ends = turn_ends(mask, rows, turns)
     for row in range(rows.num_rows):
         for turn in set(turns.tolist()):
             members = (rows.index == row) & (turns == turn) & mask
@@ -245,8 +263,7 @@ def test_turn_gae_gives_all_tokens_of_a_turn_its_advantage() -> None:
     assert not actual[~mask].any()
 
 
-@pytest.mark.parametrize("zero_tail", [True, False])
-def test_tir_otb_weighs_the_baseline_by_energy(zero_tail: bool) -> None:
+def test_tir_otb_weighs_the_baseline_by_energy() -> None:
     rows, mask, flat = make_batch(5)
     groups = torch.tensor([2, 2, 2, 8, 2, 8])
     energy: dict[int, list[float]] = {}
@@ -264,27 +281,29 @@ def test_tir_otb_weighs_the_baseline_by_energy(zero_tail: bool) -> None:
             with_slot = [r for r in mates if len(energy[r]) > slot]
             top = sum(gained[r][slot] * energy[r][slot] for r in with_slot)
             baseline = top / (sum(energy[r][slot] for r in with_slot) + 1e-8)
-            if zero_tail and slot >= lengths[-2] and len(energy[row]) == lengths[-1]:
+            if slot >= lengths[-2] and len(energy[row]) == lengths[-1]:
                 baseline = 0.0
             wanted[t] = gained[row][slot] - baseline
-    actual, _ = returns.tir_otb(
+    actual, _ = token_advantages(
+        "tir_otb",
         flat["rewards"],
-        flat["logprobs"],
-        flat["squared_probs"],
         mask,
         rows,
-        groups,
-        zero_tail=zero_tail,
+        inputs={"logprobs": flat["logprobs"], "squared_probs": flat["squared_probs"]},
+        table=make_table(torch.zeros(6), groups),
     )
     torch.testing.assert_close(actual, wanted)
 
 
 def test_otb_group_of_one_is_zero_or_its_return() -> None:
     rows, mask = Rows.from_lengths([2]), torch.ones(2, dtype=torch.bool)
-    rewards, logprobs = torch.tensor([0.0, 3.0]), torch.tensor([-1.0, -1.0])
-    arguments = (rewards, logprobs, torch.full((2,), 0.5), mask, rows, torch.tensor([4]))
-    assert returns.tir_otb(*arguments)[0].tolist() == [0.0, 0.0]
-    assert returns.tir_otb(*arguments, group_of_one="raw")[0].tolist() == [3.0, 3.0]
+    rewards = torch.tensor([0.0, 3.0])
+    inputs = {"logprobs": torch.tensor([-1.0, -1.0]), "squared_probs": torch.full((2,), 0.5)}
+    for kept, wanted in (("zero", [0.0, 0.0]), ("raw", [3.0, 3.0])):
+        found, _ = token_advantages(
+            "tir_otb", rewards, mask, rows, inputs=inputs, group_of_one=kept
+        )
+        assert found.tolist() == wanted
 
 
 def test_gigpo_adds_what_the_state_says() -> None:
@@ -292,26 +311,40 @@ def test_gigpo_adds_what_the_state_says() -> None:
     steps = Rows.from_lengths([2, 2])
     step_rewards = torch.tensor([0.0, 1.0, 0.0, 0.0])
     anchors = torch.tensor([10, 11, 10, 12])
-    actual = returns.gigpo(rewards, groups, step_rewards, steps, anchors, gamma=0.5)
+    actual = gigpo_of_steps(
+        rewards,
+        groups,
+        step_rewards,
+        steps,
+        anchors,
+        section_of("advantage", "gigpo", gamma=0.5),
+    )
     # Both start in state 10 with returns 0.5 and 0; states 11 and 12 were met once each.
     torch.testing.assert_close(actual, torch.tensor([0.75, 0.5, -0.75, -0.5]))
-    alone = returns.gigpo(rewards, groups, step_rewards, steps, anchors, step_weight=0.0)
-    torch.testing.assert_close(alone, steps.spread(advantages.dr_grpo(rewards, groups)))
+    alone = gigpo_of_steps(
+        rewards,
+        groups,
+        step_rewards,
+        steps,
+        anchors,
+        section_of("advantage", "gigpo", step_weight=0.0),
+    )
+    torch.testing.assert_close(alone, steps.spread(episode_advantages("dr_grpo", rewards, groups)))
 
 
 def test_rows_that_share_nothing_do_not_touch() -> None:
     rows, mask, flat = make_batch()
-    together = returns.gae(flat["rewards"], flat["values"], mask, rows, gamma=0.9, lam=0.8)[0]
+
+    def advantages(mask: Tensor, rows: Rows, own: Tensor | slice) -> Tensor:
+        inputs = {"values": flat["values"][own]}
+        return token_advantages(
+            "gae", flat["rewards"][own], mask, rows, inputs=inputs, gamma=0.9, lam=0.8
+        )[0]
+
+    together = advantages(mask, rows, slice(None))
     for row in range(rows.num_rows):
         own = rows.index == row
-        alone = returns.gae(
-            flat["rewards"][own],
-            flat["values"][own],
-            mask[own],
-            Rows.from_lengths([LENGTHS[row]]),
-            gamma=0.9,
-            lam=0.8,
-        )[0]
+        alone = advantages(mask[own], Rows.from_lengths([LENGTHS[row]]), own)
         torch.testing.assert_close(together[own], alone)
 
 
@@ -320,6 +353,6 @@ def test_long_rows_stay_exact() -> None:
     rewards = torch.zeros(10000)
     rewards[4999] = 1.0
     mask = torch.ones(10000, dtype=torch.bool)
-    found = returns.rewards_to_go(rewards, mask, rows, gamma=0.999)
+    found = rewards_to_go(rewards, mask, rows, gamma=0.999)
     assert found[0].item() == pytest.approx(0.999**4999, rel=1e-5)
     assert not found[5000:].any()

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-import torch
-from torch import Tensor
+from raylearner.learner.lazy_torch import Tensor, torch
 
 
 class Metric(Protocol):

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
-from torch import Tensor
+from raylearner.learner.lazy_torch import Tensor, torch
 
 LOG_RATIO_LIMIT = 20.0
 """Every log-ratio is clamped to plus or minus this before `exp` (e^20 is about 4.9e8)."""

@@ -18,7 +18,7 @@ from raylearner.learner.batch.rows import Rows
 from raylearner.learner.checkpoint.state import Save, restore_tensors, save_tensors
 from raylearner.learner.model.policy import PackedModel
 from raylearner.learner.objective.aggregation import aggregate
-from raylearner.learner.objective.critic_loss import value_loss
+from raylearner.learner.objective.value_loss import value_loss
 
 
 class Critic:
@@ -101,9 +101,7 @@ def value_share(
         old_values,
         targets,
         is_target,
-        clip=config.clip,
-        kind=config.loss,
-        huber_delta=config.huber_delta,
+        config,
     )
     if row_copies is not None:
         values = values * rows.spread(row_copies.to(values.dtype))

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.image_checks import BLIND_BESIDE
-from raylearner.config.kl import AdapterOffReference
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
@@ -24,6 +23,7 @@ from raylearner.learner.model.memory_check import refuse_without_room
 from raylearner.learner.model.mesh import ContextGroup
 from raylearner.learner.model.policy import DTYPES, ModelOptions, PackedModel
 from raylearner.learner.model.reference import Reference, reference_path
+from raylearner.learner.objective.kl import AdapterOffReference
 
 log = logging.getLogger(__name__)
 

@@ -9,20 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raylearner.config.kl import (
-    AdapterOffReference,
-    AdaptiveCoefficient,
-    FrozenReference,
-    KlSection,
-    ReferenceSection,
-    RefreshedReference,
-)
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.checkpoint.state import Save, restore_tensors, save_tensors
 from raylearner.learner.model import lora
 from raylearner.learner.model.policy import PackedModel
-from raylearner.learner.objective.kl import AdaptiveController, FixedController
+from raylearner.learner.objective.kl import (
+    AdapterOffReference,
+    FrozenReference,
+    ReferenceSection,
+    RefreshedReference,
+)
 from raylearner.learner.optimizer import local
 
 
@@ -76,15 +73,3 @@ def reference_path(config: ReferenceSection | None) -> str | None:
         "learner.kl.reference: a coefficient above 0 needs one, and none is configured; use "
         "{kind: frozen}"
     )
-
-
-def make_kl_controller(config: KlSection | None) -> FixedController:
-    """What holds the coefficient, and moves it if that is adaptive."""
-    if config is None:
-        return FixedController(0.0)
-    controller = config.controller
-    if isinstance(controller, AdaptiveCoefficient):
-        return AdaptiveController(
-            config.coefficient, target=controller.target, horizon=controller.horizon
-        )
-    return FixedController(config.coefficient)

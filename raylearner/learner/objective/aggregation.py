@@ -5,11 +5,10 @@ Legend: `T` packed tokens of this micro-batch, `R` its rows.
 
 from typing import Literal
 
-from torch import Tensor
-
 from raylearner.learner.batch.rows import Rows, select
+from raylearner.learner.lazy_torch import Tensor
 
-AggregationMode = Literal[
+Aggregation = Literal[
     "token_mean",
     "token_sum",
     "sequence_mean_of_sums",
@@ -25,39 +24,36 @@ def aggregate(
     mask: Tensor,  # [T] bool
     rows: Rows,
     *,
-    mode: AggregationMode,
+    mode: Aggregation,
     num_tokens: float,
     num_rows: float,
     scale: float | None = None,
     row_num_tokens: Tensor | None = None,  # [R]
-    num_ranks: float = 1.0,
 ) -> Tensor:
-    """This micro-batch's share of the loss of the whole batch.
+    """Return this micro-batch's share of the loss of the whole batch.
 
     `num_tokens` and `num_rows` count trained tokens and rows (or episodes) of the whole batch over
     all micro-batches and ranks, so shares add up to the same loss whatever the split. `scale` is
     the token divisor of `sequence_mean_of_sums_scaled`, usually the longest allowed completion; a
     constant, never the width of a batch. `row_num_tokens` is the divisor of each row's mean where
-    that is not the row's own count: give the tokens of the whole episode when it has several rows.
-    `num_ranks` multiplies the share, to undo the averaging of gradients over that many ranks.
-    A count of 0 gives 0 (with gradient 0), not NaN. Raises ValueError for a mode unknown or a scale
-    missing.
+    that is not the row's own count: the tokens of the whole episode when it has several rows.
+    A count of 0 gives 0 (with gradient 0), not NaN. Raises ValueError for a missing scale.
     """
-    if mode == "token_mean":
-        return select(values, mask).sum() * (num_ranks / max(num_tokens, 1))
-    if mode == "token_sum":
-        return select(values, mask).sum() * num_ranks
-    if mode == "sequence_mean_of_sums":
-        return select(values, mask).sum() * (num_ranks / max(num_rows, 1))
     if mode == "sequence_mean_of_means":
         divisor = rows.count(mask) if row_num_tokens is None else row_num_tokens
-        means = rows.sum(values, mask) / divisor.clamp(min=1)
-        return means.sum() * (num_ranks / max(num_rows, 1))
-    if mode == "sequence_mean_of_sums_scaled":
-        if scale is None or scale <= 0:
-            raise ValueError(f"scale: sequence_mean_of_sums_scaled needs one > 0, got {scale!r}")
-        return select(values, mask).sum() * (num_ranks / (scale * max(num_rows, 1)))
-    raise ValueError(f"mode: unknown aggregation {mode!r}")
+        return (rows.sum(values, mask) / divisor.clamp(min=1)).sum() * (1 / max(num_rows, 1))
+    total = select(values, mask).sum()
+    match mode:
+        case "token_mean":
+            return total * (1 / max(num_tokens, 1))
+        case "token_sum":
+            return total
+        case "sequence_mean_of_sums":
+            return total * (1 / max(num_rows, 1))
+        case "sequence_mean_of_sums_scaled":
+            if scale is None or scale <= 0:
+                raise ValueError(f"scale: must be > 0 with {mode!r}, got {scale!r}")
+            return total * (1 / (scale * max(num_rows, 1)))
 
 
 def aggregate_rows(
@@ -67,18 +63,12 @@ def aggregate_rows(
     *,
     num_rows: float,
     row_weights: Tensor | None = None,  # [R]
-    num_ranks: float = 1.0,
 ) -> Tensor:
-    """This micro-batch's share of a mean over rows; rows without a trained token add nothing.
+    """Return this micro-batch's share of a mean over rows; rows without a trained token add nothing.
 
-    `num_rows` is the global count. `row_weights` lets the rows of one episode share its vote
-    (1 / its number of rows); `num_rows` is then the number of episodes. `num_ranks` as above.
+    `num_rows` is the global count. With `row_weights` the rows of one episode share its vote
+    (1 / its number of rows); `num_rows` is then the number of episodes.
     """
     if row_weights is not None:
         values = values * row_weights
-    return select(values, rows.count(mask) > 0).sum() * (num_ranks / max(num_rows, 1))
-
-
-def trained_counts(mask: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Trained tokens, and rows that have any: the two counts to sum over the whole batch."""
-    return mask.sum(), (rows.count(mask) > 0).sum()
+    return select(values, rows.count(mask) > 0).sum() * (1 / max(num_rows, 1))

@@ -1,22 +1,22 @@
-"""What tells how far the learner is from the policies that sampled, measured and never trained on.
+"""Distance of the learner from the policies that sampled, and other measurements without gradient.
 
-Legend: `T` packed tokens, `R` rows, `E` episodes. All return combinable metrics (see `metric`).
-`count_empty_rows` makes row statistics count rows without a trained token, as verl does.
+Legend: `T` packed tokens, `R` rows, `E` episodes. All return combinable metrics (see `metric`). Row
+statistics leave out rows without a trained token.
 """
 
 import torch
 from torch import Tensor
 
 from raylearner.learner.batch.metric import Correlation, Max, Mean, Metrics, Min, Std, summary
-from raylearner.learner.batch.rows import LOG_RATIO_LIMIT, Rows, clamp_log_ratio, dense_ids, select
-from raylearner.learner.objective.advantages import zero_variance
+from raylearner.learner.batch.rows import Rows, clamp_log_ratio, dense_ids, select
+from raylearner.learner.objective.statistics import zero_variance
 
 WEIGHT_BOUNDS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0)
 """Edges between which trained tokens are counted by their importance weight."""
 
 
 def weight_shares(log_ratio: Tensor, mask: Tensor) -> Metrics:
-    """The distribution of exp(log_ratio) over the mask `[T]`, before any truncation.
+    """Return the distribution of exp(log_ratio) over the mask `[T]`, before any truncation.
 
     `importance_weight/share_k` is the share of tokens in bin k of those that `WEIGHT_BOUNDS` divide,
     upper edges included.
@@ -30,7 +30,7 @@ def weight_shares(log_ratio: Tensor, mask: Tensor) -> Metrics:
 
 
 def logprob_gap(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """|proximal - behavior| in nats and |exp - exp| of the probabilities, over the mask `[T]`.
+    """Return |proximal - behavior| in nats and |exp - exp| of the probabilities, over the mask `[T]`.
 
     Also Pearson's correlation of the probabilities. Behavior log-probabilities that are not finite
     are left out and their fraction is reported.
@@ -58,25 +58,21 @@ def off_policy(
     behavior_logprobs: Tensor,  # [T]
     mask: Tensor,  # [T] bool
     rows: Rows,
-    *,
-    k3_log_ratio_limit: float = LOG_RATIO_LIMIT,
-    count_empty_rows: bool = False,
 ) -> Metrics:
-    """Perplexities of both policies, their ratio, KL(behavior || proximal) and chi-square.
+    """Return perplexities of both policies, their ratio, KL(behavior || proximal) and chi-square.
 
-    Perplexities are of each row, then averaged over rows. `off_policy_kl` is k1 and `..._k3` k3, whose
-    log-ratio verl does not clamp. chi2 = E[ratio^2] - 1 per token and per row (product of ratios).
+    Perplexities are of each row, then averaged over rows. `off_policy_kl` is k1 and `..._k3` k3. chi2 = E[ratio^2] - 1 per token and per row (product of ratios).
     """
     mask = mask & behavior_logprobs.isfinite()
     proximal = select(proximal_logprobs.detach(), mask).double()
     behavior = select(behavior_logprobs, mask).double()
     log_ratio = proximal - behavior
-    bounded = log_ratio.clamp(-k3_log_ratio_limit, k3_log_ratio_limit)
+    bounded = clamp_log_ratio(log_ratio)
     row_chi2 = (2 * clamp_log_ratio(rows.sum(log_ratio))).exp()  # [R]
     token_chi2 = (2 * clamp_log_ratio(log_ratio)).exp()
     proximal_mean, behavior_mean = rows.mean(proximal, mask), rows.mean(behavior, mask)  # [R]
     gap = behavior_mean - proximal_mean
-    counted = (rows.count(mask) > 0) | count_empty_rows
+    counted = rows.count(mask) > 0
     return {
         "perplexity/proximal": Mean.of((-proximal_mean).exp(), counted),
         "perplexity/behavior": Mean.of((-behavior_mean).exp(), counted),
@@ -102,7 +98,7 @@ def staleness(
     policy_version: int,
     num_bins: int = 9,
 ) -> Metrics:
-    """How many policy versions ago the trained tokens were sampled, and how many versions a row spans.
+    """Return the age of the trained tokens in policy versions, and how many versions a row spans.
 
     `staleness_fraction/k` is the share of tokens k versions old; the last bin takes all that are
     older. `policy_version` is the version being trained.
@@ -121,7 +117,7 @@ def staleness(
 
 
 def groups(rewards: Tensor, group_ids: Tensor) -> Metrics:
-    """Over the groups of `rewards [E]`: how many are of zero variance, or cannot be compared.
+    """Return how many groups of `rewards [E]` are of zero variance, or cannot be compared.
 
     A group counts as zero-variance when its scorable rewards are equal, a group of one included.
     """
@@ -138,57 +134,30 @@ def groups(rewards: Tensor, group_ids: Tensor) -> Metrics:
     }
 
 
-def masked_fractions(sampled: Tensor, reasons: dict[str, Tensor]) -> Metrics:
-    """Share of the `sampled [T]` tokens each rule keeps from training: `masked_fraction/<rule>`.
-
-    `reasons` maps a rule's name to the tokens it masks `[T] bool`; `masked_fraction/any` is their
-    union.
-    """
-    union = torch.zeros_like(sampled)
-    metrics: Metrics = {}
-    for name, masked in reasons.items():
-        union = union | masked
-        metrics[f"masked_fraction/{name}"] = Mean.of(masked, sampled)
-    metrics["masked_fraction/any"] = Mean.of(union, sampled)
-    return metrics
-
-
 def gradient_power(
     advantages: Tensor,  # [T]
     logprobs: Tensor,  # [T]
     squared_probs: Tensor,  # [T]
     mask: Tensor,  # [T] bool
     rows: Rows,
-    *,
-    weights: Tensor | None = None,  # [T]
-    count_empty_rows: bool = False,
 ) -> Metrics:
-    """A proxy of E||g||^2 from the logits' side: E[w^2 A^2 W] over rows.
+    """Return a proxy of E||g||^2 from the logits' side: E[A^2 W] over rows.
 
     W sums (1 - 2 p + sum_v p_v^2) over a row's trained tokens: the squared norm of the score with
-    respect to the logits. `squared_probs` is that sum of squares; A and w are row means.
+    respect to the logits. `squared_probs` is that sum of squares; A is a row's mean.
     """
-    score = select(1 - 2 * logprobs.detach().exp() + squared_probs, mask)
+    score = rows.sum(select(1 - 2 * logprobs.detach().exp() + squared_probs, mask), mask)
     advantage = rows.mean(advantages, mask)
-    energy = rows.sum(score, mask).clamp(min=0)
-    weighted_energy, weight = rows.sum(score, mask), torch.ones_like(energy)
-    if weights is not None:
-        energy = rows.sum(
-            torch.where(weights.abs() < 1e-5, score * weights**2 / 1e-10, score), mask
-        )
-        energy = energy.clamp(min=0)
-        weight = rows.mean(weights, mask)
-        weighted_energy = rows.sum(score * weights**2, mask)
-    counted = (rows.count(mask) > 0) | count_empty_rows
+    counted = rows.count(mask) > 0
     return {
-        "gradient_power/total": Mean.of(weight**2 * advantage**2 * energy, counted),
+        "gradient_power/total": Mean.of(advantage**2 * score.clamp(min=0), counted),
         "gradient_power/advantage_squared": Mean.of(advantage**2, counted),
-        "gradient_power/score": Mean.of(weighted_energy, counted),
+        "gradient_power/score": Mean.of(score, counted),
     }
 
 
 def gradient_noise(total_power: float, gradient_norm: float, num_rows: int) -> dict[str, float]:
-    """Signal ||g||^2 of the mean gradient, and the variance of that mean, never below 0.
+    """Return signal ||g||^2 of the mean gradient, and the variance of that mean, never below 0.
 
     `total_power` is the finished `gradient_power/total`, `gradient_norm` the batch's own.
     """

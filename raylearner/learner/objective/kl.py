@@ -1,51 +1,121 @@
-"""KL to the reference policy: estimators per token, in the reward or as a loss, and controllers.
+"""KL to the reference policy: its section, estimators per token, in the reward or as a loss, and
+controllers of the coefficient.
 
 Legend: `T` packed tokens, `R` rows. All estimate KL(policy || reference) from tokens that the
 policy sampled, in nats.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from torch import Tensor
+from pydantic import Field
 
+from raylearner.config.section import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from raylearner.learner.batch.metric import Mean, Metrics
-from raylearner.learner.batch.rows import LOG_RATIO_LIMIT, Rows, select
+from raylearner.learner.batch.rows import Rows, clamp_log_ratio, select
+from raylearner.learner.lazy_torch import Tensor
 
-KLKind = Literal["k1", "k2", "k3", "abs"]
-"""Schulman's estimators of d = logprobs - reference: d, d^2/2, e^-d - 1 + d, and |d|."""
+MAX_K3 = 10.0
+"""Bound of a token's k3, with gradient 0 beyond it."""
+MAX_CONTROLLER_ERROR = 0.2
+"""Bound of the relative error that an adaptive coefficient follows."""
+
+
+class FrozenReference(Section):
+    """The initial policy, or another model, for the whole run."""
+
+    kind: Literal["frozen"]
+    path: str | None = None
+    """Checkpoint directory or hub id. Default: the initial policy."""
+
+
+class RefreshedReference(Section):
+    """Moved toward the policy now and then (TRL's sync_ref_model, 2404.09656)."""
+
+    kind: Literal["refreshed"]
+    every_steps: PositiveInt = 512
+    """Policy versions between two refreshes."""
+    mix: Fraction = 0.6
+    """Share of the policy in the new reference; 1 copies it."""
+
+
+class AdapterOffReference(Section):
+    """The policy without its LoRA adapter."""
+
+    kind: Literal["adapter_off"]
+
+
+ReferenceSection = Annotated[
+    FrozenReference | RefreshedReference | AdapterOffReference, Field(discriminator="kind")
+]
+
+
+class FixedCoefficient(Section):
+    """The coefficient never changes."""
+
+    kind: Literal["fixed"]
+
+
+class AdaptiveCoefficient(Section):
+    """The coefficient follows a target (1909.08593, section 2.2)."""
+
+    kind: Literal["adaptive"]
+    target: PositiveFloat = 0.1
+    """KL per token to hold, in nats."""
+    horizon: PositiveFloat = 10000.0
+    """Episodes over which a deviation is corrected."""
+
+
+ControllerSection = Annotated[FixedCoefficient | AdaptiveCoefficient, Field(discriminator="kind")]
+
+
+class KlSection(Section):
+    """A pull toward a reference policy."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken from the reward: of each token, or of the episode where the advantage is one per episode."""
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """With d = log current - log reference: d, d^2 / 2, e^-d - 1 + d (at most 10), |d|."""
+    straight_through: bool = False
+    """Keep the value, take the gradient of k2, whose expectation is that of the KL. In the loss only."""
+    weighted: bool = False
+    """Multiply by the ratio current/proximal, which unbiases it off-policy (2512.02556). In the loss only."""
+    coefficient: NonNegativeFloat = 1e-3
+    """Weight; with 0 no reference is loaded."""
+    controller: ControllerSection = FixedCoefficient(kind="fixed")
+    """How the coefficient changes."""
+    reference: ReferenceSection | None = None
+    """Policy that the KL is taken to; required where the coefficient is above 0."""
 
 
 def kl_estimate(
     logprobs: Tensor,  # [T]
     reference_logprobs: Tensor,  # [T]
-    *,
-    kind: KLKind = "k3",
-    straight_through: bool = False,
-    log_ratio_limit: float = LOG_RATIO_LIMIT,
-    value_limit: float | None = 10.0,
+    config: KlSection,
 ) -> Tensor:
-    """KL per token `[T]` (joschu.net/blog/kl-approx; k3 also 2402.03300, eq. 4).
+    """Return the KL per token `[T]` (joschu.net/blog/kl-approx; k3 also 2402.03300, eq. 4).
 
     `straight_through` keeps the value and takes the gradient of k2, which is d: the gradient whose
-    expectation is that of the KL itself ("k1+" and "k3+" of verl). k3 clamps its log-ratio to
-    `log_ratio_limit` and its value to `value_limit` (None: not at all, as in TRL); the gradient is 0
-    where a clamp acts.
+    expectation is that of the KL itself ("k1+" and "k3+" of verl). The gradient of k3 is 0 where its
+    log-ratio or its value is clamped.
     """
     difference = logprobs - reference_logprobs.detach()
-    if kind == "k1":
-        value = difference
-    elif kind == "k2":
-        value = difference.square() / 2
-    elif kind == "abs":
-        value = difference.abs()
-    elif kind == "k3":
-        negated = (-difference).clamp(-log_ratio_limit, log_ratio_limit)
-        value = negated.exp() - 1 - negated
-        if value_limit is not None:
-            value = value.clamp(-value_limit, value_limit)
-    else:
-        raise ValueError(f"kind: want k1, k2, k3 or abs, got {kind!r}")
-    if straight_through:
+    match config.estimator:
+        case "k1":
+            value = difference
+        case "k2":
+            value = difference.square() / 2
+        case "abs":
+            value = difference.abs()
+        case "k3":
+            negated = clamp_log_ratio(-difference)
+            value = (negated.exp() - 1 - negated).clamp(-MAX_K3, MAX_K3)
+    if config.straight_through:
         surrogate = difference.square() / 2
         return value.detach() + surrogate - surrogate.detach()
     return value
@@ -55,104 +125,59 @@ def kl_loss(
     logprobs: Tensor,  # [T]
     reference_logprobs: Tensor,  # [T]
     mask: Tensor,  # [T] bool
+    config: KlSection,
     *,
-    kind: KLKind = "k3",
-    straight_through: bool = False,
-    value_limit: float | None = 10.0,
-    proximal_logprobs: Tensor | None = None,  # [T]
+    proximal_logprobs: Tensor,  # [T]
 ) -> tuple[Tensor, Metrics]:
-    """KL values still to be aggregated and scaled by a coefficient, 0 off the mask: `[T]`.
+    """Return KL values to aggregate and scale by a coefficient, 0 off the mask: `[T]`.
 
-    With `proximal_logprobs` each value is multiplied by the ratio current / proximal, gradient
-    through it, which makes the estimate unbiased off-policy (DeepSeek-V3.2, 2512.02556).
+    With `weighted` each value is multiplied by the ratio current / proximal, gradient through it.
     """
     logprobs = select(logprobs, mask)
-    reference = select(reference_logprobs, mask)
-    values = kl_estimate(
-        logprobs,
-        reference,
-        kind=kind,
-        straight_through=straight_through,
-        value_limit=value_limit,
-    )
-    if proximal_logprobs is not None:
+    values = kl_estimate(logprobs, select(reference_logprobs, mask), config)
+    if config.weighted:
         log_ratio = logprobs - select(proximal_logprobs, mask).detach()
-        values = values * log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        values = values * clamp_log_ratio(log_ratio).exp()
     values = select(values, mask)
     return values, {"kl": Mean.of(values, mask)}
 
 
 def kl_in_reward(
-    rewards: Tensor,  # [T]
     proximal_logprobs: Tensor,  # [T]
     reference_logprobs: Tensor,  # [T]
     mask: Tensor,  # [T] bool
     rows: Rows,
-    *,
-    coefficient: float,
-    kind: KLKind = "k1",
-    value_limit: float | None = 10.0,
-    count_empty_rows: bool = False,
+    config: KlSection,
 ) -> tuple[Tensor, Metrics]:
-    """Token rewards minus coefficient * KL on the mask (1909.08593, eq. 2): `[T]`.
+    """Return the KL of each token, to be taken from its reward times a coefficient: `[T]`, 0 off the
+    mask (1909.08593, eq. 2).
 
-    The metric `reward_kl` is the mean over rows of their mean KL per token, what an adaptive
-    controller follows. `count_empty_rows` lets rows without a trained token count as 0, as verl does.
+    The metric `reward_kl` is the mean over rows of their mean KL per token, which an adaptive
+    controller follows.
     """
     proximal = select(proximal_logprobs.detach(), mask)
-    reference = select(reference_logprobs, mask)
-    kl = select(kl_estimate(proximal, reference, kind=kind, value_limit=value_limit), mask)
-    counted = None if count_empty_rows else rows.count(mask) > 0
-    metrics: Metrics = {"reward_kl": Mean.of(rows.mean(kl, mask), counted)}
-    return rewards - coefficient * kl, metrics
+    kl = select(kl_estimate(proximal, select(reference_logprobs, mask), config), mask)
+    return kl, {"reward_kl": Mean.of(rows.mean(kl, mask), rows.count(mask) > 0)}
 
 
-def sequence_kl_penalty(
-    proximal_logprobs: Tensor,  # [T]
-    reference_logprobs: Tensor,  # [T]
-    mask: Tensor,  # [T] bool
-    rows: Rows,
-    *,
-    coefficient: float,
-) -> Tensor:
-    """coefficient times the k1 KL summed over each row, to subtract from its reward: `[R]`.
+class KlController:
+    """Holds the KL coefficient, and moves it where that is adaptive (1909.08593, section 2.2)."""
 
-    The form of TRL's RLOO trainer (2402.14740); give it to `advantages.rloo(kl_penalty=...)`.
-    """
-    return coefficient * rows.sum((proximal_logprobs - reference_logprobs).detach(), mask)
+    def __init__(self, config: KlSection | None) -> None:
+        self.coefficient = 0.0 if config is None else config.coefficient
+        adaptive = None if config is None else config.controller
+        self._adaptive = adaptive if isinstance(adaptive, AdaptiveCoefficient) else None
 
-
-class FixedController:
-    """A KL coefficient that never changes."""
-
-    def __init__(self, coefficient: float) -> None:
-        self.coefficient = coefficient
+    @property
+    def is_adaptive(self) -> bool:
+        return self._adaptive is not None
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Take no notice."""
+        """Multiply by 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon.
 
-    def state_dict(self) -> dict[str, float]:
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coefficient = state["coefficient"]
-
-
-class AdaptiveController(FixedController):
-    """A KL coefficient that follows a target (1909.08593, section 2.2).
-
-    Each update multiplies it by 1 + clip(kl / target - 1, -limit, limit) * num_samples / horizon.
-    """
-
-    def __init__(
-        self, coefficient: float, *, target: float = 0.1, horizon: float = 10000, limit: float = 0.2
-    ) -> None:
-        if target <= 0 or horizon <= 0:
-            raise ValueError(f"target and horizon: want > 0, got {target!r} and {horizon!r}")
-        super().__init__(coefficient)
-        self.target, self.horizon, self.limit = target, horizon, limit
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Move by the mean KL per token (nats) of a step of `num_samples` rows."""
-        error = min(max(kl / self.target - 1, -self.limit), self.limit)
-        self.coefficient *= 1 + error * num_samples / self.horizon
+        `kl` is the mean KL per token (nats) of a step of `num_samples` rows.
+        """
+        if self._adaptive is not None:
+            error = kl / self._adaptive.target - 1
+            error = min(max(error, -MAX_CONTROLLER_ERROR), MAX_CONTROLLER_ERROR)
+            self.coefficient *= 1 + error * num_samples / self._adaptive.horizon

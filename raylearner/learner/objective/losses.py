@@ -1,16 +1,48 @@
-"""The policy losses by kind, and the entropy bonus: what the learner calls.
-
-Every entry of `POLICY_LOSSES` takes `LossInputs` and keyword-only options, and returns `LossOutput`.
-"""
+"""The policy losses by kind, and the entropy bonus."""
 
 from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from torch import Tensor
+from pydantic import Field
 
+from raylearner.errors import LearnerError
 from raylearner.learner.batch.metric import Max, Mean, Metrics, Min
 from raylearner.learner.batch.rows import select
-from raylearner.learner.objective.policy_loss import LossInputs, LossOutput
+from raylearner.learner.lazy_torch import Tensor, torch
+from raylearner.learner.objective.behavior_losses import (
+    DecoupledPpo,
+    Reinforce,
+    Topr,
+    decoupled_ppo,
+    reinforce,
+    topr,
+)
+from raylearner.learner.objective.covariance_losses import ClipCov, KlCov, clip_cov, kl_cov
+from raylearner.learner.objective.custom import CustomFunction
+from raylearner.learner.objective.loss import Loss, LossInputs, LossOutput
+from raylearner.learner.objective.ratio_losses import (
+    Cispo,
+    DppoKl,
+    DppoTv,
+    Gpg,
+    Gppo,
+    Ppo,
+    Sapo,
+    cispo,
+    dppo_kl,
+    dppo_tv,
+    gpg,
+    gppo,
+    ppo,
+    sapo,
+)
 from raylearner.learner.objective.sequence_losses import (
+    Dro,
+    Gmpo,
+    Gspo,
+    Luspo,
+    SequenceRatio,
+    Vespo,
     dro,
     gmpo,
     gspo,
@@ -18,24 +50,55 @@ from raylearner.learner.objective.sequence_losses import (
     sequence_ratio,
     vespo,
 )
-from raylearner.learner.objective.token_losses import (
-    cispo,
-    clip_cov,
-    decoupled_ppo,
-    dppo_kl,
-    dppo_tv,
-    gpg,
-    gppo,
-    kl_cov,
-    ppo,
-    reinforce,
-    sapo,
-    topr,
-)
 
-__all__ = ["POLICY_LOSSES", "LossInputs", "LossOutput", "decoupled_ppo", "entropy_bonus", "ppo"]
 
-POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
+class CustomLoss(Loss, CustomFunction):
+    """A user-defined loss: a function of `LossInputs` and the options that returns a `LossOutput`."""
+
+    kind: Literal["custom"]
+
+
+def custom_loss(inputs: LossInputs, config: CustomLoss) -> LossOutput:
+    """Call the function and check the shape of its values."""
+    output = config.call(inputs)
+    name = f"learner.loss.function {config.function!r}"
+    if not isinstance(output, LossOutput):
+        raise LearnerError(f"{name} must return a LossOutput, got {type(output).__name__}")
+    wanted = inputs.rows.num_rows if output.level == "row" else inputs.rows.num_tokens
+    values: Any = output.values
+    if not isinstance(values, torch.Tensor) or tuple(values.shape) != (wanted,):
+        found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise LearnerError(
+            f"{name} must return values of shape ({wanted},) at level {output.level!r}, got {found}"
+        )
+    per_token = inputs.mask if output.level == "token" else inputs.rows.count(inputs.mask) > 0
+    return LossOutput(values=select(values, per_token), level=output.level, metrics=output.metrics)
+
+
+LossSection = Annotated[
+    Ppo
+    | DecoupledPpo
+    | SequenceRatio
+    | Gspo
+    | Gmpo
+    | Cispo
+    | Sapo
+    | DppoTv
+    | DppoKl
+    | Dro
+    | Gppo
+    | Topr
+    | ClipCov
+    | KlCov
+    | Gpg
+    | Reinforce
+    | Vespo
+    | Luspo
+    | CustomLoss,
+    Field(discriminator="kind"),
+]
+
+POLICY_LOSSES: dict[str, Callable[[LossInputs, Any], LossOutput]] = {
     "ppo": ppo,
     "decoupled_ppo": decoupled_ppo,
     "sequence_ratio": sequence_ratio,
@@ -54,12 +117,18 @@ POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
     "reinforce": reinforce,
     "vespo": vespo,
     "luspo": luspo,
+    "custom": custom_loss,
 }
-"""Each with its own options; an option that a kind does not have is a TypeError."""
+"""Each takes the section of its kind."""
+
+
+def policy_loss(inputs: LossInputs, config: LossSection) -> LossOutput:
+    """Return the loss of the configured kind."""
+    return POLICY_LOSSES[config.kind](inputs, config)
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
-    """Token losses `-entropy [T]`, 0 off the mask, to aggregate and scale by a coefficient >= 0."""
+    """Return token losses `-entropy [T]`, 0 off the mask, to aggregate and scale by a coefficient."""
     entropy = select(entropy, mask)
     metrics: Metrics = {
         "entropy": Mean.of(entropy, mask),

@@ -1,13 +1,13 @@
-"""What a micro-batch adds to the loss of its mini-batch, as the configuration says, and what it measures.
+"""The share of a micro-batch in the loss of its mini-batch, and its metrics.
 
 Legend: `T` packed tokens, `R` rows.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from raylearner.config.correction import WEIGHING
-from raylearner.config.loss import ClipCov, DecoupledPpo, KlCov
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch.metric import Mean, Metrics, summary
 from raylearner.learner.batch.whole_batch import WholeBatch
@@ -16,21 +16,24 @@ from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.model.policy import Scores
 from raylearner.learner.objective import diagnostics
 from raylearner.learner.objective.aggregation import aggregate, aggregate_rows
-from raylearner.learner.objective.correction import correct
-from raylearner.learner.objective.corrections import (
+from raylearner.learner.objective.behavior_losses import DecoupledPpo, Reinforce
+from raylearner.learner.objective.corrections import correct
+from raylearner.learner.objective.covariance_losses import ClipCov, KlCov, select_tokens
+from raylearner.learner.objective.importance import (
     Correction,
+    CorrectionInputs,
     importance_weights,
     interpolated_proximal,
     log_ratios,
 )
 from raylearner.learner.objective.kl import kl_loss
-from raylearner.learner.objective.losses import POLICY_LOSSES, LossInputs, LossOutput, entropy_bonus
-from raylearner.learner.objective.preparation import Part, Prepared, Take
-from raylearner.learner.objective.token_losses import clip_cov_choice, kl_cov_choice
+from raylearner.learner.objective.loss import LossInputs, LossOutput
+from raylearner.learner.objective.losses import entropy_bonus, policy_loss
+from raylearner.learner.objective.prepare import Part, Prepared, Take
 from raylearner.types import PolicyVersion
 
 REPORTED_CAP = 2.0
-"""Bound that importance weights are reported with where no correction sets one."""
+"""Bound of reported importance weights where no correction sets one."""
 
 
 def loss_share(
@@ -42,17 +45,14 @@ def loss_share(
     part: Part,
     policy_version: PolicyVersion,
     kl_coefficient: float,
-    chosen: Tensor | None,  # [T] bool
+    selected: Tensor | None,  # [T] bool
 ) -> tuple[Tensor, Metrics]:
-    """Divided by counts over all ranks, so that shares add up to the loss of the mini-batch.
+    """Return the share, divided by counts over all ranks so that shares add up to the loss.
 
     A sequence of the aggregation is an episode: its segments share one vote.
     """
     inputs, correction = _inputs(config, prepared, scores, take=take, policy_version=policy_version)
-    options = config.loss.model_dump(exclude={"kind"})
-    if chosen is not None:
-        options["chosen"] = chosen
-    output = POLICY_LOSSES[config.loss.kind](inputs, **options)
+    output = policy_loss(replace(inputs, selected_tokens=selected), config.loss)
     share = _aggregated(config, prepared, output, take=take, part=part)
     metrics: Metrics = {
         **({} if correction is None else correction.metrics),
@@ -61,8 +61,7 @@ def loss_share(
     }
 
     def tokens(values: Tensor) -> Tensor:
-        whole = LossOutput(values=values, level="token", metrics={})
-        return _aggregated(config, prepared, whole, take=take, part=part)
+        return _aggregated(config, prepared, LossOutput(values=values), take=take, part=part)
 
     bonus, found = entropy_bonus(scores.entropy, inputs.mask)
     metrics |= found
@@ -74,10 +73,8 @@ def loss_share(
             scores.logprobs,
             prepared.reference_logprobs,
             inputs.mask,
-            kind=kl.estimator,
-            straight_through=kl.straight_through,
-            value_limit=kl.value_limit,
-            proximal_logprobs=inputs.proximal_logprobs if kl.weighted else None,
+            kl,
+            proximal_logprobs=inputs.proximal_logprobs,
         )
         share, metrics = share + kl_coefficient * tokens(values), metrics | found
     if config.critic is not None and scores.state_values is not None:
@@ -89,7 +86,7 @@ def loss_share(
 def critic_share(
     config: LearnerSection, prepared: Prepared, state_values: Tensor, *, take: Take, part: Part
 ) -> tuple[Tensor, Metrics]:
-    """The same for the value loss of either kind of critic, before its coefficient."""
+    """Return the share of the value loss, of either kind of critic, before its coefficient."""
     assert config.critic is not None
     assert prepared.values is not None
     assert prepared.targets is not None
@@ -107,7 +104,7 @@ def critic_share(
     )
 
 
-def choose_tokens(
+def select_update_tokens(
     config: LearnerSection,
     part: Part,
     logprobs: list[Tensor],  # [T] each, the current policy's
@@ -117,7 +114,8 @@ def choose_tokens(
     policy_version: PolicyVersion,
     seed: int,
 ) -> list[Tensor]:
-    """Which tokens of an update, over all ranks, a covariance loss singles out: `[T]` bool each."""
+    """Return the tokens of an update, over all ranks, that a covariance loss singles out: `[T]` each."""
+    assert isinstance(config.loss, ClipCov | KlCov)
     inputs = [
         _inputs(
             config,
@@ -125,7 +123,7 @@ def choose_tokens(
             Scores(logprobs=current, entropy=torch.zeros_like(current)),
             take=take,
             policy_version=policy_version,
-        )[0].selected()
+        )[0].without_masked()
         for p, current in zip(part.micros, logprobs, strict=True)
     ]
     whole = WholeBatch.gather(
@@ -150,15 +148,10 @@ def choose_tokens(
         advantages=tokens["advantages"],
         mask=tokens["mask"] > 0,
         rows=whole.rows,
+        rewards=take.table.rewards[whole.episodes],
     )
-    if isinstance(config.loss, KlCov):
-        chosen = kl_cov_choice(together, top_ratio=config.loss.top_ratio)
-    else:
-        assert isinstance(config.loss, ClipCov)
-        options = config.loss.model_dump(exclude={"kind"})
-        generator = torch.Generator().manual_seed(seed)
-        chosen = clip_cov_choice(together, **options, generator=generator)
-    return [found.bool() for found in whole.scatter(chosen.double())]
+    selected = select_tokens(together, config.loss, seed=seed)
+    return [found.bool() for found in whole.scatter(selected.double())]
 
 
 def off_policy_metrics(
@@ -168,7 +161,7 @@ def off_policy_metrics(
     *,
     policy_version: PolicyVersion,
 ) -> Metrics:
-    """How far the learner, at the start of the step, is from what sampled the tokens.
+    """Return how far the learner, at the start of the step, is from the policies that sampled.
 
     `logprob_gap` is over all sampled tokens, `on_policy_gap` over those of the learner's own
     version, where only engine and learner can differ.
@@ -188,9 +181,18 @@ def off_policy_metrics(
     }
     log_ratio = log_ratios(logprobs, micro.behavior_logprobs, prepared.mask)
     metrics |= diagnostics.weight_shares(log_ratio, prepared.mask)
-    if config.loss.kind != "reinforce" and not any(c.kind in WEIGHING for c in config.corrections):
+    is_reported = isinstance(config.loss, Reinforce) or any(c.weighs for c in config.corrections)
+    if not is_reported:
         cap = config.loss.behavior_cap if isinstance(config.loss, DecoupledPpo) else REPORTED_CAP
-        weights = importance_weights(log_ratio, prepared.mask, micro.rows, high=cap)
+        weights = importance_weights(
+            log_ratio,
+            prepared.mask,
+            micro.rows,
+            level="token",
+            mode="truncate",
+            low=None,
+            high=cap,
+        )
         metrics |= weights.metrics
     return metrics
 
@@ -204,7 +206,7 @@ def _inputs(
     policy_version: PolicyVersion,
 ) -> tuple[LossInputs, Correction | None]:
     micro, mask = prepared.micro, prepared.mask
-    seen = prepared.base_mask  # rejection that leaves the counts does not change what decides it
+    decided_on = prepared.base_mask  # also where rejected tokens leave the counts
     behavior, current = micro.behavior_logprobs, scores.logprobs.detach()
     if config.proximal == "behavior":
         proximal, corrected = behavior, current
@@ -217,11 +219,13 @@ def _inputs(
         proximal = corrected = current if start is None else start
     correction = correct(
         config.corrections,
-        log_ratios(corrected, behavior, seen),
-        seen,
-        micro.rows,
-        prepared.advantages,
-        take.weight_means,
+        CorrectionInputs(
+            log_ratio=log_ratios(corrected, behavior, decided_on),
+            mask=decided_on,
+            rows=micro.rows,
+            advantages=prepared.advantages,
+        ),
+        take.batch_values,
     )
     inputs = LossInputs(
         logprobs=scores.logprobs,

@@ -1,23 +1,50 @@
-"""What every policy loss takes and returns, and the measurements they share.
+"""What every policy loss takes and returns, and the measurements that losses share.
 
 Legend: `T` packed tokens of a micro-batch, `R` its rows. Masked tokens are replaced before any
 arithmetic, so nothing they hold (NaN included) reaches a value or a gradient.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
+from raylearner.config.section import PositiveFloat, Section
 from raylearner.learner.batch.metric import Max, Mean, Metrics, Min
 from raylearner.learner.batch.rows import Rows, clamp_log_ratio, select
-from raylearner.learner.objective.aggregation import AggregationMode, aggregate, aggregate_rows
+from raylearner.learner.lazy_torch import Tensor, torch
+
+AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+
+
+class Loss(Section):
+    """Section of a policy loss; its formula is a function of `LossInputs` and the section."""
+
+    weighs_by_behavior: ClassVar[bool] = False
+    """Whether the loss weighs tokens by learner against behavior probability itself."""
+    uses_proximal: ClassVar[bool] = True
+    """Whether the gradient depends on the proximal policy."""
+    selects_tokens: ClassVar[bool] = False
+    """Whether tokens are selected among all tokens of an update (`LossInputs.selected_tokens`)."""
+
+    @property
+    def is_row_loss(self) -> bool:
+        """Whether values are per row; row losses are always aggregated by their mean over rows."""
+        return False
+
+
+class ClippedLoss(Loss):
+    """Section of a loss whose ratio is clipped."""
+
+    clip_low: PositiveFloat = 0.2
+    """The ratio current/proximal is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above 1 + clip_high."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a policy loss may look at. Only `logprobs` and `entropy` carry gradients."""
+    """Inputs of a policy loss. Only `logprobs` and `entropy` carry gradients."""
 
     logprobs: Tensor  # [T] current policy
     proximal_logprobs: Tensor  # [T] learner, start of step
@@ -25,15 +52,16 @@ class LossInputs:
     advantages: Tensor  # [T]
     mask: Tensor  # [T] bool, trained tokens
     rows: Rows
+    rewards: Tensor  # [R]
     ratio_mask: Tensor | None = None
     """Tokens `[T]` bool that a row's ratio to the behavior policy is made of, where rejected ones have
     left the mask; None for those of the mask."""
     weights: Tensor | None = None  # [T] from corrections, 0 where rejected
     entropy: Tensor | None = None  # [T]
-    rewards: Tensor | None = None  # [R]
+    selected_tokens: Tensor | None = None  # [T] bool, of losses that select tokens
 
-    def selected(self) -> Self:
-        """The same inputs with zeros at every token that does not train."""
+    def without_masked(self) -> Self:
+        """Return the same inputs with zeros at every token that does not train."""
         return replace(
             self,
             logprobs=select(self.logprobs, self.mask),
@@ -45,67 +73,33 @@ class LossInputs:
         )
 
     def behavior_ratio(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-ratio of `logprobs [T]` to the behavior policy, detached, and its tokens: `[T]`, `[T]`."""
+        """Return the log-ratio of `logprobs [T]` to the behavior policy, detached, and its tokens."""
         mask = self.mask if self.ratio_mask is None else self.ratio_mask
         return select((logprobs - self.behavior_logprobs).detach(), mask), mask
 
     def row_advantages(self) -> Tensor:
-        """Each row's mean advantage: `[R]`."""
+        """Return each row's mean advantage: `[R]`."""
         return self.rows.mean(self.advantages, self.mask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """Loss values of one micro-batch before aggregation, and what was measured on the way."""
+    """Loss values of one micro-batch before aggregation, and metrics."""
 
-    values: Tensor  # [T] or [R], as `level` says; 0 at masked tokens
-    level: Literal["token", "row"]
-    metrics: Metrics
-
-    def aggregate(
-        self,
-        inputs: LossInputs,
-        *,
-        mode: AggregationMode,
-        num_tokens: float,
-        num_rows: float,
-        scale: float | None = None,
-        row_num_tokens: Tensor | None = None,  # [R]
-        row_weights: Tensor | None = None,  # [R]
-        num_ranks: float = 1.0,
-    ) -> Tensor:
-        """This micro-batch's share of the batch loss; row losses always take the mean over rows."""
-        if self.level == "row":
-            return aggregate_rows(
-                self.values,
-                inputs.mask,
-                inputs.rows,
-                num_rows=num_rows,
-                row_weights=row_weights,
-                num_ranks=num_ranks,
-            )
-        return aggregate(
-            self.values,
-            inputs.mask,
-            inputs.rows,
-            mode=mode,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            scale=scale,
-            row_num_tokens=row_num_tokens,
-            num_ranks=num_ranks,
-        )
+    values: Tensor  # [T] or [R], by `level`; 0 at masked tokens
+    level: Literal["token", "row"] = "token"
+    metrics: Metrics = field(default_factory=dict)
 
 
 def weigh(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Loss times correction weight; a weight of 0 gives exactly 0."""
+    """Return loss times correction weight; a weight of 0 gives exactly 0."""
     if weights is None:
         return values
     return torch.where(weights != 0, values * weights, torch.zeros_like(values))
 
 
 def row_weights(inputs: LossInputs, *, kind: Literal["mean", "geometric"]) -> Tensor | None:
-    """One correction weight per row from those of its tokens: `[R]`.
+    """Return one correction weight per row from those of its tokens: `[R]`.
 
     `geometric` adds 1e-10 inside the logarithm, so a rejected token weighs its row down heavily.
     """
@@ -117,9 +111,9 @@ def row_weights(inputs: LossInputs, *, kind: Literal["mean", "geometric"]) -> Te
 
 
 def kl_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
-    """KL(proximal || current) from `log_ratio = current - proximal [T]`: k1, k3 and |k1| means.
+    """Return KL(proximal || current) from `log_ratio = current - proximal [T]`: k1, k3 and |k1| means.
 
-    Only k3, which has an `exp`, clamps what it is given.
+    Only k3, which has an `exp`, clamps its input.
     """
     log_ratio = log_ratio.detach()
     bounded = clamp_log_ratio(log_ratio)
@@ -140,9 +134,9 @@ def ratio_metrics(
     rows: Rows | None = None,
     prefix: str = "",
 ) -> Metrics:
-    """How often a ratio left `[low, high]` on the side where clipping stops the gradient.
+    """Return how often a ratio left `[low, high]` on the side where clipping stops the gradient.
 
-    `..._low_min` and `..._high_max` are the least and most clipped rows.
+    `..._low_min` and `..._high_max` are of the rows that were clipped least and most.
     """
     ratio = ratio.detach()
     is_low = mask & (ratio < low) & (advantages < 0)
@@ -160,8 +154,3 @@ def ratio_metrics(
         f"{prefix}ratio_max": Max.of(ratio, mask),
         f"{prefix}ratio_min": Min.of(ratio, mask),
     }
-
-
-def counted_rows(inputs: LossInputs, *, count_empty_rows: bool) -> Tensor:
-    """Which rows enter row statistics: those with a trained token, or all: `[R] bool`."""
-    return (inputs.rows.count(inputs.mask) > 0) | count_empty_rows

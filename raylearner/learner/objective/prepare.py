@@ -1,4 +1,4 @@
-"""What is known before the first update of a step: scores, advantages, counts.
+"""Scores, advantages and counts of a step's batch, computed before its first update.
 
 Waits for: the other ranks, in every forward and wherever a whole batch is needed.
 Legend: `T` packed tokens and `R` rows of a micro-batch, `E` episodes of the whole batch.
@@ -10,14 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raylearner.config.advantage import (
-    CRITIC_ESTIMATORS,
-    TOKEN_ESTIMATORS,
-    CriticAdvantage,
-    OtbAdvantage,
-)
-from raylearner.config.correction import M2po, Opsm
-from raylearner.config.loss import SELECTS_TOKENS
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch import metric
 from raylearner.learner.batch.metric import Metrics
@@ -27,22 +19,30 @@ from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.model.critic import end_values, prefix_values
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.model.policy import Scores
-from raylearner.learner.objective import advantages, diagnostics
-from raylearner.learner.objective.correction import (
+from raylearner.learner.objective import diagnostics
+from raylearner.learner.objective.behavior_losses import (
+    DecoupledPpo,
+    Reinforce,
+    Topr,
     behavior_weights,
+)
+from raylearner.learner.objective.corrections import (
     correct,
     is_normalized,
     needs_whole_batch,
     weight_means,
 )
-from raylearner.learner.objective.corrections import log_ratios, m2po_bound
-from raylearner.learner.objective.estimator import (
-    EpisodeTable,
-    episode_advantages,
+from raylearner.learner.objective.episodes import EpisodeTable, resample
+from raylearner.learner.objective.estimate import (
+    EPISODE_ADVANTAGES,
     scorable,
     token_advantages,
 )
+from raylearner.learner.objective.importance import CorrectionInputs, log_ratios
 from raylearner.learner.objective.kl import kl_in_reward
+from raylearner.learner.objective.rejection import M2po, m2po_bound
+from raylearner.learner.objective.returns import CriticAdvantage
+from raylearner.learner.objective.token_baselines import OtbAdvantage
 
 ScorePolicy = Callable[[MicroBatch], Scores]
 ScoreTokens = Callable[[MicroBatch], Tensor]
@@ -50,16 +50,16 @@ ScoreTokens = Callable[[MicroBatch], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One micro-batch and what no update of the step changes about it."""
+    """One micro-batch with everything that no update of the step changes."""
 
     micro: MicroBatch
     source: Sequence[TokenRow]
     base_mask: Tensor  # [T] bool, trained tokens of scored episodes: corrections decide on these
-    mask: Tensor  # [T] bool, what trains; narrower than that if rejection leaves the counts
+    mask: Tensor  # [T] bool, trained tokens; fewer than those if rejected ones leave the counts
     start_logprobs: Tensor | None = None  # [T] the learner's at the start of the step
     reference_logprobs: Tensor | None = None  # [T]
     values: Tensor | None = None  # [T] the critic's at the start of the step
-    targets: Tensor | None = None  # [T] what they should have been
+    targets: Tensor | None = None  # [T] of those values
     is_target: Tensor | None = None  # [T] bool
     advantages: Tensor  # [T]
 
@@ -80,7 +80,7 @@ class Take:
 
     table: EpisodeTable
     parts: list[Part]
-    weight_means: tuple[float | None, ...]
+    batch_values: tuple[float | None, ...]
     """By correction: the batch mean that its weights are divided by, or its second moment's bound."""
     measured: Sequence[Metrics]
 
@@ -96,8 +96,8 @@ def needs_start_logprobs(config: LearnerSection) -> bool:
     return (
         (config.proximal == "recomputed" and num_updates > 1)
         or config.num_mini_batches > 1
-        or config.advantage.kind in ("vtrace", "otb", "tir_otb")
-        or config.loss.kind in SELECTS_TOKENS
+        or config.advantage.needs_start_logprobs
+        or config.loss.selects_tokens
         or (config.critic is not None and config.critic.trunk == "shared")
         or (kl is not None and kl.place == "reward" and kl.coefficient > 0)
         or any(map(needs_whole_batch, config.corrections))
@@ -118,7 +118,8 @@ def prepare(
     state_values: ScoreTokens | None,
     dtype: torch.dtype,
 ) -> Take:
-    """`state_values` is that of a critic of its own; a shared trunk's come with `score`."""
+    """Prepare all mini-batches. `state_values` is that of a critic of its own; those of a shared trunk
+    come with `score`."""
     is_scored = scorable(config.advantage, table)
     pairs = [pair for part in parts for pair in part]
     masks = [m.train_mask & m.rows.spread(is_scored[m.episodes]) for m, _ in pairs]
@@ -141,8 +142,8 @@ def prepare(
         for p, s, reference, state in zip(flat, scores, references, states, strict=True)
     ]
     measured: list[Metrics] = []
-    means = _weight_means(config, flat, layout)
-    weights = [_weights(config, p, table, means) for p in flat]
+    values = _weight_means(config, flat, layout)
+    weights = [_loss_weights(config, p, table, values) for p in flat]
     flat = _with_advantages(
         config, flat, scores, states, weights, table, layout, kl_coefficient, measured, dtype
     )
@@ -151,11 +152,12 @@ def prepare(
         for p, s in zip(flat, scores, strict=True)
         if s is not None and s.squared_probs is not None
     )
-    table = replace(table, copies=_copies(config, table, seed))
-    means = _with_second_moments(config, flat, layout, means)
+    if config.resampling is not None:
+        table = replace(table, copies=resample(table, config.resampling, seed=seed))
+    values = _with_second_moments(config, flat, layout, values)
     if not config.count_rejected and config.corrections:
-        flat = [_without_rejected(config, p, means) for p in flat]
-    return _counted(flat, [len(part) for part in parts], table, layout, means, measured)
+        flat = [_without_rejected(config, p, values) for p in flat]
+    return _counted(flat, [len(part) for part in parts], table, layout, values, measured)
 
 
 def _with_advantages(
@@ -170,9 +172,8 @@ def _with_advantages(
     measured: list[Metrics],
     dtype: torch.dtype,
 ) -> list[Prepared]:
-    section, penalty = config.advantage, torch.zeros_like(table.rewards)
-    is_by_token = section.kind in TOKEN_ESTIMATORS
-    if flat and (is_by_token or _taxes_reward(config, kl_coefficient)):
+    advantage, penalty = config.advantage, torch.zeros_like(table.rewards)
+    if flat and (advantage.is_per_token or _has_kl_in_reward(config, kl_coefficient)):
         columns: list[dict[str, Tensor]] = []
         for p, s, w in zip(flat, scores, weights, strict=True):
             column, metrics = _columns(config, p, s, kl_coefficient)
@@ -183,8 +184,8 @@ def _with_advantages(
             [p.micro for p in flat], of_tokens=columns, of_rows=ends, group=layout.data
         )
         by_token = whole.of_tokens["penalty"]
-        if is_by_token:
-            found = token_advantages(section, table, whole, by_token)
+        if advantage.is_per_token:
+            found = token_advantages(advantage, table, whole, by_token)
             return [
                 replace(p, advantages=a.to(dtype), targets=t.to(dtype), is_target=i)
                 for p, a, t, i in zip(
@@ -196,39 +197,32 @@ def _with_advantages(
                 )
             ]
         penalty = penalty.index_add(0, whole.episodes, whole.rows.sum(by_token, whole.mask))
-    by_episode = episode_advantages(section, table, penalty).to(dtype)
+    penalized = replace(table, rewards=table.rewards - penalty)
+    by_episode = EPISODE_ADVANTAGES[advantage.kind](penalized, advantage).to(dtype)
     return [replace(p, advantages=p.micro.rows.spread(by_episode[p.micro.episodes])) for p in flat]
 
 
-def _taxes_reward(config: LearnerSection, kl_coefficient: float) -> bool:
+def _has_kl_in_reward(config: LearnerSection, kl_coefficient: float) -> bool:
     return config.kl is not None and config.kl.place == "reward" and kl_coefficient > 0
 
 
 def _columns(
     config: LearnerSection, p: Prepared, scores: Scores | None, kl_coefficient: float
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """What an estimator wants to know of each token."""
-    micro, kind = p.micro, config.advantage.kind
+    """Return the inputs of a token advantage by micro-batch: `[T]` each."""
+    micro, advantage = p.micro, config.advantage
     penalty, metrics = torch.zeros_like(micro.behavior_logprobs), {}
-    if config.kl is not None and _taxes_reward(config, kl_coefficient):
+    if config.kl is not None and _has_kl_in_reward(config, kl_coefficient):
         assert p.start_logprobs is not None
         assert p.reference_logprobs is not None
-        taken, metrics = kl_in_reward(
-            torch.zeros_like(p.start_logprobs),
-            p.start_logprobs,
-            p.reference_logprobs,
-            p.mask,
-            micro.rows,
-            coefficient=kl_coefficient,
-            kind=config.kl.estimator,
-            value_limit=config.kl.value_limit,
+        kl, metrics = kl_in_reward(
+            p.start_logprobs, p.reference_logprobs, p.mask, micro.rows, config.kl
         )
-        penalty = -taken
+        penalty = kl_coefficient * kl
     columns = {"turns": micro.turns, "anchors": micro.anchors, "penalty": penalty}
-    if kind in CRITIC_ESTIMATORS:
-        assert p.values is not None, f"{kind} needs a critic"
+    if p.values is not None:
         columns["values"] = p.values
-    if kind == "vtrace":
+    if advantage.kind == "vtrace":
         columns["log_ratio"] = _start_ratio(p)
     if scores is not None and scores.squared_probs is not None:
         columns |= {"logprobs": scores.logprobs, "squared_probs": scores.squared_probs}
@@ -238,80 +232,61 @@ def _columns(
 def _row_columns(
     config: LearnerSection, p: Prepared, state_values: Tensor | None
 ) -> dict[str, Tensor]:
-    section = config.advantage
-    if not isinstance(section, CriticAdvantage) or not section.bootstrap:
+    advantage = config.advantage
+    if not isinstance(advantage, CriticAdvantage) or not advantage.bootstrap:
         return {}
     assert state_values is not None
     return {"bootstrap": end_values(state_values, p.micro)}
 
 
-def _copies(config: LearnerSection, table: EpisodeTable, seed: int) -> Tensor | None:  # [E]
-    """Draw the batch's episodes anew, alike on every rank; an episode counts as often as drawn."""
-    rewards = torch.where(table.num_tokens > 0, table.rewards, torch.nan).cpu()
-    if config.resampling is None or rewards.isnan().all():
-        return None
-    weights = advantages.pf_ppo_weights(
-        rewards, kind=config.resampling.kind, power=config.resampling.power
-    )
-    generator = torch.Generator().manual_seed(seed)
-    drawn = advantages.pf_ppo_resample(weights, int((weights > 0).sum()), generator=generator)
-    return torch.bincount(drawn, minlength=len(weights)).to(table.rewards.device)
-
-
 def _weight_means(
     config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
 ) -> tuple[float | None, ...]:
-    """What normalized weights are divided by, over the whole batch, by correction."""
+    """Return by correction the mean over the whole batch that normalized weights are divided by."""
     if not flat or not any(map(is_normalized, config.corrections)):
         return (None,) * len(config.corrections)
-    found = metric.combine(
-        weight_means(config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages)
-        for p in flat
-    )
+    found = metric.combine(weight_means(config.corrections, _correction_inputs(p)) for p in flat)
     values = metric.values(layout.combine(found, device=flat[0].mask.device))
     return tuple(values.get(str(index)) for index in range(len(config.corrections)))
 
 
-def _weights(
-    config: LearnerSection, p: Prepared, table: EpisodeTable, means: tuple[float | None, ...]
+def _loss_weights(
+    config: LearnerSection,
+    p: Prepared,
+    table: EpisodeTable,
+    batch_values: tuple[float | None, ...],
 ) -> Tensor | None:  # [T]
-    """What the loss will weigh each token's gradient by, where the estimator asks for it.
+    """Return the weights of each token's gradient in the loss, where the advantage needs them.
 
-    From the loss itself and from all corrections that can be known before any advantage.
+    From the loss itself and from all corrections that do not depend on advantages.
     """
     if not isinstance(config.advantage, OtbAdvantage):
         return None
-    sections = [
-        (section, mean)
-        for section, mean in zip(config.corrections, means, strict=True)
-        if not isinstance(section, Opsm | M2po)
+    known = [
+        (section, value)
+        for section, value in zip(config.corrections, batch_values, strict=True)
+        if not section.uses_advantages
     ]
-    ratio, mask, rows = _start_ratio(p), p.base_mask, p.micro.rows
-    found = correct(
-        [section for section, _ in sections],
-        ratio,
-        mask,
-        rows,
-        p.advantages,
-        [mean for _, mean in sections],
-    )
+    inputs = _correction_inputs(p)
+    found = correct([section for section, _ in known], inputs, [value for _, value in known])
     weights = None if found is None else found.weights
-    own = behavior_weights(config.loss, ratio, mask, rows, table.rewards[p.micro.episodes])
-    if own is None or weights is None:
-        return weights if own is None else own
-    return own * weights
+    if not isinstance(config.loss, DecoupledPpo | Reinforce | Topr):
+        return weights
+    rewards = table.rewards[p.micro.episodes]
+    own = behavior_weights(config.loss, inputs.log_ratio, inputs.mask, inputs.rows, rewards)
+    return own.weights if weights is None else own.weights * weights
 
 
 def _with_second_moments(
     config: LearnerSection,
     flat: Sequence[Prepared],
     layout: BatchLayout,
-    means: tuple[float | None, ...],
+    batch_values: tuple[float | None, ...],
 ) -> tuple[float | None, ...]:
-    """The means with the bounds of second moments among them, alike on every rank."""
+    """Add the bounds of second moments, alike on every rank."""
     moments = {i: c for i, c in enumerate(config.corrections) if isinstance(c, M2po)}
     if not moments or not flat:
-        return means
+        return batch_values
     whole = WholeBatch.gather(
         [p.micro for p in flat],
         of_tokens=[
@@ -321,26 +296,21 @@ def _with_second_moments(
         of_rows=[{} for _ in flat],
         group=layout.data,
     )
-    tokens = whole.of_tokens
-    bounds = {
-        index: m2po_bound(
-            tokens["log_ratio"],
-            tokens["advantages"],
-            tokens["mask"] > 0,
-            threshold=section.threshold,
-        )
-        for index, section in moments.items()
-    }
-    return tuple(bounds.get(index, mean) for index, mean in enumerate(means))
+    inputs = CorrectionInputs(
+        log_ratio=whole.of_tokens["log_ratio"],
+        mask=whole.of_tokens["mask"] > 0,
+        rows=whole.rows,
+        advantages=whole.of_tokens["advantages"],
+    )
+    bounds = {index: m2po_bound(inputs, section) for index, section in moments.items()}
+    return tuple(bounds.get(index, value) for index, value in enumerate(batch_values))
 
 
 def _without_rejected(
-    config: LearnerSection, p: Prepared, means: tuple[float | None, ...]
+    config: LearnerSection, p: Prepared, batch_values: tuple[float | None, ...]
 ) -> Prepared:
-    """Rejection is decided on all trained tokens; what is left of them trains and is counted."""
-    found = correct(
-        config.corrections, _start_ratio(p), p.base_mask, p.micro.rows, p.advantages, means
-    )
+    """Reject among all trained tokens; the remaining ones train and are counted."""
+    found = correct(config.corrections, _correction_inputs(p), batch_values)
     assert found is not None
     return replace(p, mask=found.keep)
 
@@ -350,15 +320,21 @@ def _start_ratio(p: Prepared) -> Tensor:
     return log_ratios(p.start_logprobs, p.micro.behavior_logprobs, p.base_mask)
 
 
+def _correction_inputs(p: Prepared) -> CorrectionInputs:
+    return CorrectionInputs(
+        log_ratio=_start_ratio(p), mask=p.base_mask, rows=p.micro.rows, advantages=p.advantages
+    )
+
+
 def _counted(
     flat: Sequence[Prepared],
     sizes: Sequence[int],
     table: EpisodeTable,
     layout: BatchLayout,
-    means: tuple[float | None, ...],
+    batch_values: tuple[float | None, ...],
     measured: Sequence[Metrics],
 ) -> Take:
-    """The parts with their counts over all ranks, and the table with what trains after rejection."""
+    """Count tokens and episodes over all ranks, by part and in the table, after rejection."""
     num_episodes = len(table.rewards)
     counts = torch.zeros((len(sizes), 3, num_episodes), dtype=torch.float64)
     counts = counts.to(table.rewards.device)  # by part and episode: tokens, rows, value targets
@@ -385,6 +361,6 @@ def _counted(
                 strict=True,
             )
         ],
-        weight_means=means,
+        batch_values=batch_values,
         measured=measured,
     )
