@@ -16,14 +16,14 @@ from raylearner.config.section import (
 
 
 class ImagesSection(Section):
-    """How large and how many images of prompts and observations may be; for vision models only."""
+    """Size and number of images in prompts and observations; for vision-language models only."""
 
     min_pixels: PositiveInt = 262_144
-    """Smaller images are enlarged to so many pixels."""
+    """Minimum number of pixels; smaller images are enlarged."""
     max_pixels: PositiveInt = 4_194_304
-    """Larger images are shrunk to so many pixels."""
+    """Maximum number of pixels; larger images are shrunk."""
     max_images: PositiveInt = 16
-    """Most images of one trajectory; an observation that exceeds them ends it as truncated."""
+    """Maximum number of images in a trajectory; an observation beyond it ends the episode as truncated."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -40,96 +40,99 @@ class RendererSection(Section):
     """How messages become tokens."""
 
     observation_role: Literal["user", "tool", "inline"] = "user"
-    """`user` and `tool` answer with a chat message; `inline` continues the assistant's own turn."""
+    """Role of observations: a chat message of the user or the tool, or `inline`, which continues the
+    assistant's own turn."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the chat template."""
+    """Arguments passed to the chat template."""
     reasoning_tags: ReasoningTags = "auto"
-    """Pairs of an opening and a closing tag around a policy's reasoning, `[["<think>", "</think>"]]`:
-    what is between them is not parsed, not scored and does not stop a turn, whether the chat template's
-    header opens it or the policy. `auto` takes the known tags that the chat template writes; null takes
-    reasoning for text like any other. Turns under `sampling.regex` do stop in it."""
+    """Pairs of opening and closing tags around reasoning, such as `[["<think>", "</think>"]]`. Text between
+    them is not parsed, not scored and does not stop a turn, whether the policy opens it or the chat
+    template's header. `auto` takes the known tags that the chat template writes; null treats reasoning as
+    other text. Turns under `sampling.regex` do stop in it."""
     max_prompt_tokens: PositiveInt = 256
-    """A longer prompt is refused with its length."""
+    """Maximum length of a prompt; longer ones are refused, see `data.long_prompts`."""
     max_response_tokens: PositiveInt = 256
-    """Tokens after the prompt, observations included."""
+    """Maximum number of tokens after the prompt, observations included."""
     max_observation_tokens: PositiveInt = 128
-    """An observation is cut to so many tokens, with a visible mark."""
+    """Maximum length of an observation; longer ones are cut, with a visible mark."""
     max_context_tokens: PositiveInt | None = None
-    """A turn starts from so many tokens at most, prompt and observations included; an episode that
-    needs more ends as truncated. Default: prompt and response together."""
+    """Maximum number of tokens before a turn, prompt and observations included; an episode that needs more
+    ends as truncated. Default: prompt and response together."""
     images: ImagesSection = ImagesSection()
-    """Sizes and number of images, for models that see them."""
+    """Size and number of images, for vision-language models."""
 
 
 class SamplingSection(Section):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus."""
+    """Probability mass of nucleus sampling; 1 is off."""
     top_k: NaturalInt = 0
-    """0 is off."""
+    """Number of most likely tokens to sample from; 0 is off."""
     min_p: Fraction = 0.0
-    """0 is off."""
+    """Minimum probability, relative to the most likely token's; 0 is off."""
     repetition_penalty: PositiveFloat = 1.0
-    """1 is off."""
+    """Penalty of tokens that occurred before; 1 is off."""
     max_turn_tokens: PositiveInt = 256
-    """Most tokens of one turn."""
+    """Maximum number of tokens of one turn."""
     regex: str | None = None
-    """Every turn matches it (structured outputs of vLLM)."""
+    """Regular expression that every turn matches (structured outputs of vLLM)."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Other SamplingParams of vLLM."""
+    """Further SamplingParams of vLLM."""
 
 
 class VllmEngine(Section):
-    """vLLM's AsyncLLM inside each rollout actor."""
+    """vLLM inside each rollout actor."""
 
     kind: Literal["vllm"]
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Engine precision; float32 on CPUs matches the learner to about 1e-6."""
+    """Precision of the engine; float32 on CPUs matches the learner to about 1e-6."""
     head_dtype: Literal["model", "float32"] = "float32"
-    """Precision of logits, as `learner.head_dtype`; `model` is the engine's own."""
+    """Precision of logits, as `learner.head_dtype`; `model` is that of the engine."""
     max_model_tokens: PositiveInt = 1024
-    """Longest sequence the engine takes."""
+    """Maximum length of a sequence."""
     max_sequences: PositiveInt = 64
-    """Sequences decoded at once."""
+    """Maximum number of sequences decoded at once."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory; an engine on a fraction of a GPU takes that fraction of it."""
+    """Fraction of the GPU's memory that the engine uses; with a fraction of a GPU, that fraction of it."""
     kv_cache_gib: PositiveInt = 1
-    """Key-value cache on CPUs, in GiB."""
+    """Size of the key-value cache on CPUs, in GiB."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs of one engine."""
+    """Number of GPUs per engine."""
     eager: bool = True
-    """Without CUDA graphs and compilation: starts faster, runs slower."""
+    """Runs without CUDA graphs and compilation: starts faster, generates slower."""
     sleep: bool = False
-    """Free the engine's GPU memory while the learner steps, and wake with the next weights (vLLM's sleep mode, level 2): for synchronous runs that share GPUs (`replay.max_staleness: 0`, `weights.transport: ipc`). On CPUs engines only pause."""
+    """Frees the engine's GPU memory while the learner steps, and wakes with the next weights (vLLM's sleep
+    mode, level 2). For synchronous runs that share GPUs: `replay.max_staleness: 0`, `weights.transport:
+    ipc`. On CPUs engines only pause."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Other AsyncEngineArgs of vLLM, of those that change speed, memory and reports alone."""
+    """Further AsyncEngineArgs of vLLM, limited to those that change only speed, memory and reports."""
 
 
 class ScriptedEngine(Section):
-    """A deterministic stand-in for logic tests and fault injection; never a policy."""
+    """A deterministic substitute for a policy, for logic tests and fault injection."""
 
     kind: Literal["scripted"]
     script: str
-    """`module:Class` called with the claim's tokens and seed."""
+    """`module:Class`, called with the tokens and seed of a claim."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the script."""
+    """Keyword arguments of the script."""
 
 
 class TransformersEngine(Section):
-    """A transformers model on one device: for tiny models, and machines without vLLM."""
+    """A transformers model on one device, for tiny models and machines without vLLM."""
 
     kind: Literal["transformers"]
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Engine precision."""
+    """Precision of the engine."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model runs."""
+    """Device of the model."""
     max_model_tokens: PositiveInt = 512
-    """Longest sequence the engine takes."""
+    """Maximum length of a sequence."""
     max_sequences: PositiveInt = 64
-    """Sequences decoded at once; keys and values of all at full length are kept."""
+    """Maximum number of sequences decoded at once; memory holds keys and values of all at full length."""
 
 
 EngineSection = Annotated[
@@ -141,16 +144,18 @@ class ActorsSection(Section):
     """Rollout actors."""
 
     num_actors: PositiveInt = 2
-    """Rollout actors, one engine each."""
+    """Number of rollout actors, each with one engine."""
     engine: EngineSection
-    """The engine inside."""
+    """Engine of each actor."""
     max_concurrent_episodes: PositiveInt = 32
-    """Episodes in flight per actor."""
+    """Maximum number of episodes in flight per actor."""
     cpus_per_actor: NonNegativeFloat = 1.0
-    """CPUs that Ray reserves for one actor."""
+    """Number of CPUs that Ray reserves per actor."""
     gpus_per_actor: AutoFloat = "auto"
-    """GPUs of one actor; a fraction puts several engines on one GPU; auto shares out what there is."""
+    """Number of GPUs per actor; a fraction puts several engines on one GPU, `auto` divides the GPUs of the
+    cluster."""
     max_restarts: NaturalInt = 5
-    """Replacements of dead actors before the run ends with the cause; one that was only left hanging in a push by another's failure does not count."""
+    """Maximum number of dead actors that are replaced; the run then ends with the cause. An actor blocked in
+    a push by another's failure does not count."""
     start_timeout_s: PositiveFloat = 600.0
-    """Longest an engine may take to start."""
+    """Maximum time for an engine to start."""

@@ -22,9 +22,9 @@ class _Source(Section):
     """What all sources share."""
 
     source: MetricName | None = None
-    """Name under which rewards of this data are reported. Default: the task's or the file's."""
+    """Name under which rewards of this source are reported. Default: that of the task or file."""
     weight: PositiveFloat = 1.0
-    """Share of the groups, relative to the other sources' weights."""
+    """Share of the groups, relative to the weights of the other sources."""
 
     @property
     def source_name(self) -> str:
@@ -36,19 +36,19 @@ class _Source(Section):
 
 
 class CalculatorData(_Source):
-    """Generated sums and products of two operands, split so that evaluation is never trained on."""
+    """Generated sums and products of two operands; no pair of operands occurs in both splits."""
 
     kind: Literal["calculator"]
     split: Literal["train", "evaluation"] = "train"
-    """Operand pairs are divided by hash: a pair belongs to one split only."""
+    """Split; pairs of operands are divided by hash."""
     num_prompts: PositiveInt = 2000
-    """Distinct prompts generated."""
+    """Number of distinct prompts."""
     max_operand: PositiveInt = 99
-    """Operands are drawn from 1 to this."""
+    """Maximum operand; the minimum is 1."""
     operations: tuple[Literal["+", "-", "*"], ...] = ("+", "*")
     """Operations that occur."""
     seed: NaturalInt = 0
-    """Seeds the generator."""
+    """Seed of the generator."""
 
 
 class ReasoningGymData(_Source):
@@ -61,41 +61,41 @@ class ReasoningGymData(_Source):
     task: str
     """Name of the task, such as `leg_counting`."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the task; `size` and `seed` are none of them."""
+    """Parameters of the task; `size` and `seed` are not among them."""
     split: Literal["train", "evaluation"] = "train"
-    """One question in five is held out for `evaluation`."""
+    """Split; one question in five is held out for `evaluation`."""
     num_prompts: PositiveInt = 1000
-    """Distinct prompts generated; fewer where the task has no more."""
+    """Number of distinct prompts; fewer where the task has no more."""
     seed: NaturalInt = 0
-    """Seeds the generator."""
+    """Seed of the generator."""
 
     def _default_name(self) -> str:
         return self.task
 
 
 class _Table(_Source):
-    """What rows of all kinds of tables share. Columns that are not named here are kept as they are."""
+    """Columns of a table. Columns that are not named here are kept as they are."""
 
     prompt_column: str = "prompt"
-    """Text, or a list of messages as OpenAI's API has them, or its JSON text."""
+    """Column with the prompt: text, a list of messages as in OpenAI's API, or such a list as JSON text."""
     answer_column: str = "answer"
-    """Expected answer, or a list of accepted ones. May be absent while it has its default name."""
+    """Column with the expected answer, or a list of accepted ones. May be absent while it has its default
+    name."""
     doc_id_column: str = "doc_id"
-    """Document that tools search, likewise."""
+    """Column with the id of the document that tools search. May be absent while it has its default name."""
     prompt_id_column: str = "prompt_id"
-    """Id of the row, likewise. Default: its place in the data."""
+    """Column with the id of the row. Default: the position of the row, if there is no `prompt_id`."""
     image_column: str | None = None
-    """Column with the images of the prompt: encoded bytes, paths from the file's folder, data URLs, or a
-    list of these; empty or null for none. They are read and checked when the run starts, and kept in
+    """Column with the images of the prompt: encoded bytes, paths relative to the file's folder, data URLs,
+    or a list of these; empty or null for none. They are read and checked when the run starts, and kept in
     memory. Default: rows have no images."""
     image_mark: Annotated[str, Field(min_length=1)] = "<image>"
-    """Stands in a prompt's text where an image is shown. Without any, images come before the first
-    user message."""
+    """Text in a prompt that an image replaces. Without any, images come before the first user message."""
     prefill: bool = False
-    """Whether a last message of the assistant starts the policy's turn. Otherwise rows that end with one
-    are refused, since it is often the expected answer."""
+    """Lets a last message of the assistant start the policy's turn. Rows that end with one are refused
+    otherwise, since it is often the expected answer."""
     max_prompts: PositiveInt | None = None
-    """Only the first so many rows are read."""
+    """Number of rows to read, from the start. Default: all."""
 
 
 class FileData(_Table):
@@ -103,22 +103,22 @@ class FileData(_Table):
 
     kind: Literal["jsonl", "parquet"]
     path: str
-    """File to read."""
+    """Path of the file."""
 
     def _default_name(self) -> str:
         return PurePath(self.path).stem
 
 
 class HubData(_Table):
-    """A dataset of the Hugging Face hub, or a directory in its form, through `datasets`."""
+    """A dataset of the Hugging Face hub, or a local directory in the same form, read by `datasets`."""
 
     kind: Literal["hub"]
     path: str
     """Id of the dataset, or a directory."""
     config: str | None = None
-    """Name of the dataset's configuration, where it has several."""
+    """Name of the dataset's configuration, if it has several."""
     split: str = "train"
-    """Split, slices such as `train[:1000]` included."""
+    """Split, including slices such as `train[:1000]`."""
     revision: str | None = None
     """Branch, tag or commit."""
 
@@ -133,32 +133,28 @@ DataSource = Annotated[
 
 
 class Shuffle(Section):
-    """Every prompt of a source once an epoch, shuffled anew each time; sources take turns by weight."""
+    """Each prompt of a source once per epoch, in a new random order; sources alternate by weight."""
 
     kind: Literal["shuffle"]
 
 
 class ByDifficulty(Section):
-    """As `shuffle`, but a prompt that lately taught nothing comes up only every so many epochs.
-
-    It teaches nothing when all its episodes of a group have the same reward: solved every time, or
-    never.
-    """
+    """As `shuffle`, but prompts whose recent groups gave no learning signal come up only every few epochs."""
 
     kind: Literal["by_difficulty"]
     keep_every: PositiveInt = 4
-    """Epochs in which such a prompt comes up once."""
+    """Number of epochs in which such a prompt comes up once."""
     min_groups: PositiveInt = 1
-    """Groups in a row without a difference before a prompt is held back."""
+    """Number of groups in a row with equal rewards before a prompt is held back."""
 
 
 class UserSampler(Section):
-    """A class of the user's that sees every trained group and orders what comes next."""
+    """A user-defined class that receives every trained group and orders the prompts that follow."""
 
     kind: Reference
-    """`module:Class`, which fulfils `raylearner.replay.sampler.Sampler`."""
+    """`module:Class` that implements `raylearner.replay.sampler.Sampler`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the class as keywords."""
+    """Keyword arguments of the class."""
 
 
 SamplerSection = Annotated[
@@ -173,26 +169,28 @@ class ExampleMessage(Section):
     """One message of a worked example."""
 
     role: Literal["user", "assistant"]
-    """Who says it; what tools answer comes from the user here."""
+    """Author of the message; observations of tools have the role `user` here."""
     content: str
-    """What is said."""
+    """Text of the message."""
 
 
 class DataSection(Section):
-    """Where prompts come from."""
+    """Prompts and their order."""
 
     train: Annotated[tuple[DataSource, ...], ONE_OR_MORE]
-    """Prompts to train on, without end: one source, or a list of several mixed by weight."""
+    """Prompts to train on, repeated without end: one source, or a list of several mixed by weight."""
     evaluation: Annotated[tuple[DataSource, ...] | None, ONE_OR_MORE] = None
-    """Held-out prompts: one source or several."""
+    """Held-out prompts: one source, or a list of several."""
     sampler: SamplerSection = Shuffle(kind="shuffle")
-    """Which prompt comes next."""
+    """Order of the prompts."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows whose prompt has more than `renderer.max_prompt_tokens` tokens, with the system prompt, examples and tools: the run is refused, or they are left out. Both count and name them at start."""
+    """Treatment of rows whose prompt has more than `renderer.max_prompt_tokens` tokens, with system prompt,
+    examples and tools: the run is refused, or the rows are left out. Both report the rows at the start."""
     system_prompt: str | None = None
-    """Put before each prompt that has no system message."""
+    """System message of each prompt that has none."""
     examples: tuple[ExampleMessage, ...] = ()
-    """Worked examples, message by message, between the system message and each prompt; small models learn from them what tags are for."""
+    """Worked examples, message by message, between the system message and each prompt; they show small
+    models the use of tags."""
 
     @property
     def weights(self) -> dict[str, float]:

@@ -18,40 +18,40 @@ MIB = 1 << 20
 
 
 class SandboxSection(Section):
-    """Where and within which limits code written by the model runs; limits are per call tree."""
+    """Where code written by the model runs, and its limits, which apply to all processes of one call
+    together."""
 
     isolation: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`none` runs code with the rights of the run itself, and says so in the log at each start."""
+    """`none` runs code with the rights of the run itself, which is logged at each start."""
     python: str | None = None
-    """Interpreter that runs the code. Default: the one that runs raylearner."""
+    """Python interpreter that runs the code. Default: that of raylearner."""
     packages: tuple[str, ...] = ()
-    """Folders of packages that the code may import, read-only; by default only Python's own."""
+    """Folders of packages that the code can import, read-only. Default: only Python's standard library."""
     wall_s: PositiveFloat = 10.0
-    """Wall-clock time of one call."""
+    """Maximum wall-clock time of a call."""
     cpu_s: PositiveFloat = 10.0
-    """CPU time of one call, all its processes together."""
+    """Maximum CPU time of a call."""
     memory_bytes: PositiveInt = 512 * MIB
-    """Memory of all processes of one call and of the files they write."""
+    """Maximum memory of a call, including the files it writes."""
     file_bytes: PositiveInt = 16 * MIB
-    """Largest single file."""
+    """Maximum size of a file."""
     folder_bytes: PositiveInt = 64 * MIB
-    """All files of the working directory, which lives in memory."""
+    """Maximum size of all files in the working directory, which is in memory."""
     max_files: PositiveInt = 1000
-    """Files and folders in the working directory."""
+    """Maximum number of files and folders in the working directory."""
     max_processes: PositiveInt = 32
-    """Processes and threads alive at once."""
+    """Maximum number of processes and threads alive at once."""
     output_bytes: PositiveInt = MIB
-    """Standard output and standard error together."""
+    """Maximum size of standard output and standard error together."""
     max_concurrent: PositiveInt | None = None
-    """Calls that run at once, others wait. Default: twice the CPUs of this process."""
+    """Maximum number of calls that run at once; others wait. Default: twice the CPUs of the process."""
 
 
 class _NamedTool(Section):
     """What all tools share."""
 
     name: str | None = None
-    """Name of the tool in calls, and of its tag in the tags dialect. Default: its kind; in the tags dialect
-    a short form of it."""
+    """Name of the tool in calls, and its tag in the tags dialect. Default: the kind, and a short tag."""
     default_tag: ClassVar[str]
 
     @property
@@ -124,27 +124,27 @@ class CodeExecutionTool(_Tool):
     kind: Literal["code_execution"]
     default_tag: ClassVar[str] = "code"
     url: HttpUrl | None = None
-    """Address of the service, without the path. Absent: the local sandbox."""
+    """Address of the service, without the path. Default: the local sandbox."""
     sandbox: SandboxSection = SandboxSection()
-    """The local sandbox; unused with a service."""
+    """The local sandbox; not used with a service."""
     max_stream_characters: PositiveInt = 1000
-    """Standard output and standard error are each cut here."""
+    """Maximum length of standard output and of standard error in the observation."""
     http: HttpSection = HttpSection(timeout_s=60.0)
     """Timeouts, retries and limits."""
 
 
 class FunctionTool(_Tool):
-    """A Python function of the user's; its signature and docstring become the schema."""
+    """A Python function; its signature and docstring become the schema."""
 
     kind: Literal["function"]
     function: str
-    """`module:function`, sync or async. Its name is the tool's where `name` gives no other."""
+    """`module:function`, sync or async. Its name is the default of `name`."""
     timeout_s: PositiveFloat = 30.0
-    """A call that takes longer is a failure."""
+    """Maximum time of a call; a longer one fails."""
     max_concurrent: PositiveInt = 32
-    """Calls at once; others wait."""
+    """Maximum number of calls at once; others wait."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to each call as keywords, and not shown to the policy."""
+    """Further keyword arguments of each call, which the policy is not shown."""
 
     @property
     def function_name(self) -> str:
@@ -166,7 +166,7 @@ PROGRAM_KEYWORDS = ("base_url", "api_key", "messages", "columns")
 
 
 class SingleTurn(Section):
-    """One completion, then the end."""
+    """One completion."""
 
     kind: Literal["single_turn"]
 
@@ -176,74 +176,74 @@ class TagsDialect(Section):
 
     kind: Literal["tags"]
     match: Literal["first", "last"] = "first"
-    """Which pair counts when a turn has several: the one that closes first, or from the right."""
+    """Pair that counts when a turn has several: the one that closes first, or the last one."""
     precedence: Literal["tool", "answer"] = "tool"
-    """Which kind counts in a turn that has both."""
+    """Pair that counts in a turn with both a tool call and an answer."""
     answer_tag: str = "answer"
     """Tag around the answer."""
 
 
 class JsonCallsDialect(Section):
-    """The model's own tool-calling template: JSON calls, several a turn, run concurrently."""
+    """The model's own tool-calling template: JSON calls, several per turn, run concurrently."""
 
     kind: Literal["json"]
     answer_tag: str | None = "answer"
-    """Tag around the answer; null takes a turn without calls as the answer."""
+    """Tag around the answer; with null, a turn without calls is the answer."""
     max_calls: PositiveInt = 16
-    """Calls of one turn that are run."""
+    """Maximum number of calls run per turn."""
 
 
 DialectSection = Annotated[TagsDialect | JsonCallsDialect, Field(discriminator="kind")]
 
 
 class ToolUse(Section):
-    """Turns with tools, ended by an answer."""
+    """Turns with tools until the policy answers."""
 
     kind: Literal["tool_use"]
     tools: tuple[ToolSection, ...] = (CalculatorTool(kind="calculator"),)
-    """Tools on offer."""
+    """Tools that the policy can call."""
     dialect: DialectSection = TagsDialect(kind="tags")
-    """How a turn names its calls and its answer."""
+    """Form of calls and answers."""
     max_turns: PositiveInt = 4
-    """Turns with tools; one last turn without tools follows."""
+    """Maximum number of turns with tools; one last turn without tools follows."""
     invalid_action_penalty: NonNegativeFloat = 0.0
-    """Taken from the reward for each turn that neither calls a tool with arguments that fit nor answers,
-    unless its length cut it; never shown."""
+    """Penalty for each turn that is neither an answer nor a tool call with valid arguments, unless its
+    length cut it. The policy is not shown it."""
     observation_tag: str | None = "result"
-    """Tag around what a tool answers; null for none."""
+    """Tag around observations; null for none."""
 
 
 class OpenAiProxy(Section):
-    """Any program with an OpenAI client, run as the episode against an endpoint of its own."""
+    """Any program with an OpenAI client, run as the episode against its own endpoint."""
 
     kind: Literal["openai_proxy"]
     program: Reference | None = None
-    """`module:function`, sync (in a thread) or async, called with `base_url`, `api_key`, `messages`
-    and `columns` of the prompt by name; returns the answer as text, or None."""
+    """`module:function`, sync (in a thread) or async, called with the keyword arguments `base_url`,
+    `api_key`, `messages` and `columns` of the prompt. Returns the answer as text, or None."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to `program` as further keywords."""
+    """Further keyword arguments of `program`."""
     command: tuple[str, ...] = ()
-    """In place of `program`: a command line. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its
+    """Command line to run instead of `program`. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its
     environment and the prompt as JSON on its standard input."""
     answer_from: Literal["turn", "stdout"] = "turn"
-    """Where rewards find a command's answer: in the policy's last turn, or in what it printed."""
+    """Where rewards find the answer of a command: in the policy's last turn, or in its standard output."""
     timeout_s: PositiveFloat = 300.0
-    """An episode that takes longer fails; a command is killed with its children."""
+    """Maximum time of an episode, after which it fails; a command is killed with its children."""
     max_calls: PositiveInt = 32
-    """Calls that are answered; further ones are told that the length is used up."""
+    """Maximum number of calls answered; further ones receive an error that the length is exceeded."""
 
 
 class CustomEnvironment(Section):
-    """An environment of the user's."""
+    """A user-defined environment."""
 
     kind: Literal["custom"]
     path: Reference
-    """`module:Class` with the methods of `raylearner.environments.protocol.Environment`; made once
-    for each episode."""
+    """`module:Class` with the methods of `raylearner.environments.protocol.Environment`; each episode has
+    its own instance."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the class as keywords."""
+    """Keyword arguments of the class."""
     timeout_s: PositiveFloat = 300.0
-    """An episode fails in which one call of `reset`, `step` or `close` takes longer."""
+    """Maximum time of a call of `reset`, `step` or `close`; a longer one fails the episode."""
 
 
 EnvironmentSection = Annotated[

@@ -16,54 +16,56 @@ class WarmStart(Section):
     """Supervised steps on imperfect scripted demonstrations, before the first policy version."""
 
     num_steps: PositiveInt = 300
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: PositiveInt = 64
-    """Demonstrations per step."""
+    """Number of demonstrations per step."""
     learning_rate: PositiveFloat = 3e-3
     """Peak learning rate of the warm start."""
     num_demonstrations: PositiveInt = 2000
-    """Demonstrations played in the environment, and dealt out again and again."""
+    """Number of demonstrations played in the environment; they are reused."""
     right_fraction: Fraction = 0.35
-    """Fraction of demonstrations that go the right way; the rest guess."""
+    """Fraction of demonstrations that solve the task; the others guess."""
     turns: tuple[str, ...] = ("<calc>{expression}</calc>", "<answer>{answer}</answer>")
-    """The right way, turn by turn. `{prompt}`, `{answer}` and columns of the prompt are filled in."""
+    """Turns of a demonstration that solves the task. `{prompt}`, `{answer}` and columns of the prompt are
+    filled in."""
     guess: str = "<answer>{number}</answer>"
-    """The only turn of a guess. Also `{number}`, drawn up to 9999, and `{other_answer}`, of another prompt."""
+    """The only turn of a guess. Also fills in `{number}`, drawn up to 9999, and `{other_answer}`, that of
+    another prompt."""
 
 
 class TinyVision(Section):
-    """The eyes of a tiny model: a Qwen2.5-VL vision tower."""
+    """Vision tower of a tiny model, of the Qwen2.5-VL architecture."""
 
     hidden_size: PositiveInt = 64
     """Width; at least 32 per attention head, in steps of 4."""
     num_layers: PositiveInt = 2
-    """Vision blocks; the last sees the whole image, the others windows of it."""
+    """Number of vision blocks; the last attends to the whole image, the others to windows of it."""
     num_heads: PositiveInt = 2
-    """Attention heads."""
+    """Number of attention heads."""
     intermediate_size: PositiveInt = 128
     """Width of the feed-forward part."""
 
 
 class TinyModel(Section):
-    """A small random model made on the spot, with its own tokenizer and chat template."""
+    """A small random model generated at startup, with its own tokenizer and chat template."""
 
     kind: Literal["tiny"]
     hidden_size: PositiveInt = 128
     """Width; a multiple of 32 per attention head, for vLLM's CPU kernels."""
     num_layers: PositiveInt = 2
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: PositiveInt = 4
-    """Attention heads, keys and values included."""
+    """Number of attention heads, and of key-value heads."""
     intermediate_size: PositiveInt = 512
     """Width of the feed-forward part."""
     max_length: PositiveInt = 512
-    """Longest sequence, in tokens."""
+    """Maximum length of a sequence, in tokens."""
     tie_embeddings: bool = True
-    """Whether the output head shares the input embedding."""
+    """Uses the input embedding as the output head."""
     vision: TinyVision | None = None
-    """Present: the model sees images."""
+    """If present, the model has a vision tower."""
     warm_start: WarmStart | None = None
-    """Present: the model imitates demonstrations before the run."""
+    """If present, the model imitates demonstrations before the run."""
 
 
 class PretrainedModel(Section):

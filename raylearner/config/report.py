@@ -178,18 +178,45 @@ def _share(count: int, cpus: float, gpus: float | str) -> str:
 
 HEAD = """# Configuration
 
-Made from the schema in `raylearner/config/` by `make docs`; `python -m raylearner check` validates
-a configuration against it and prints what follows.
+Generated from the schema in `raylearner/config/` by `make docs`. `python -m raylearner check FILE` validates a
+configuration, reports all errors together with file and line, and prints the resources and sizes that it implies.
 
-Files merge left to right, `key=value` overrides come last: `learner.learning_rate=2e-6`,
-`environment.tools.0.max_results=3`, `learner.loss={kind: gspo}`. A mapping merges key by key, a list
-or a section of another `kind` is replaced. A section marked *absent* is switched on by writing it.
+Files merge from left to right; `key=value` overrides come last: `learner.learning_rate=2e-6`,
+`environment.tools.0.top_n=3`, `learner.loss={kind: gspo}`. A mapping merges key by key; a list, or a section of
+another `kind`, is replaced. A section whose default is *absent* is switched on by writing it, with `{}` for its
+defaults, and a section is switched off by `null`, as in `evaluation: null`.
+
+## The twenty keys that people set
 """
+
+COMMON_KEYS = {
+    "model.path": "Always.",
+    "data.train": "Always.",
+    "data.evaluation": "To evaluate on held-out prompts before, during and after training.",
+    "environment": "Always: `single_turn`, `tool_use`, `openai_proxy` or `custom`.",
+    "rewards.functions": "Unless the answer must equal the expected one.",
+    "run.num_steps": "With the data and the budget; one step trains `groups_per_step` prompts.",
+    "run.checkpoint_every_steps": "Lower it where machines may be taken away.",
+    "evaluation.every_steps": "To follow evaluation rewards during training.",
+    "sampling.max_turn_tokens": "Raise it for long reasoning.",
+    "renderer.max_prompt_tokens": "Raise it for long prompts; `check` counts those that do not fit.",
+    "renderer.max_response_tokens": "Raise it for long reasoning or many tool calls.",
+    "actors.num_actors": "One per GPU, or per tensor-parallel group, that generates.",
+    "actors.engine.max_model_tokens": "At least prompt and response together.",
+    "replay.groups_per_step": "More prompts give smoother gradients and slower steps.",
+    "replay.group_size": "Raise it where few episodes of a prompt succeed.",
+    "replay.max_staleness": "0 for a synchronous run; higher values keep engines busy when episodes take long.",
+    "learner.learning_rate": "About 1e-6 for full training, 1e-5 with `learner.lora`.",
+    "learner.loss": "To use another algorithm; see docs/algorithms.md.",
+    "learner.num_ranks": "One per GPU that trains; more for models that do not fit.",
+    "learner.max_tokens_per_micro_batch": "Lower it when the learner runs out of GPU memory.",
+}
+"""The keys at the head of the document, and when to change each."""
 
 
 def markdown(sweep: type[BaseModel]) -> str:
     """Return the text of docs/configuration.md; `sweep` is the section of a sweep file."""
-    parts = [HEAD]
+    parts = [HEAD, _common_keys()]
     for name, field in RunConfig.model_fields.items():
         parts += _section(f"`{name}`", name, field.annotation, level=2)
     parts.append(
@@ -197,6 +224,25 @@ def markdown(sweep: type[BaseModel]) -> str:
     )
     parts += _keys(sweep, "", level=3)
     return "\n".join(parts)
+
+
+def _common_keys() -> str:
+    rows = ["| key | type | default | meaning | when to set it |", "|---|---|---|---|---|"]
+    for key, advice in COMMON_KEYS.items():
+        field = _field(RunConfig, key)
+        rows.append(f"{_row(key, field)} {advice} |")
+    return "\n".join(rows) + "\n"
+
+
+def _field(model: type[BaseModel], key: str) -> FieldInfo:
+    """Return the field at a dotted key, of the first kind of section that has it."""
+    head, _, rest = key.partition(".")
+    field = model.model_fields[head]
+    if not rest:
+        return field
+    name = rest.partition(".")[0]
+    sections = section_types(field.annotation)
+    return _field(next(section for section in sections if name in section.model_fields), rest)
 
 
 def _section(title: str, path: str, annotation: Any, *, level: int) -> Iterator[str]:
@@ -251,7 +297,7 @@ def _default(field: FieldInfo) -> str:
     if default is PydanticUndefined:
         return "required"
     if default is None:
-        return "*absent*"
+        return "*absent*" if _inner(field.annotation) is not None else "`null`"
     if isinstance(default, BaseModel):
         said = default.model_dump(mode="json", exclude_unset=True)
         return f"`{json.dumps(said)}`" if said else "its defaults"

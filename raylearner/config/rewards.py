@@ -33,7 +33,7 @@ class _Reward(Section):
     """What all reward functions share."""
 
     name: MetricName | None = None
-    """Under which it is reported. Default: its kind, or the name of the user's function."""
+    """Name under which the reward is reported. Default: its kind, or the name of the function."""
     weight: float = 1.0
     """Factor in the weighted sum."""
 
@@ -55,7 +55,8 @@ class _Reward(Section):
 
 class _AnswerReward(_Reward):
     answer_tag: str | None = "answer"
-    """Tag whose last pair in the last turn holds the answer; without one, or with null, the turn."""
+    """Tag whose last pair in the last turn holds the answer. With null, or without such a pair, the whole
+    turn is the answer."""
 
 
 class AnswerMatch(_AnswerReward):
@@ -88,14 +89,14 @@ class CheckedAnswer(_AnswerReward):
 
 
 class AnswerFormat(_Reward):
-    """1 when the last turn ends with one answer between tags, and nothing is left open; else 0."""
+    """1 when the last turn ends with one answer between tags and leaves no tag open; else 0."""
 
     kind: Literal["answer_format"]
     answer_tag: str = "answer"
     """Tag around the answer."""
     reasoning_tag: str | None = None
-    """Tag that must be around all that precedes the answer, such as `think`; where the chat template's
-    header opens it, the turn need not."""
+    """Tag that must enclose all text before the answer, such as `think`; a turn need not open it where the
+    chat template's header does."""
 
 
 class ToolUseShaping(_Reward):
@@ -103,13 +104,13 @@ class ToolUseShaping(_Reward):
 
     kind: Literal["tool_use"]
     valid: float = 0.1
-    """For a call that the tool answered."""
+    """Reward of a call that the tool answered."""
     invalid: float = -0.1
-    """For a turn with neither a call nor an answer, and for a call that failed."""
+    """Reward of a turn with neither a call nor an answer, and of a call that failed."""
     min: float = -0.5
-    """Least sum."""
+    """Minimum of the sum."""
     max: float = 0.5
-    """Greatest sum."""
+    """Maximum of the sum."""
 
 
 class RetrievalHit(_Reward):
@@ -124,31 +125,31 @@ class RetrievalHit(_Reward):
 
 
 class ResponseLength(_Reward):
-    """1 at `target_tokens` sampled tokens, falling linearly to 0 at none or twice as many."""
+    """1 at `target_tokens` sampled tokens, falling linearly to 0 at no tokens and at twice as many."""
 
     kind: Literal["response_length"]
     target_tokens: PositiveInt
-    """Sampled tokens of the best length."""
+    """Number of sampled tokens with the highest reward."""
 
 
 class RewardModel(_Reward):
-    """A sequence-classification model that reads prompt and completion, in an actor of its own."""
+    """A sequence-classification model that reads prompt and completion, in its own actor."""
 
     kind: Literal["model"]
     path: str
     """Checkpoint directory or hub id."""
     label: NaturalInt = 0
-    """Which output is the reward, where the model has several."""
+    """Index of the output that is the reward, if the model has several."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     max_tokens: PositiveInt = 2048
-    """A longer prompt and completion is an error of its trajectory."""
+    """Maximum length of prompt and completion; a longer one fails its trajectory."""
     max_batch: PositiveInt = 16
-    """Episodes scored at once; those that come while the model is busy wait for the next batch."""
+    """Maximum number of episodes scored at once; others wait for the next batch."""
     cpus: NonNegativeFloat = 1.0
-    """CPUs that Ray reserves for the actor."""
+    """Number of CPUs that Ray reserves for the actor."""
     gpus: NonNegativeFloat = 0.0
-    """GPUs of the actor, a fraction of one to share it; the model runs on the CPU with 0."""
+    """Number of GPUs of the actor, or a fraction of one to share it; with 0 the model runs on the CPU."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -179,15 +180,15 @@ class _Endpoint(_Reward):
     """A chat-completions endpoint of the OpenAI form."""
 
     url: HttpUrl
-    """Address up to and with `/v1`."""
+    """Address of the API, including `/v1`."""
     model: str
-    """Name of the model there."""
+    """Name of the model."""
     api_key_variable: str | None = None
-    """Environment variable with the key, read in the process that asks. None: no key is sent."""
+    """Environment variable with the API key, in the process that asks. Null: no key is sent."""
     temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature of the judge. Null: not sent."""
     max_tokens: PositiveInt | None = 512
-    """Longest reply of the judge, its thoughts included. Null: not sent."""
+    """Maximum length of a reply, reasoning included. Null: not sent."""
     extra_arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of the request, such as `reasoning_effort`, or `max_completion_tokens` beside
     `max_tokens: null`."""
@@ -225,11 +226,11 @@ class Judge(_Endpoint):
         "Reason briefly, then give a whole number from 0 (useless) to 10 (perfect) as"
         " <score>number</score>."
     )
-    """The request, with `{prompt}`, `{completion}` and `{answer}` (empty where there is none)."""
+    """Text of the request, with `{prompt}`, `{completion}` and `{answer}` (empty without an answer)."""
     min_score: float = 0.0
-    """Least score that the template asks for; becomes 0."""
+    """Minimum score in the template; becomes 0."""
     max_score: float = 10.0
-    """Greatest score; becomes 1."""
+    """Maximum score; becomes 1."""
 
 
 class PairwiseJudge(_Endpoint):
@@ -251,9 +252,9 @@ class PairwiseJudge(_Endpoint):
         "Reason briefly, then name the better one: <winner>A</winner>, <winner>B</winner> or"
         " <winner>tie</winner>."
     )
-    """The request, with `{prompt}`, `{first}`, `{second}` and `{answer}`."""
+    """Text of the request, with `{prompt}`, `{first}`, `{second}` and `{answer}`."""
     swap: bool = True
-    """Asks for each pair in both orders, which cancels a liking for the first place."""
+    """Compares each pair in both orders, which cancels a preference for the first place."""
 
     @property
     def sees_groups(self) -> bool:
@@ -261,16 +262,16 @@ class PairwiseJudge(_Endpoint):
 
 
 class UserFunction(_Reward):
-    """A function of the user's, sync or async."""
+    """A custom function, sync or async."""
 
     kind: Reference
-    """`module:function`. Takes an `EpisodeView`, or lists by the names that TRL uses."""
+    """`module:function`. Takes an `EpisodeView`, or lists with the names that TRL uses."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function as keywords."""
+    """Keyword arguments of the function."""
     timeout_s: PositiveFloat | None = None
     """Maximum time of one call, after which its trajectory fails. Default: `rewards.timeout_s`."""
     per: Literal["episode", "group"] = "episode"
-    """Called once per episode as it ends, or once per group with all episodes of it."""
+    """Calls the function once per episode, or once per group with all of its episodes."""
 
     @property
     def sees_groups(self) -> bool:
@@ -296,18 +297,18 @@ RewardFunction = Annotated[
 
 
 class RewardSection(Section):
-    """What an episode is worth."""
+    """Rewards of episodes."""
 
     functions: tuple[RewardFunction, ...] = (AnswerMatch(kind="exact_answer"),)
-    """Summed by weight; None means that a function does not apply."""
+    """Reward functions, whose weighted sum is the reward; a function that returns None does not apply."""
     clip: tuple[float, float] | None = None
-    """Least and greatest weighted sum; what lies beyond is set to it."""
+    """Minimum and maximum of the weighted sum; values beyond are clipped."""
     timeout_s: PositiveFloat = 30.0
-    """A function that takes longer is an error of its trajectory."""
+    """Maximum time of a function; a longer call fails its trajectory."""
     failed_reward: float | None = None
-    """What an episode that failed counts as in reported means, or less where another has less; it never
-    trains. Set it to the least reward where rewards can be negative. Default: the lower end of `clip`,
-    or 0."""
+    """Reward of failed episodes in reported means, or the minimum of the others if that is lower. Failed
+    episodes do not train. Set it to the minimum reward where rewards can be negative. Default: the lower end
+    of `clip`, or 0."""
 
     @property
     def reported_failed_reward(self) -> float:

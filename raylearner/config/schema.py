@@ -53,88 +53,97 @@ class RunSection(Section):
     """The run as a whole."""
 
     name: Name = "run"
-    """Names the run directory; shown in logs, on the Ray dashboard and in job metadata."""
+    """Name of the run: of its directory, in logs, on the Ray dashboard and in job metadata."""
     dir: str | None = None
-    """Run directory; it must not exist yet. Default: `runs/<name>-<time>`."""
+    """Run directory, which must not exist yet. Default: `runs/<name>-<time>`."""
     num_steps: PositiveInt = 100
-    """Learner steps to commit before the run ends."""
+    """Number of learner steps."""
     seed: Seed = 0
-    """Seeds prompt order, model initialisation and the scripted parts; vLLM samples unseeded."""
+    """Seed of prompt order, model initialization and scripted parts; sampling in vLLM is not seeded."""
     checkpoint_every_steps: NaturalInt = 50
-    """A checkpoint is written every so many steps and at the last one; 0 keeps the last only."""
+    """Writes a checkpoint every k steps and at the last one; 0: at the last one only."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept; older ones are removed once a newer one is whole."""
+    """Number of checkpoints kept; an older one is removed once a newer one is complete."""
     checkpoint_async: bool = True
-    """Training stands still only while state is copied to host memory, 12 bytes a trained parameter, and goes on while that is written; false waits until all is on disk."""
+    """Writes checkpoints while training continues, which pauses only to copy the state to host memory (12
+    bytes per trained parameter); false pauses until all is on disk."""
     watchdog_s: PositiveFloat = 600.0
-    """The run ends, naming who waits for whom, after so many seconds without any progress of episodes, in a learner step, or without an answer of the replay actor."""
+    """Maximum time without progress of any episode, in a learner step, or without an answer of the replay
+    actor; the run then ends with an error that names what is stuck."""
     deadline: str | None = None
-    """When the machines are taken away: ISO 8601, or seconds since 1970. Default: RAYLEARNER_DEADLINE, or SLURM_JOB_END_TIME, of the environment."""
+    """Time at which the machines are taken away, as ISO 8601 or seconds since 1970. Default:
+    RAYLEARNER_DEADLINE or SLURM_JOB_END_TIME of the environment."""
     deadline_margin_s: PositiveFloat = 300.0
-    """So long before the deadline the run writes a checkpoint and stops."""
+    """Time before the deadline at which the run writes a checkpoint and stops."""
     max_learner_restarts: NaturalInt = 2
-    """How often a learner that died is restored from the last checkpoint before the run ends."""
+    """Maximum number of times that a learner that died is restored from the last checkpoint."""
 
 
 class ClusterSection(Section):
-    """The Ray cluster the run uses."""
+    """The Ray cluster that the run uses."""
 
     address: str | None = None
-    """Address of an existing cluster; empty starts a local one (RAY_ADDRESS, set by jobs, wins)."""
+    """Address of an existing cluster. Default: RAY_ADDRESS, which jobs set, or else a new local cluster."""
     num_cpus: PositiveInt | None = None
-    """CPUs that a local cluster offers. Default: those of the machine."""
+    """Number of CPUs that a local cluster offers. Default: those of the machine."""
     object_store_bytes: PositiveInt = 400_000_000
-    """Object store of a local cluster, in bytes."""
+    """Size of the object store of a local cluster, in bytes."""
     dashboard: bool = False
     """Starts Ray's dashboard on 127.0.0.1 with a local cluster."""
 
 
 class ReplaySection(Section):
-    """Admission, staleness and groups."""
+    """Groups, staleness and limits on failures."""
 
     groups_per_step: PositiveInt = 16
-    """Groups in one take."""
+    """Number of groups, and so of prompts, per learner step."""
     group_size: PositiveInt = 8
-    """Episodes of one prompt."""
+    """Number of episodes per prompt."""
     extra: NaturalInt = 0
-    """Episodes started beyond `group_size`; the first `group_size` done make the group."""
+    """Number of episodes started beyond `group_size`; the first `group_size` to end make up the group."""
     play_greedy: bool = False
-    """One more episode of each prompt, sampled greedily. It never trains; its reward is the baseline of remax."""
+    """Plays one more episode of each prompt with greedy sampling. It does not train; its reward is the
+    baseline of `remax`."""
     max_staleness: NaturalInt = 2
-    """Most versions between sampling a token and training on it; 0 is synchronous."""
+    """Maximum number of policy versions between sampling a token and training on it; 0 is synchronous."""
     on_stale: Literal["mask", "drop", "wait", "train"] = "mask"
-    """What happens to what is too old at `take`; see docs/architecture.md."""
+    """Treatment of tokens beyond `max_staleness` at training time: mask them, drop their group, wait for
+    groups that would pass it, or train on them. See docs/architecture.md."""
     max_concurrent_groups: PositiveInt | None = None
-    """Groups running at once. Default: bounded by staleness alone."""
+    """Maximum number of groups running at once. Default: bounded by staleness alone."""
     group_time_limit_s: PositiveFloat = 600.0
-    """A group still incomplete after so long is closed by the partial-group rule."""
+    """Maximum time to complete a group; `partial_groups` applies after it."""
     partial_groups: Literal["train", "drop"] = "train"
-    """At the time limit: train on what is done (at least two episodes), or drop the group."""
+    """At the time limit: train on the episodes that ended, at least two, or drop the group."""
     drop_zero_variance: bool = False
-    """Groups whose rewards are all equal are dropped and refilled."""
+    """Drops groups whose rewards are all equal, and plays others in their place."""
     max_filtered_groups: PositiveInt = 1000
-    """So many filtered groups in a row end the run with the reason."""
+    """Maximum number of groups dropped in a row for equal rewards; the run then ends with an error."""
     max_attempts: PositiveInt = 3
-    """Times one sample is started, when its actor dies, before it counts as failed."""
+    """Maximum number of times that an episode is started, when its actor dies, before it counts as failed."""
     max_error_fraction: Fraction = 0.5
-    """The run ends when more of the last `error_window` episodes failed."""
+    """Maximum fraction of failed episodes among the last `error_window`; the run ends above it."""
     max_tool_failure_fraction: Fraction = 0.9
-    """The run ends when a tool failed more of its calls in the last `error_window` episodes that called it. Counts failures that are shown to the policy; 1 never ends a run."""
+    """Maximum fraction of failed calls of a tool in the last `error_window` episodes that called it,
+    failures shown to the policy included; the run ends above it. 1 never ends a run."""
     error_window: PositiveInt = 64
-    """Episodes over which failures are counted."""
+    """Number of episodes over which failures are counted."""
 
 
 class WeightsSection(Section):
     """How weights reach the engines."""
 
     every_steps: PositiveInt = 1
-    """Every k-th policy version is published."""
+    """Publishes every k-th policy version."""
     transport: Literal["auto", "shared_files", "nccl", "ipc", "adapter"] = "auto"
-    """`nccl` broadcasts between separate GPUs, `ipc` shares memory on GPUs where every learner rank lives beside engines, `shared_files` writes safetensors to memory-backed storage on one machine, `adapter` writes LoRA adapters there and nothing else; the others carry them merged, to engines in float32; auto chooses by where actors are."""
+    """`nccl` broadcasts between separate GPUs. `ipc` shares memory on GPUs where every learner rank runs
+    beside engines. `shared_files` writes safetensors to memory-backed storage on one machine. `adapter`
+    writes only LoRA adapters there; the other transports carry them merged, to engines in float32. `auto`
+    chooses by where actors run."""
     folder: str = "/dev/shm"
-    """Where shared files live; a folder of the run's own is made inside and removed at the end."""
+    """Folder of shared files; the run creates its own folder inside and removes it at the end."""
     clear_caches: bool = True
-    """Running requests are recomputed under the new weights; off keeps stale key-values."""
+    """Recomputes running requests under the new weights; false keeps stale keys and values."""
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
     verify_tolerance: PositiveFloat | Literal["auto"] = "auto"
@@ -149,7 +158,8 @@ class EvaluationSection(Section):
     """Evaluation on held-out prompts."""
 
     every_steps: NaturalInt = 0
-    """Evaluates every k steps, on one actor beside training, besides step 0 and the last step; 0: only at those two."""
+    """Evaluates every k steps, on one actor while training continues, besides step 0 and the last step; 0:
+    only at those two."""
     num_prompts: PositiveInt = 128
     """Number of prompts of one evaluation."""
     sampling: SamplingSection = SamplingSection(temperature=0.0)
@@ -157,22 +167,22 @@ class EvaluationSection(Section):
 
 
 class CompletionsSection(Section):
-    """A table of a few completions: prompt, completion, rewards, advantage, logged numbers."""
+    """A table of a few completions: prompt, completion, rewards, advantage and logged numbers."""
 
     every_steps: NaturalInt = 1
-    """Every so many steps; 0 never."""
+    """Writes the table every k steps; 0: never."""
     num_completions: PositiveInt = 4
-    """Rows, spread from the worst reward to the best."""
+    """Number of rows, spread from the lowest reward to the highest."""
     unique_prompts: bool = False
-    """At most one row a prompt."""
+    """Shows at most one row per prompt."""
     max_characters: PositiveInt = 400
-    """Longer prompts and completions are cut in the middle."""
+    """Maximum length of prompts and completions; longer ones are cut in the middle."""
     log: bool = False
-    """Also writes the table to the log; TensorBoard has it anyway."""
+    """Also writes the table to the log, besides TensorBoard."""
 
 
 class ProfileSection(Section):
-    """Profiles of chosen learner steps by torch's profiler, one file a rank."""
+    """Profiles of chosen learner steps by torch's profiler, one file per rank."""
 
     steps: tuple[PositiveInt, ...]
     """Learner steps to profile; the first step after a start is slower than the rest."""
@@ -183,33 +193,33 @@ class ProfileSection(Section):
 
 
 class WandbSection(Section):
-    """Weights & Biases; the package is installed by whoever wants it."""
+    """Weights & Biases; needs `pip install wandb`."""
 
     project: str = "raylearner"
-    """Project there."""
+    """Name of the project."""
     entity: str | None = None
-    """Team or user; empty is the account's default."""
+    """Team or user. Default: that of the account."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes files to upload later."""
 
 
 class ObservabilitySection(Section):
-    """What is recorded."""
+    """Metrics, trajectories and profiles that are recorded."""
 
     tensorboard: bool = True
-    """Writes `tensorboard/`."""
+    """Writes TensorBoard files to `tensorboard/`."""
     ray_metrics: bool = True
-    """Exports every number through Ray's metrics, for Prometheus and Grafana."""
+    """Exports all metrics through Ray, for Prometheus and Grafana."""
     wandb: WandbSection | None = None
-    """Present: numbers also go to Weights & Biases."""
+    """If present, metrics also go to Weights & Biases."""
     trajectories_every_steps: NaturalInt = 1
-    """Writes `trajectories/step_NNNNNN.jsonl` every k steps; 0 never."""
+    """Writes `trajectories/step_NNNNNN.jsonl` every k steps; 0: never."""
     completions: CompletionsSection | None = CompletionsSection()
     """Completions as text; null switches them off."""
     trace: bool = True
-    """Writes `trace.json` (Chrome trace)."""
+    """Writes a timeline to `trace.json` (Chrome trace format)."""
     profile: ProfileSection | None = None
-    """Present: chosen learner steps are profiled into `profile/`."""
+    """If present, chosen learner steps are profiled into `profile/`."""
 
 
 __all__ = [
@@ -264,13 +274,14 @@ __all__ = [
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     run: RunSection = RunSection()
     cluster: ClusterSection = ClusterSection()
     model: ModelSection
     data: DataSection
     environment: EnvironmentSection
+    """Form of an episode: one completion, turns with tools, a program or a user-defined class."""
     renderer: RendererSection = RendererSection()
     sampling: SamplingSection = SamplingSection()
     rewards: RewardSection = RewardSection()
