@@ -37,7 +37,8 @@ from raylearner.tiny.demonstrations import prepare_tiny_model
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Claim, Prompt, Sampling, Trajectory, TrajectoryGroup
 from raylearner.weights.probe import probe_tokens
-from raylearner.weights.transports.shared_files import discard_weights, write_weights
+from raylearner.weights.transports import discard_files
+from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.update import Probe, WeightUpdate
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -214,7 +215,7 @@ class Harness:
         )
         self._snapshots.append(update)
         if len(self._snapshots) > self._num_snapshots:
-            discard_weights(self._snapshots.popleft().payload)
+            discard_files(self._snapshots.popleft().payload)
 
     async def _hold(self, update: WeightUpdate) -> None:
         if self.engine.policy_version != update.policy_version:

@@ -20,8 +20,8 @@ from raylearner.errors import WeightTransferError
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
 from raylearner.types import Sampling
-from raylearner.weights.group import WeightGroup
 from raylearner.weights.publisher import Publisher
+from raylearner.weights.transports import WeightGroup
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 PROMPT_TOKENS = 200

@@ -49,7 +49,8 @@ async def run(arguments: Any, result: Result) -> None:
 
     from raylearner.actors.engines.vllm import VllmEngine
     from raylearner.config.schema import VllmEngine as Section
-    from raylearner.weights.transports.shared_files import discard_weights, write_weights
+    from raylearner.weights.transports import discard_files
+    from raylearner.weights.transports.shared_files import write_weights
     from raylearner.weights.update import Probe, WeightUpdate
 
     cpu = arguments.cpu
@@ -93,7 +94,7 @@ async def run(arguments: Any, result: Result) -> None:
                     "pause_s": receipt.pause_s,
                 }
             )
-            discard_weights(payload)
+            discard_files(payload)
         result.add(
             pushes=receipts,
             first_verify_s=receipts[0]["verify_s"],

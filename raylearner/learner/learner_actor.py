@@ -19,7 +19,7 @@ from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.observability.spans import Span, Tracer
 from raylearner.types import PolicyVersion
-from raylearner.weights.group import WeightGroup
+from raylearner.weights.transports import WeightGroup
 from raylearner.weights.update import WeightUpdate
 
 if TYPE_CHECKING:  # these import torch, which only the actor's own process needs

@@ -31,7 +31,7 @@ from raylearner.learner.learner_actor import LearnerActor
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.observability.spans import Span
 from raylearner.types import PolicyVersion
-from raylearner.weights.group import WeightGroup
+from raylearner.weights.transports import WeightGroup, discard_files, transport_of
 from raylearner.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class LearnerGroup:
         self._spec = spec
         self._ray_options = ray_options or [{}] * spec.learner.num_ranks
         self._rank_of = rank_of
+        self._transport = transport_of(spec.weights.transport)
         self._group: WeightGroup | None = None
         self._sending: asyncio.Future[list[Any]] | None = None
         self._is_stepping = False
@@ -128,17 +129,16 @@ class LearnerGroup:
     ) -> WeightUpdate:
         """Return an update with the present weights, which are `policy_version` or later.
 
-        With `nccl` the ranks begin to send as soon as this returns: the members must receive, and
+        With a broadcast the ranks begin to send as soon as this returns: the members must receive, and
         `send` waits for the end.
         """
-        is_broadcast = self._spec.weights.transport == "nccl"
-        group = await self._form_group(members) if is_broadcast else None
+        group = await self._form_group(members) if self._transport.is_broadcast else None
         # Queued at once: no step may run between announcing the weights and sending them.
         writing = [
             rank.write.remote(tuple(m for m in members if self._rank_of(m) == index), group)
             for index, rank in enumerate(self._living)
         ]
-        if is_broadcast:
+        if group is not None:
             sending = [rank.send.remote(group) for rank in self._ranks]
             self._sending = asyncio.ensure_future(self._gather(sending))
         update = _merge(await self._gather(writing))
@@ -160,20 +160,16 @@ class LearnerGroup:
     async def abandon(self, update: WeightUpdate) -> None:
         """End a broadcast that lost a member; the next one re-forms the process group."""
         self._group = None
-        if self._spec.weights.transport == "nccl" and self._ranks:
+        if self._transport.is_broadcast and self._ranks:
             with contextlib.suppress(RayActorError):
                 await _resolve(self._ranks[0].abandon.remote(update.payload["group"]))
 
     async def discard(self, update: WeightUpdate) -> None:
         """Free the memory or files of an update that no engine needs any more."""
-        if update.transport == "ipc":
-            if self._ranks:
-                await self._call_all("release")
-        elif not update.is_collective:
-            # Imports torch, which the controller needs for nothing else.
-            from raylearner.weights.transports.shared_files import discard_weights
-
-            await asyncio.to_thread(discard_weights, update.payload)
+        if not update.is_collective:
+            await asyncio.to_thread(discard_files, update.payload)
+        elif not self._transport.is_broadcast and self._ranks:
+            await self._call_all("release")
 
     async def _form_group(self, members: Sequence[str]) -> WeightGroup:
         """Return the group of the last push if its members are the same, else a new one."""

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,9 +22,9 @@ from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.policy import DTYPES, PackedModel
 from raylearner.learner.spec import LearnerSpec
 from raylearner.types import PolicyVersion
-from raylearner.weights.group import WeightGroup
+from raylearner.weights.checksums import Checksum
 from raylearner.weights.probe import probe_tokens
-from raylearner.weights.transports.shared_files import write_adapter, write_weights
+from raylearner.weights.transports import WeightGroup, transport_of
 from raylearner.weights.update import Probe, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -43,20 +43,43 @@ class WeightSource(Protocol):
     def reader(self) -> ImageReader | None: ...
 
 
+class EngineWeights:
+    """The policy's weights in the engines' precision; implements `transport.Weights`."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self.dtype = dtype
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self._source.policy.named_weights(self.dtype)
+
+    def shapes(self) -> Sequence[tuple[str, tuple[int, ...]]]:
+        return self._source.policy.weight_shapes()
+
+    def checksums(self) -> Mapping[str, Checksum]:
+        return self._source.policy.weight_checksums(self.dtype)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return lora.adapter_weights(self._source.policy.causal_lm, self.dtype)
+
+    def adapter_config(self) -> Mapping[str, Any]:
+        return lora.adapter_config(self._source.policy.causal_lm, base=str(self._source.folder))
+
+
 class WeightWriter:
     """One rank's side of all pushes, for every transport; promises the order of collectives."""
 
     def __init__(self, source: WeightSource, spec: LearnerSpec) -> None:
         self._source = source
         self._spec = spec
-        self._transport = (
-            "shared_files" if spec.weights.transport == "auto" else spec.weights.transport
-        )
-        self._dtype = DTYPES[spec.engine_dtype]
+        self._transport = transport_of(spec.weights.transport)
         self._version: PolicyVersion = 0
-        self._sender: Any = None
-        self._share: Any = None
-        self._abandoned: str | None = None
+        self._sender = self._transport.make_sender(
+            EngineWeights(source, DTYPES[spec.engine_dtype]),
+            rank=dist.get_rank(),
+            folder=spec.weights_folder,
+            deadline_s=spec.weights.deadline_s,
+        )
 
     def write(
         self,
@@ -67,12 +90,12 @@ class WeightWriter:
     ) -> WeightUpdate | None:
         """Gather the weights of `version` and probe them. Every rank must call it.
 
-        Rank 0 returns the update; with `ipc` every rank that has members does. With `nccl` nothing is
+        Ranks with a part of the payload return it, rank 0 always. The weights of a broadcast are not
         sent yet: `send` must follow, while the members receive.
         """
         started = time.monotonic()
         self._version, config = version, self._spec.weights
-        payload = self._make_payload(members, group)
+        payload = self._sender.write(version, members=members, group=group)
         probe = make_probe(
             self._source,
             config,
@@ -83,15 +106,15 @@ class WeightWriter:
         if self._spec.should_free_memory and torch.cuda.is_available():
             torch.cuda.empty_cache()
         log.info("policy version %d written in %.3f s", version, time.monotonic() - started)
-        if dist.get_rank() != 0 and "handles" not in payload:
+        if payload is None:
             return None
         return WeightUpdate(
             policy_version=version,
-            transport=self._transport,
+            transport=self._transport.module,
             payload=payload,
             probe=probe,
             should_clear_caches=config.clear_caches,
-            is_collective=self._transport in ("nccl", "ipc"),
+            is_collective=self._transport.is_collective,
         )
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
@@ -99,68 +122,18 @@ class WeightWriter:
 
         Raises `LearnerError` where this rank itself failed.
         """
-        sender = self._get_sender()
-        if group.key == self._abandoned:
-            sender.abandon(group.key)
         try:
-            return sender.send(group, deadline_s=self._spec.weights.deadline_s)
+            return self._sender.send(group)
         except WeightTransferError as error:
             return f"policy version {self._version}: {error}"
 
     def abandon(self, group: WeightGroup) -> None:
         """End a `send` that hangs or has not begun yet; called from another thread."""
-        self._abandoned = group.key
-        if self._sender is not None:
-            self._sender.abandon(group.key)
+        self._sender.abandon(group)
 
     def release(self) -> None:
         """Free the GPU memory kept for the last push."""
-        if self._share is not None:
-            self._share.release()
-
-    def _make_payload(self, members: Sequence[str], group: WeightGroup | None) -> dict[str, Any]:
-        policy, dtype = self._source.policy, self._dtype
-        if self._transport == "nccl":
-            assert group is not None, "a broadcast needs its group"
-            shapes = policy.weight_shapes()
-            return {
-                "group": group,
-                "names": [name for name, _ in shapes],
-                "dtype_names": [self._spec.engine_dtype] * len(shapes),
-                "shapes": [list(shape) for _, shape in shapes],
-                # Announced before anything is sent: engines compare as soon as they have loaded it.
-                "checksums": policy.weight_checksums(dtype),
-            }
-        is_adapter = self._transport == "adapter"
-        weights: Iterator[tuple[str, Tensor]] = (
-            lora.adapter_weights(policy.causal_lm, dtype)
-            if is_adapter
-            else policy.named_weights(dtype)
-        )
-        if self._transport == "ipc" and (members or dist.get_rank() == 0):
-            from raylearner.weights.transports.ipc import IpcShare
-
-            self._share = self._share or IpcShare()
-            return self._share.share(weights, dtype, members=members)
-        if dist.get_rank() != 0:
-            for _ in weights:
-                pass
-            return {}
-        folder, version = str(self._spec.weights_folder), self._version
-        if is_adapter:
-            config = lora.adapter_config(policy.causal_lm, base=str(self._source.folder))
-            return write_adapter(weights, config, folder, version, dtype)
-        return write_weights(weights, folder, version, dtype)
-
-    def _get_sender(self) -> Any:
-        if self._sender is None:
-            # Imports vLLM, which no other transport needs in the learner.
-            from raylearner.weights.transports.nccl import LayerSource, NcclSender
-
-            policy, dtype = self._source.policy, self._dtype
-            source = LayerSource(policy.weight_shapes(), lambda: policy.named_weights(dtype), dtype)
-            self._sender = NcclSender(source, rank=dist.get_rank())
-        return self._sender
+        self._sender.release()
 
 
 def make_probe(

@@ -1,10 +1,10 @@
 """Checksums of tensors by their bit patterns, which add up over any strided parts of a tensor.
 
 A contiguous tensor is taken as 64-bit words w_q at positions q, 4 bfloat16 or 2 float32 elements a
-word; its checksum is (sum of w_q, sum of q * w_q) modulo 2^64. Any changed element changes the first,
-elements that changed places change the second. Both are sums, so that what is fused, sharded or
-gathered is compared without putting it together: parts with their positions in the tensor add up to
-the tensor's own. Reads each element twice, on its own device, and waits for nothing before `result`.
+word; its checksum is (sum of w_q, sum of q * w_q) modulo 2^64. Any changed element changes the first
+sum, swapped elements change the second. Fused, sharded or gathered tensors are compared without assembling
+them: parts with their positions in the tensor add up to the tensor's own checksum. Each element is read
+twice, on its own device, without synchronization before `result`.
 """
 
 import math
@@ -17,13 +17,13 @@ from torch import Tensor
 
 WORD_BYTES = 8
 MAX_SLOW_ELEMENTS = 1 << 22
-"""Elements that are widened to words of their own at a time, where they do not fill whole words."""
+"""Maximum number of elements widened to words at a time, where they do not fill whole words."""
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Checksum(NamedTuple):
-    """Of a tensor or of a part of it; parts of one tensor add up to it."""
+    """Checksum of a tensor or of a part of it; parts of one tensor add up to the tensor's."""
 
     words: int
     """Sum of the words, modulo 2^64."""
@@ -60,12 +60,12 @@ class Region(NamedTuple):
         return math.prod(self.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor's storage, counted from the tensor's own first element."""
+        """Return this part of a tensor's storage, counted from the tensor's first element."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 def whole(shape: Sequence[int], offset: int = 0) -> Region:
-    """All of a contiguous tensor, or of rows of one that begin at `offset`."""
+    """Return the region of a whole contiguous tensor, or of rows of one that begin at `offset`."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return Region.of(offset, shape, strides)
 
@@ -81,9 +81,9 @@ class Checksums:
 
     @torch.no_grad()
     def add(self, key: str, values: Tensor, region: Region | None = None) -> None:
-        """`values` stand at the places `region` of the tensor `key`; all of it without.
+        """Add `values`, which are the part `region` of the tensor `key`, or all of it.
 
-        The region has the values' shape. What is added may be freed or changed afterwards.
+        The region has the values' shape. The values may be freed or changed afterwards.
         """
         region = whole(values.shape) if region is None else region
         assert region.num_elements == values.numel(), (key, region, values.shape)
@@ -93,7 +93,7 @@ class Checksums:
         per_word = WORD_BYTES // values.element_size()
         is_whole = region == whole(region.shape, region.offset) and values.is_contiguous()
         if is_whole and values.numel() % per_word == 0:
-            # Any table will do, which need not be the tensor's own shape.
+            # Any two-dimensional shape will do.
             values = values.reshape(-1, _columns(values, per_word))
             region = Region(region.offset, tuple(values.shape), (values.shape[1], 1))
         words = _words(values, region, per_word)
@@ -113,7 +113,7 @@ class Checksums:
         )
 
     def result(self) -> dict[str, Checksum]:
-        """Waits for the device."""
+        """Return the checksums by key, after synchronizing with the device."""
         found: dict[str, Checksum] = {}
         by_device: dict[torch.device, list[int]] = {}
         for index, marginals in enumerate(self._marginals):
@@ -131,7 +131,7 @@ class Checksums:
         return found
 
     def _sums(self, indices: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Of each part the sum of its words and of its words times their positions."""
+        """Return for each part the sum of its words and of its words times their positions."""
         pieces = [piece for index in indices for piece in self._marginals[index]]
         weights = [weight for index in indices for weight in self._weights[index]]
         counts = [len(self._marginals[index]) for index in indices]
@@ -158,25 +158,25 @@ class Checksums:
 
 
 def checksum(values: Tensor) -> Checksum:
-    """Of one tensor."""
+    """Return the checksum of one tensor."""
     sums = Checksums()
     sums.add("", values)
     return sums.result().get("", NOTHING)
 
 
 def plain(sums: Checksum) -> list[str | int]:
-    """As it travels between processes, sums as text, since they are unsigned and of 64 bits."""
+    """Return a checksum in plain types; the sums are text, since they are unsigned and have 64 bits."""
     return [f"{sums.words:016x}", f"{sums.places:016x}", sums.num_elements]
 
 
 def read(travelled: Sequence[Any]) -> Checksum:
-    """What `plain` made of one."""
+    """Return the checksum that `plain` converted."""
     words, places, num_elements = travelled
     return Checksum(int(words, 16), int(places, 16), num_elements)
 
 
 def _columns(values: Tensor, per_word: int) -> int:
-    """Of a table that leaves few sums on each of its sides."""
+    """Return the number of columns of a table with few sums along either side."""
     if values.ndim > 1 and values.shape[-1] % per_word == 0:
         return values.shape[-1]
     words = values.numel() // per_word
@@ -184,7 +184,7 @@ def _columns(values: Tensor, per_word: int) -> int:
 
 
 def _words(values: Tensor, region: Region, per_word: int) -> tuple[Tensor, Region] | None:
-    """The values as words, and where they stand among the tensor's; None where they fill none whole."""
+    """Return the values as words with their region in words; None where they do not fill whole words."""
     if not values.ndim or values.stride(-1) != 1 or region.strides[-1] != 1:
         return None
     steps = (*values.stride()[:-1], *region.strides[:-1])
@@ -197,7 +197,7 @@ def _words(values: Tensor, region: Region, per_word: int) -> tuple[Tensor, Regio
 
 
 def _slow(values: Tensor, region: Region, per_word: int) -> Tensor:
-    """The same sums, each element shifted to its place in its word."""
+    """Return the same sums, with each element shifted to its place in its word."""
     size = values.element_size()
     bits = values.contiguous().view(_INTEGERS[size])
     device = values.device

@@ -1,10 +1,10 @@
-"""Where the tensors of a push end up in a running model, seen as its own loaders write them.
+"""A map of where the tensors of a push end up in a running model, made by observing vLLM's loaders.
 
-A loader of vLLM fuses, shards and pads as its layer needs; nothing here knows how. The copies that it
-makes are seen, and each is a part of a named tensor that goes to a place in a parameter. That map is
-made at the first push and kept, since the same names with the same shapes go the same way. After every
-push the parameters are read at those places. Parameters that a kernel repacks are no longer there in
-the loader's layout: of them, what the loader wrote is read before the repacking.
+vLLM's loaders fuse, shard and pad as each layer needs, independently of this module. It records the copies
+they make: each takes a part of a named tensor to a place in a parameter. The map is made at the first push
+and kept, since the same names with the same shapes go to the same places. After every push the parameters
+are read at those places. Parameters that a kernel repacks no longer have the loader's layout; they are read
+before the repacking.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raylearner.weights.checksums import Checksum, Checksums, Region, plain
 
 DEFERRED = "online_process_loader"
-"""What vLLM calls the loaders that keep tensors until their layer has all of its own."""
+"""vLLM's name for loaders that keep tensors until their layer is complete."""
 _MARK = "_is_traced_by_raylearner"
 
 
@@ -36,7 +36,7 @@ class Write(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A named tensor that came, and the addresses of its elements."""
+    """A named tensor that arrived, and the addresses of its elements."""
 
     start: int
     end: int
@@ -46,17 +46,17 @@ class _Source(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Not once its memory is free again, where a loader may put what it computes."""
+        """False once its memory is free again, where a loader may put computed values."""
         return not self.storage.expired()
 
 
 @dataclass(slots=True)
 class _Target:
-    """What is known of one parameter."""
+    """The writes observed for one parameter."""
 
     writes: list[Write] = field(default_factory=list[Write])
     layout: tuple[Any, ...] = ()
-    """Of the parameter that its loader wrote into."""
+    """Layout of the parameter that its loader wrote into."""
     is_repacked: bool | None = None
     """Unknown until the first push is over."""
 
@@ -65,7 +65,7 @@ class Trace:
     """Owns the map of one model; one push at a time between `start` and `report`."""
 
     def __init__(self, model: nn.Module, *, may_repack: Callable[[nn.Module], bool]) -> None:
-        """`may_repack` says of which layers a kernel may hold the weights in a layout of its own."""
+        """`may_repack` returns whether a kernel may repack a layer's weights."""
         self._model = model
         self._may_repack = may_repack
         self._targets: dict[str, _Target] = {}
@@ -73,9 +73,9 @@ class Trace:
         self._names: list[str] = []
         self._written: dict[str, Checksums] = {}
         self._arrived = Checksums()
-        self._strays: set[str] = set()
+        self._computed: set[str] = set()
         self._is_known = False
-        """Whether a push was loaded to its end: one that broke off leaves only a part of the map."""
+        """Whether a push was loaded completely; before that the map is incomplete."""
 
     def start(self) -> None:
         """Begin a push, once the model's parameters have the loaders that will write them."""
@@ -86,15 +86,15 @@ class Trace:
                 if tensor is not None:
                     self._trace(module, name, f"{module_name}.{name}".strip("."))
 
-    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors on their way into the model, known from here on by where they lie."""
+    def track(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named tensors on their way into the model, and record their addresses."""
         for name, tensor in weights:
             tensor = tensor.contiguous()
             self._names.append(name)
             first = tensor.data_ptr()
             end = first + tensor.numel() * tensor.element_size()
             storage = tensor.untyped_storage()
-            # Memory that is used again belongs to the last that came.
+            # Memory that is used again belongs to the last tensor that arrived.
             others = [
                 source
                 for source in self._sources.get(storage.data_ptr(), ())
@@ -102,12 +102,12 @@ class Trace:
             ]
             came = _Source(first, end, name, tensor.dtype, StorageWeakRef(storage))
             self._sources[storage.data_ptr()] = [*others, came]
-            if not self._is_known or self._strays:
+            if not self._is_known or self._computed:
                 self._arrived.add(name, tensor)
             yield name, tensor
 
     def report(self) -> dict[str, Any]:
-        """What this rank holds now, in plain types, as `verification.refuse_differences` takes it."""
+        """Return what this rank holds now, in plain types, for `verification.verify_weights`."""
         held = Checksums()
         for parameter_name, target in self._targets.items():
             parameter = self._find(parameter_name)
@@ -131,7 +131,7 @@ class Trace:
             "names": self._names,
             "parts": parts,
             "repacked": sorted(n for n, target in self._targets.items() if target.is_repacked),
-            "strays": sorted(self._strays),
+            "computed": sorted(self._computed),
             "arrived": {name: plain(sums) for name, sums in self._arrived.result().items()},
         }
 
@@ -153,7 +153,7 @@ class Trace:
         return self._may_repack(module) and any(found.get(k) != written.get(k) for k in keys)
 
     def _trace(self, module: nn.Module, name: str, parameter_name: str) -> None:
-        """Put a watch around the loader that vLLM's deferred ones call in the end."""
+        """Wrap the loader that vLLM's deferred loaders finally call."""
         outer = getattr(getattr(module, name), "weight_loader", None)
         while getattr(getattr(outer, "__wrapped__", None), "__name__", "") == DEFERRED:
             outer = outer.__wrapped__
@@ -184,7 +184,7 @@ class Trace:
         storage = parameter.untyped_storage().data_ptr()
         seen = [c for c in copies.seen if c[0].untyped_storage().data_ptr() == storage]
         if not seen:
-            self._strays.add(parameter_name)
+            self._computed.add(parameter_name)
         written: dict[Region, Write] = {}
         for values, source in seen:
             inside = values.storage_offset() - parameter.storage_offset()
@@ -194,7 +194,7 @@ class Trace:
                 written[place] = write
             else:
                 written.pop(place, None)
-                self._strays.add(parameter_name)
+                self._computed.add(parameter_name)
         for place, write in written.items():
             if write not in target.writes:
                 target.writes.append(write)
@@ -203,7 +203,7 @@ class Trace:
             self._written[key].add(key, place.view(parameter.data).to(write.dtype), write.part)
 
     def _write(self, place: Region, values: Tensor, source: Tensor) -> Write | None:
-        """None where the source is not a part of a tensor that came, as when a loader computes it."""
+        """Return None where the source is not a part of a tensor that arrived, such as a computed value."""
         first = source.data_ptr()
         if source.shape != values.shape:
             return None
@@ -217,7 +217,7 @@ class Trace:
 
 
 class _Copies(TorchDispatchMode):
-    """Sees what is copied into what."""
+    """Records the source and target of every copy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,104 +1,156 @@
-"""Whether an engine's parameters hold just what the learner sent: checksums, tensor by tensor.
+"""Verification of a weight update: the engine's shapes before it, the parameters' checksums after it.
 
-The learner's are made of what it sends, the engine's of its own parameters after they were loaded,
-each rank's part of each tensor by itself. What checksums do not cover is left to the probe (`probe`).
+The learner's checksums are those of the tensors it sends, the engine's are read from its own parameters
+after loading, each rank's part of each tensor by itself. `probe` covers what checksums do not.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
+from raylearner.config.memory import file_shapes, shapes
 from raylearner.errors import WeightTransferError
 from raylearner.types import PolicyVersion
 from raylearner.weights.checksums import NOTHING, Checksum, read
+from raylearner.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 5
-"""Tensors that an error names."""
+"""Maximum number of tensors that an error names."""
 
+Shape = tuple[int, ...]
 Report = Mapping[str, Any]
-"""Of one rank of an engine: `names` that came, `parts` of them that its parameters hold (name,
-parameter, region and checksum of each), `repacked` parameters, of which the parts are what was written
-before a kernel packed them, `strays`, whose loaders wrote what they had computed, and for those the
-checksums of what `arrived`."""
+"""One rank's report, in plain types: `names` of the tensors that arrived; `parts` of them that its
+parameters hold (name, parameter, region and checksum of each); `repacked` parameters, whose parts are
+those written before a kernel repacked them; `computed` parameters, whose loaders wrote values they had
+computed; and for these the checksums of the tensors that `arrived`."""
 
 
-def refuse_differences(
+def check_shapes(update: WeightUpdate, model_path: str) -> None:
+    """Raise `WeightTransferError` naming the first tensor whose shape differs from the engine's files.
+
+    Names found on one side only are left to the engine, which may rename tensors; so are models whose
+    files are not in a local directory.
+    """
+    expected = _model_shapes(model_path)
+    pushed = _pushed_shapes(update.payload)
+    wrong = [name for name, shape in pushed.items() if expected.get(name, shape) != shape]
+    if wrong:
+        name = wrong[0]
+        raise WeightTransferError(
+            f"weights refused: {name} is {expected[name]} in the engine's model {model_path!r} and"
+            f" {pushed[name]} in the learner's ({len(wrong)} tensors differ in shape); give learner and engine"
+            " the same model"
+        )
+
+
+def check_tensor_names(update: WeightUpdate) -> None:
+    """Raise `WeightTransferError` unless the payload holds exactly the tensors that have checksums."""
+    pushed, sums = _pushed_shapes(update.payload), update.payload["checksums"]
+    if pushed and (others := sorted(pushed.keys() ^ sums.keys())):
+        name = others[0]
+        problem = "has a checksum but no data" if name in sums else "has data but no checksum"
+        raise WeightTransferError(
+            f"weights refused: {name} {problem} ({len(others)} tensors, policy version"
+            f" {update.policy_version})"
+        )
+
+
+def verify_weights(
     sent: Mapping[str, Sequence[int]], reports: Sequence[Report], *, policy_version: PolicyVersion
 ) -> int:
-    """The number of tensors verified; `WeightTransferError` with the names of those that differ.
+    """Return the number of tensors that the engine holds as they were sent.
 
-    `sent` are the learner's `Checksum`s by name, `reports` one for each rank of an engine.
+    `sent` are the learner's `Checksum`s by name, `reports` one for each rank of the engine. Raises
+    `WeightTransferError` naming the tensors that differ.
     """
     parts: dict[str, list[tuple[int, str, str, Checksum]]] = {}
     for rank, report in enumerate(reports):
         for name, parameter, region, *sums in report["parts"]:
             parts.setdefault(name, []).append((rank, parameter, region, read(sums)))
-    names = [frozenset(report["names"]) for report in reports]
-    faults: list[str] = []
+    arrived = [frozenset(report["names"]) for report in reports]
+    problems: list[str] = []
     for name, sums in sent.items():
-        absent = [rank for rank, came in enumerate(names) if name not in came]
-        if absent:
-            faults.append(f"{name} never came to {_rank(absent[0], reports)}")
+        missing = [rank for rank, names in enumerate(arrived) if name not in names]
+        if missing:
+            problems.append(f"{name} is missing on {_rank(missing[0], reports)}")
             continue
-        fault = _fault(name, Checksum(*sums), parts.get(name, ()), reports)
-        if fault is not None and not _has_arrived(name, Checksum(*sums), reports):
-            faults.append(f"{name} {fault}")
-    for rank, came in enumerate(names):
-        faults += [
-            f"{name} came to {_rank(rank, reports)} and was not sent"
-            for name in sorted(came - sent.keys())
+        problem = _find_problem(name, Checksum(*sums), parts.get(name, ()), reports)
+        if problem is not None and not _arrived_intact(name, Checksum(*sums), reports):
+            problems.append(f"{name} {problem}")
+    for rank, names in enumerate(arrived):
+        problems += [
+            f"{name} arrived on {_rank(rank, reports)} but was not sent"
+            for name in sorted(names - sent.keys())
         ]
-    _refuse(faults, policy_version)
-    _tell_strays(tuple(sorted({stray for report in reports for stray in report["strays"]})))
+    _raise_problems(problems, policy_version)
+    _warn_of_computed(tuple(sorted({name for report in reports for name in report["computed"]})))
     return len(sent)
 
 
-def refuse_adapter_differences(
+def verify_adapter(
     sent: Mapping[str, Sequence[int]], reports: Sequence[Report], *, policy_version: PolicyVersion
 ) -> int:
-    """The same of an adapter, by what `adapters.adapter_report` tells of each rank."""
-    faults: list[str] = []
+    """Return the number of adapter tensors verified; `reports` are those of `adapter.adapter_report`.
+
+    Raises `WeightTransferError` naming the tensors that differ.
+    """
+    problems: list[str] = []
     for rank, report in enumerate(reports):
         where = _rank(rank, reports)
         arrived = {name: read(sums) for name, sums in report["arrived"].items()}
         for name, sums in sent.items():
             if name not in arrived:
-                faults.append(f"{name} never came to {where}")
+                problems.append(f"{name} is missing on {where}")
             elif arrived[name] != Checksum(*sums):
-                faults.append(f"{name} came to {where} with another checksum")
-        faults += [
-            f"{name} came to {where} and was not sent" for name in sorted(arrived.keys() - sent)
+                problems.append(f"{name} arrived on {where} with another checksum")
+        problems += [
+            f"{name} arrived on {where} but was not sent" for name in sorted(arrived.keys() - sent)
         ]
-        faults += [f"{name} is not what {where} holds in its place" for name in report["not_held"]]
-    _refuse(faults, policy_version)
+        problems += [f"{name} is not in its slot on {where}" for name in report["not_held"]]
+    _raise_problems(problems, policy_version)
     return len(sent)
 
 
-def _refuse(faults: Sequence[str], policy_version: PolicyVersion) -> None:
-    if faults:
-        more = f" and {len(faults) - MAX_NAMED} more" if len(faults) > MAX_NAMED else ""
+@lru_cache(maxsize=1)
+def _model_shapes(model_path: str) -> Mapping[str, Shape]:
+    """Cached: an engine has one model and is pushed to at every step."""
+    return shapes(Path(model_path).expanduser())
+
+
+def _pushed_shapes(payload: Mapping[str, Any]) -> dict[str, Shape]:
+    if "shapes" in payload:
+        pairs = zip(payload["names"], payload["shapes"], strict=True)
+        return {name: tuple(shape) for name, shape in pairs}
+    path = Path(payload.get("path", ""))
+    return file_shapes(path) if path.is_file() else {}
+
+
+def _raise_problems(problems: Sequence[str], policy_version: PolicyVersion) -> None:
+    if problems:
+        more = f" and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
         raise WeightTransferError(
             f"verification of policy version {policy_version} failed: "
-            f"{'; '.join(faults[:MAX_NAMED])}{more}; the engine does not hold the learner's weights"
+            f"{'; '.join(problems[:MAX_NAMED])}{more}; the engine does not hold the learner's weights"
         )
 
 
-def _fault(
+def _find_problem(
     name: str,
     sent: Checksum,
     parts: Sequence[tuple[int, str, str, Checksum]],
     reports: Sequence[Report],
 ) -> str | None:
-    """What is wrong with one tensor, of which all ranks hold these parts."""
+    """Return how one tensor, of which the ranks hold these parts, differs from what was sent."""
     if not sent.num_elements:
         return None
     if not parts:
-        # A bias of zeros is the same as none, which is what such an engine's model has.
-        is_none = name.endswith(".bias") and not sent.words
-        return None if is_none else "was loaded into no parameter"
+        # A bias of zeros is the same as no bias, which is what such an engine's model has.
+        is_no_bias = name.endswith(".bias") and not sent.words
+        return None if is_no_bias else "was loaded into no parameter"
     held: dict[str, dict[str, tuple[int, Checksum]]] = {}
     for rank, parameter, region, sums in parts:
         first, before = held.setdefault(parameter, {}).setdefault(region, (rank, sums))
@@ -111,7 +163,7 @@ def _fault(
             whole += sums
         if whole.num_elements != sent.num_elements:
             return (
-                f"came in part: {parameter} holds {whole.num_elements} of its "
+                f"is incomplete: {parameter} holds {whole.num_elements} of its "
                 f"{sent.num_elements} elements"
             )
         if whole != sent:
@@ -119,9 +171,9 @@ def _fault(
     return None
 
 
-def _has_arrived(name: str, sent: Checksum, reports: Sequence[Report]) -> bool:
-    """Whether it is one of which a loader makes something else, and came as it was sent."""
-    return any(report["strays"] for report in reports) and all(
+def _arrived_intact(name: str, sent: Checksum, reports: Sequence[Report]) -> bool:
+    """Whether a loader may have computed other values from the tensor, which arrived as it was sent."""
+    return any(report["computed"] for report in reports) and all(
         name in report["arrived"] and read(report["arrived"][name]) == sent for report in reports
     )
 
@@ -131,10 +183,11 @@ def _rank(rank: int, reports: Sequence[Report]) -> str:
 
 
 @cache
-def _tell_strays(strays: tuple[str, ...]) -> None:
-    if strays:
+def _warn_of_computed(parameters: tuple[str, ...]) -> None:
+    if parameters:
         log.warning(
-            "vLLM computes %s of what it is sent: its checksums are compared where tensors arrive, and "
-            "not where they are held; the probe covers the rest",
-            ", ".join(strays[:MAX_NAMED]) + (" and others" if len(strays) > MAX_NAMED else ""),
+            "vLLM computes %s from the tensors it receives: their checksums are compared on arrival and"
+            " not in the parameters; the probe covers the rest",
+            ", ".join(parameters[:MAX_NAMED])
+            + (" and others" if len(parameters) > MAX_NAMED else ""),
         )

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from raylearner.errors import WeightTransferError
-from raylearner.weights.transports import shared_files
-from raylearner.weights.transports.shared_files import discard_weights, write_weights
+from raylearner.weights.transports import discard_files, shared_files
+from raylearner.weights.transports.shared_files import write_weights
 
 
 def test_a_file_holds_names_values_and_the_requested_dtype(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_gathered_tensors_that_reuse_an_address_are_no_tie(tmp_path: Path) -> No
 def test_a_version_pushed_twice_survives_the_end_of_the_first_push(tmp_path: Path) -> None:
     first = write_weights([("a", torch.zeros(2))], tmp_path, 3, torch.float32)
     second = write_weights([("a", torch.ones(2))], tmp_path, 3, torch.float32)
-    discard_weights(first)
-    discard_weights(first)
+    discard_files(first)
+    discard_files(first)
     assert torch.equal(load_file(second["path"])["a"], torch.ones(2))
-    discard_weights(second)
+    discard_files(second)
     assert list(tmp_path.iterdir()) == []
 
 

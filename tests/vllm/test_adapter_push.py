@@ -17,7 +17,8 @@ from raylearner.errors import WeightTransferError
 from raylearner.learner.model import lora
 from raylearner.types import Completion, Sampling
 from raylearner.weights.probe import probe_tokens
-from raylearner.weights.transports.shared_files import discard_weights, write_adapter
+from raylearner.weights.transports import discard_files
+from raylearner.weights.transports.adapter import write_adapter
 from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -112,7 +113,7 @@ async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) ->
         version += 1
         receipts.append(await lab.push(version))
     for payload in lab.payloads[:-1]:
-        discard_weights(payload)  # nothing may need them any more
+        discard_files(payload)  # nothing may need them any more
     completions = await asyncio.gather(*running)
     assert any(len(np.unique(c.policy_versions)) >= 2 for c in completions)
     assert max(lab.gap(prompt, c) for c in completions) < 1e-4

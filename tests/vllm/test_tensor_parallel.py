@@ -18,7 +18,7 @@ from raylearner.types import Sampling
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.update import WeightUpdate
-from raylearner.weights.verification import refuse_differences
+from raylearner.weights.verification import verify_weights
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ pytestmark = [
 
 def refuse_withheld_shards(sent: Mapping[str, Checksum], reports: Sequence[Any]) -> None:
     """One rank's part of one tensor is named; a rank that has what the other one has is noticed."""
-    with pytest.raises(WeightTransferError, match=r"embed_tokens\.weight came in part"):
-        refuse_differences(sent, [reports[0], reports[0]], policy_version=1)
+    with pytest.raises(WeightTransferError, match=r"embed_tokens\.weight is incomplete"):
+        verify_weights(sent, [reports[0], reports[0]], policy_version=1)
     for name in (
         "model.embed_tokens.weight",
         "model.layers.0.self_attn.q_proj.weight",
@@ -42,8 +42,8 @@ def refuse_withheld_shards(sent: Mapping[str, Checksum], reports: Sequence[Any])
         "lm_head.weight",
     ):
         left = {**reports[1], "parts": [part for part in reports[1]["parts"] if part[0] != name]}
-        with pytest.raises(WeightTransferError, match=f"{name} came in part"):
-            refuse_differences(sent, [reports[0], left], policy_version=1)
+        with pytest.raises(WeightTransferError, match=f"{name} is incomplete"):
+            verify_weights(sent, [reports[0], left], policy_version=1)
 
 
 async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> None:
@@ -98,6 +98,6 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         later = await engine._llm.collective_rpc("weight_report")
         for mixed in ([later[0], reports[1]], [reports[0], later[1]]):
             with pytest.raises(WeightTransferError, match=r"embed_tokens"):
-                refuse_differences(payload["checksums"], mixed, policy_version=2)
+                verify_weights(payload["checksums"], mixed, policy_version=2)
     finally:
         await engine.close()

@@ -147,9 +147,7 @@ async def test_weights_refused_by_name_fail_the_engine(lab) -> None:
     """The last test of this engine."""
     missing = "model.layers.1.self_attn.k_proj.weight"
     running = await start_running(lab, lab.tokens("abc"))
-    with pytest.raises(
-        WeightTransferError, match=r"came in part: .*layers\.1\.self_attn\.qkv_proj"
-    ):
+    with pytest.raises(WeightTransferError, match=r"incomplete: .*layers\.1\.self_attn\.qkv_proj"):
         await lab.push(without=missing)
     async with asyncio.timeout(5):
         outcomes = await asyncio.gather(*running, return_exceptions=True)
@@ -200,14 +198,14 @@ async def test_parameters_are_verified_tensor_by_tensor_whatever_the_probe_would
     with pytest.raises(WeightTransferError, match=stale):
         await engine._weights.verify(llm, wrong)
 
-    # What never came at all, and what nobody sent.
+    # A tensor that is missing, and one that was not sent.
     partly = replace(held, payload=lab.write(model, without=stale) | {"is_partial": True})
     await engine._weights.replace(llm, partly)
-    with pytest.raises(WeightTransferError, match=f"{stale} never came"):
+    with pytest.raises(WeightTransferError, match=f"{stale} is missing"):
         await engine._weights.verify(llm, with_sums(partly, right))
     await engine._weights.replace(llm, held)
     fewer = {name: sums for name, sums in held.payload["checksums"].items() if name != stale}
-    with pytest.raises(WeightTransferError, match=f"{stale} came .* was not sent"):
+    with pytest.raises(WeightTransferError, match=f"{stale} arrived .* was not sent"):
         await engine._weights.verify(llm, with_sums(held, fewer))
     assert await engine._weights.verify(llm, held) == len(names)
 

@@ -22,7 +22,7 @@ from raylearner.images import decode_fitted
 from raylearner.tokenization.vision import Vision, deal_out, load_image_processor
 from raylearner.weights.checksums import Checksums, plain
 from raylearner.weights.update import Probe, WeightUpdate
-from raylearner.weights.verification import refuse_differences
+from raylearner.weights.verification import verify_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -185,8 +185,8 @@ class DecodeModel:
         for name in sent.keys() & parameters.keys():
             sums.add(name, parameters[name])
         parts = [[name, name, "all of it", *plain(found)] for name, found in sums.result().items()]
-        report = {"names": names, "parts": parts, "repacked": [], "strays": [], "arrived": {}}
-        return refuse_differences(sent, [report], policy_version=update.policy_version)
+        report = {"names": names, "parts": parts, "repacked": [], "computed": [], "arrived": {}}
+        return verify_weights(sent, [report], policy_version=update.policy_version)
 
     @torch.inference_mode()
     def probe_logprobs(self, probe: Probe) -> list[list[float]]:

@@ -16,17 +16,19 @@ import psutil
 
 from raylearner.actors.engines import vllm_process, vllm_requests
 from raylearner.actors.engines.vllm_arguments import engine_arguments
-from raylearner.actors.engines.vllm_weights import WeightReceiver
 from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.types import Completion, PolicyVersion, Sampling
 from raylearner.weights.probe import verify_logprobs
+from raylearner.weights.transports import transport_of
 from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from raylearner.weights.transports.transport import Receiver
 
 ABORT_POLL_S = 0.01
 """Interval between attempts to abort requests that vLLM had not registered yet."""
@@ -44,7 +46,7 @@ class VllmEngine:
     Every token's policy version is vLLM's own weight version at the step that sampled it.
     """
 
-    def __init__(self, receiver: WeightReceiver, *, sleep_level: int) -> None:
+    def __init__(self, receiver: "Receiver", *, sleep_level: int) -> None:
         self._weights = receiver
         self._sleep_level = sleep_level
         self._policy_version: PolicyVersion = 0
@@ -77,16 +79,17 @@ class VllmEngine:
         of adapters received via the transport `adapter`. A request has at most `max_images` images and
         bans `num_banned` tokens.
         """
-        receiver = WeightReceiver(weight_transport, actor_id=actor_id)
+        transport = transport_of(weight_transport)
+        vllm_process.set_environment(
+            kv_cache_gib=config.kv_cache_gib,
+            shares_memory=transport.shares_memory,
+            num_banned=num_banned,
+        )
+        receiver = await asyncio.to_thread(transport.make_receiver, actor_id)  # may import vLLM
         # With adapters the base's weights are not sent again, so the host keeps them during sleep.
         engine = cls(receiver, sleep_level=2 if lora_rank is None else 1)
         before = set(vllm_process.children())
         try:
-            vllm_process.set_environment(
-                kv_cache_gib=config.kv_cache_gib,
-                shares_memory=receiver.shares_memory,
-                num_banned=num_banned,
-            )
             arguments = await asyncio.to_thread(  # which imports vLLM
                 engine_arguments,
                 config,

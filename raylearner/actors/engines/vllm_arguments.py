@@ -9,7 +9,7 @@ from raylearner.errors import EngineError
 from raylearner.tokenization.vision import Vision
 from raylearner.weights.probe import NUM_PROBE_SEQUENCES
 
-EXTENSION = "raylearner.weights.receiver.WorkerExtension"
+EXTENSION = "raylearner.actors.engines.vllm_worker.WorkerExtension"
 SHARED_BELOW = 0.5
 """With a smaller share of a GPU's memory, an engine expects others to start beside it."""
 BESIDE_CACHE_BYTES = 2 * 1024**3
@@ -29,7 +29,7 @@ def engine_arguments(
     """Return the arguments of `AsyncEngineArgs`, all but where to log."""
     from vllm.config import WeightTransferConfig
 
-    import raylearner.weights.receiver  # noqa: F401 - registers the backend in this process as well
+    import raylearner.actors.engines.vllm_worker  # noqa: F401 - registers the backend in this process as well
 
     arguments: dict[str, Any] = {
         "model": model_path,

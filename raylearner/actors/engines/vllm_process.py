@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 
 from raylearner.errors import EngineError, WeightTransferError
-from raylearner.weights.owner import OWNER_VARIABLE, owner_mark
 
 log = logging.getLogger(__name__)
 
+OWNER_VARIABLE = "RAYLEARNER_ENGINE_OWNER"
+"""Names the process that vLLM's workers must not outlive, by its id and start time."""
 END_TIMEOUT_S = 5.0
 """Maximum time vLLM's processes may take to end before they are killed."""
 PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
@@ -29,6 +30,15 @@ more would crash its core."""
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
 
 
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks after boot, by which reused ids are told apart."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banned: int = 0) -> None:
     """Set the variables that vLLM reads, before its first import here and in children.
 
@@ -37,7 +47,7 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
     import torch
 
     environment = os.environ
-    environment[OWNER_VARIABLE] = owner_mark()
+    environment[OWNER_VARIABLE] = f"{os.getpid()}:{start_time(os.getpid())}"
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("DO_NOT_TRACK", "1")
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

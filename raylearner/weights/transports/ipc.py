@@ -1,22 +1,67 @@
-"""The learner's side of weights that engines read from its own GPU memory.
+"""Weights in shared GPU memory, for engines on the GPU of a learner rank.
 
-A copy in the engines' precision exists on the GPU from the push until it is discarded.
+A copy in the engines' precision stays on the GPU from the push until it is discarded.
 """
 
 import base64
 import pickle
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from raylearner.types import PolicyVersion
 from raylearner.weights.checksums import Checksums
+from raylearner.weights.transports import WeightGroup, transport
+
+
+class Sender(transport.Sender):
+    """Every rank shares with the engines on its own GPU."""
+
+    _share: "IpcShare | None" = None
+
+    def write(
+        self,
+        policy_version: PolicyVersion,
+        *,
+        members: Sequence[str],
+        group: WeightGroup | None,
+    ) -> dict[str, Any] | None:
+        tensors = self._weights.tensors()
+        if not members and self._rank != 0:
+            deque(tensors, maxlen=0)
+            return None
+        self._share = self._share or IpcShare()
+        return self._share.share(tensors, self._weights.dtype, members=members)
+
+    def release(self) -> None:
+        if self._share is not None:
+            self._share.release()
+
+
+class Receiver(transport.Receiver):
+    """Reads the memory by the handle that is made for this engine."""
+
+    name = "ipc"
+    initial_arguments = {"packed": True}  # noqa: RUF012
+
+    @staticmethod
+    def vllm_engine() -> type[Any]:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        return IPCWeightTransferEngine
+
+    def _update_arguments(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = super()._update_arguments(payload)
+        arguments["ipc_handles_pickled"] = arguments.pop("handles")[self._actor_id]
+        return arguments
 
 
 class IpcShare:
-    """Owns the buffer of the last push."""
+    """Owns the buffer of the last push, in which engines on the same GPU read it."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -24,7 +69,7 @@ class IpcShare:
     def share(
         self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, members: Sequence[str]
     ) -> dict[str, Any]:
-        """The payload: one export for each member, since each may be opened and closed once."""
+        """Return the payload with a handle for each member, since a handle can be opened only once."""
         self.release()
         names: list[str] = []
         shapes: list[list[int]] = []

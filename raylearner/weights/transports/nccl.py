@@ -1,29 +1,192 @@
-"""The learner's side of a broadcast to engines on other GPUs, through vLLM's own transfer engine.
+"""Weights by broadcast to engines on other GPUs, through vLLM's own transfer engine.
 
-Consumes the ranks' shards, layer by layer; waits for every engine of the group, which the publisher
-tells to receive at the same time. Unblocked by their arrival, or by `abandon`.
+The sender consumes the ranks' shards layer by layer and waits for every engine of the group, which receive
+at the same time; their arrival unblocks it, or `abandon`.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLWeightTransferEngine,
+)
 
 from raylearner.errors import LearnerError, WeightTransferError
-from raylearner.weights.group import PACKED_BYTES, WeightGroup
+from raylearner.types import PolicyVersion
+from raylearner.weights.transports import WeightGroup, transport
+from raylearner.weights.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 GatherWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
+PACKED_BYTES = 512 * 1024**2
+"""Size of one broadcast; the next one is gathered while it travels."""
+
+
+class Sender(transport.Sender):
+    """Keeps the communicator as long as its group stays the same."""
+
+    def __init__(self, weights: transport.Weights, **options: Any) -> None:
+        super().__init__(weights, **options)
+        self._source = LayerSource(weights.shapes(), weights.tensors, weights.dtype)
+        self._key: str | None = None
+        self._transfer: Any = None
+
+    def write(
+        self,
+        policy_version: PolicyVersion,
+        *,
+        members: Sequence[str],
+        group: WeightGroup | None,
+    ) -> dict[str, Any] | None:
+        # Before anything is sent: engines compare as soon as they have loaded the weights.
+        checksums = self._weights.checksums()
+        if self._rank != 0:
+            return None
+        shapes = self._weights.shapes()
+        return {
+            "group": group,
+            "names": [name for name, _ in shapes],
+            "dtype_names": [str(self._weights.dtype).removeprefix("torch.")] * len(shapes),
+            "shapes": [list(shape) for _, shape in shapes],
+            "checksums": checksums,
+        }
+
+    def send(self, group: WeightGroup) -> dict[str, float]:
+        self._source.restart(group.key)
+        started = time.monotonic()
+        timer = threading.Timer(self._deadline_s, self.abandon, [group])
+        timer.daemon = True
+        timer.start()
+        try:
+            torch.cuda.synchronize()
+            self._check_abandoned()
+            if group.key != self._key:
+                self._connect(group)
+            connected = time.monotonic()
+            self._transfer.send_weights()
+            self._check_abandoned()
+        except Exception as error:
+            self._join_others(error)
+            self._close()
+            raise WeightTransferError(f"weights could not be sent: {error}") from error
+        finally:
+            timer.cancel()
+        return {
+            "weights/connect_s": connected - started,
+            "weights/send_s": time.monotonic() - connected,
+        }
+
+    def abandon(self, group: WeightGroup) -> None:
+        self._source.abandon(group.key)
+        if self._key != group.key:
+            return
+        communicator = getattr(self._transfer, "model_update_group", None)
+        if communicator is not None:
+            communicator.destroy()
+
+    def _check_abandoned(self) -> None:
+        if self._source.is_abandoned:
+            raise WeightTransferError("the push was abandoned")
+
+    def _join_others(self, cause: Exception) -> None:
+        if self._source.failure is None:
+            with contextlib.suppress(Exception):
+                self._source.drain()
+        failure = self._source.failure
+        if failure is not None:
+            raise LearnerError(f"weights could not be gathered for a push: {failure}") from cause
+
+    def _close(self) -> None:
+        transfer, self._transfer, self._key = self._transfer, None, None
+        if transfer is not None:
+            transfer.shutdown()
+
+    def _connect(self, group: WeightGroup) -> None:
+        """Form the process group; gives up at the deadline, where vLLM would wait for minutes."""
+        self._close()
+        init = NCCLTrainerInitInfo(
+            master_address=group.address,
+            master_port=group.port,
+            world_size=group.world_size,
+            packed=True,
+            packed_buffer_size_bytes=PACKED_BYTES,
+            rank=self._rank,
+        )
+        outcome: list[Any] = []
+
+        def connect() -> None:
+            try:
+                outcome.append(
+                    WeightTransferTrainerFactory.trainer_init(
+                        init, client=_NoClient(), source=self._source
+                    )
+                )
+            except Exception as error:
+                outcome.append(error)
+
+        connecting = threading.Thread(target=connect, name="weight-group", daemon=True)
+        connecting.start()
+        until = time.monotonic() + self._deadline_s
+        while connecting.is_alive() and not self._source.is_abandoned and time.monotonic() < until:
+            connecting.join(0.02)
+        if not outcome:
+            raise WeightTransferError(
+                f"not all of {', '.join(group.members)} joined within {self._deadline_s:g} s"
+            )
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        self._transfer, self._key = outcome[0], group.key
+
+
+class Receiver(transport.Receiver):
+    """Joins the group at its first push, and keeps it while the members stay the same."""
+
+    name = "nccl"
+    initial_arguments = None
+    _key: str | None = None
+
+    @staticmethod
+    def vllm_engine() -> type[Any]:
+        return NCCLWeightTransferEngine
+
+    async def _connect(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+        group: WeightGroup = update.payload["group"]
+        if group.key == self._key:
+            return
+        if self._key is not None:
+            await llm.shutdown_weight_transfer_engine()
+        self._key = None
+        offset = 1 + group.members.index(self._actor_id) * group.ranks_per_member
+        arguments = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": offset,
+            "world_size": group.world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": PACKED_BYTES,
+        }
+        await self._initialize_transfer(llm, arguments)
+        self._key = group.key
+
+    def _update_arguments(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = super()._update_arguments(payload)
+        del arguments["group"]
+        return arguments
+
 
 class LayerSource(WeightSource):
-    """The learner's weights as vLLM iterates them: every rank to the end, whatever happens to one."""
+    """The learner's weights as vLLM iterates them: every rank to the end, even after one fails."""
 
     def __init__(
         self,
@@ -37,14 +200,14 @@ class LayerSource(WeightSource):
         self._key: str | None = None
         self._abandoned: str | None = None
         self.failure: Exception | None = None
-        """What a gather itself raised: then this rank is out of step with the others."""
+        """The error of a gather, after which this rank is out of step with the others."""
 
     @property
     def is_abandoned(self) -> bool:
         return self._key is not None and self._key == self._abandoned
 
     def restart(self, key: str) -> None:
-        """For a push to the group of that key, which may be abandoned before it begins."""
+        """Begin a push to the group of that key, which may have been abandoned already."""
         self._rest = self._gather()
         self._key = key
 
@@ -61,7 +224,7 @@ class LayerSource(WeightSource):
             yield item
 
     def drain(self) -> None:
-        """Join the gathers that are left: the other ranks are in them."""
+        """Take part in the remaining gathers, in which the other ranks are waiting."""
         while self._next() is not None:
             pass
 
@@ -73,8 +236,8 @@ class LayerSource(WeightSource):
             raise
 
 
-class _EnginesAreToldElsewhere:
-    """The publisher drives the engines, so that vLLM's trainer side has nobody to call."""
+class _NoClient:
+    """Client of vLLM's trainer side that does nothing: the publisher drives the engines."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass
@@ -87,103 +250,3 @@ class _EnginesAreToldElsewhere:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass
-
-
-class NcclSender:
-    """One rank's part in pushes. Keeps the communicator while its group stays the same."""
-
-    def __init__(self, source: LayerSource, *, rank: int) -> None:
-        self._source = source
-        self._rank = rank
-        self._key: str | None = None
-        self._transfer: Any = None
-
-    def send(self, group: WeightGroup, *, deadline_s: float) -> dict[str, float]:
-        """Send to all members; every rank calls it.
-
-        Raises `WeightTransferError` when it broke off, `LearnerError` where weights could not even be
-        gathered: the ranks are out of step then.
-        """
-        self._source.restart(group.key)
-        started = time.monotonic()
-        timer = threading.Timer(deadline_s, self.abandon, [group.key])
-        timer.daemon = True
-        timer.start()
-        try:
-            torch.cuda.synchronize()
-            if self._source.is_abandoned:
-                raise WeightTransferError("the push was abandoned")
-            if group.key != self._key:
-                self._connect(group, deadline_s)
-            connected = time.monotonic()
-            self._transfer.send_weights()
-            if self._source.is_abandoned:
-                raise WeightTransferError("the push was abandoned")
-        except Exception as error:
-            self._join_others(error)
-            self.close()
-            raise WeightTransferError(f"weights could not be sent: {error}") from error
-        finally:
-            timer.cancel()
-        return {
-            "weights/connect_s": connected - started,
-            "weights/send_s": time.monotonic() - connected,
-        }
-
-    def _join_others(self, cause: Exception) -> None:
-        if self._source.failure is None:
-            with contextlib.suppress(Exception):
-                self._source.drain()
-        failure = self._source.failure
-        if failure is not None:
-            raise LearnerError(f"weights could not be gathered for a push: {failure}") from cause
-
-    def abandon(self, key: str) -> None:
-        """End a push that cannot end by itself, or has not begun. May be called from any thread."""
-        self._source.abandon(key)
-        if self._key != key:
-            return
-        communicator = getattr(self._transfer, "model_update_group", None)
-        if communicator is not None:
-            communicator.destroy()
-
-    def close(self) -> None:
-        transfer, self._transfer, self._key = self._transfer, None, None
-        if transfer is not None:
-            transfer.shutdown()
-
-    def _connect(self, group: WeightGroup, deadline_s: float) -> None:
-        """Meet the engines; gives up at the deadline, where vLLM would wait for minutes."""
-        self.close()
-        init = NCCLTrainerInitInfo(
-            master_address=group.address,
-            master_port=group.port,
-            world_size=group.world_size,
-            packed=True,
-            packed_buffer_size_bytes=PACKED_BYTES,
-            rank=self._rank,
-        )
-        outcome: list[Any] = []
-
-        def meet() -> None:
-            try:
-                outcome.append(
-                    WeightTransferTrainerFactory.trainer_init(
-                        init, client=_EnginesAreToldElsewhere(), source=self._source
-                    )
-                )
-            except Exception as error:
-                outcome.append(error)
-
-        meeting = threading.Thread(target=meet, name="weight-group", daemon=True)
-        meeting.start()
-        until = time.monotonic() + deadline_s
-        while meeting.is_alive() and not self._source.is_abandoned and time.monotonic() < until:
-            meeting.join(0.02)
-        if not outcome:
-            raise WeightTransferError(
-                f"of {', '.join(group.members)} not all joined within {deadline_s:g} s"
-            )
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        self._transfer, self._key = outcome[0], group.key

@@ -1,10 +1,11 @@
-"""The learner's side of weight files: one safetensors file per push on memory-backed storage."""
+"""Weights as files: one safetensors file per push on memory-backed storage of one machine."""
 
 import errno
-import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,6 +18,34 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from raylearner.errors import WeightTransferError
 from raylearner.types import PolicyVersion
 from raylearner.weights.checksums import Checksums
+from raylearner.weights.transports import WeightGroup, transport
+
+
+class Sender(transport.Sender):
+    """Rank 0 writes; the other ranks take part in gathering."""
+
+    def write(
+        self,
+        policy_version: PolicyVersion,
+        *,
+        members: Sequence[str],
+        group: WeightGroup | None,
+    ) -> dict[str, Any] | None:
+        tensors = self._weights.tensors()
+        if self._rank != 0:
+            deque(tensors, maxlen=0)
+            return None
+        return write_weights(tensors, self._folder, policy_version, self._weights.dtype)
+
+
+class Receiver(transport.Receiver):
+    """Reads the file in every worker."""
+
+    name = "shared_files"
+
+    @staticmethod
+    def vllm_engine() -> type[Any]:
+        return _make_file_reader()
 
 
 def write_weights(
@@ -25,7 +54,7 @@ def write_weights(
     policy_version: PolicyVersion,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Write one push and return its payload; readers never see a file that is not whole.
+    """Write one push and return its payload; an incomplete file never has the name that is read.
 
     Names are those of the model's checkpoint. Tied tensors are written once, under the first name.
     """
@@ -55,39 +84,11 @@ def write_weights(
     }
 
 
-def write_adapter(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    config: Mapping[str, Any],
-    folder: str | Path,
-    policy_version: PolicyVersion,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """Write one push of a LoRA adapter: a directory as peft makes them, whole when it is named."""
-    payload = write_weights(tensors, folder, policy_version, dtype)
-    written = Path(payload["path"])
-    adapter = written.with_suffix("")
-    partial = written.with_suffix(".partial")
-    partial.mkdir()
-    written.rename(partial / "adapter_model.safetensors")
-    (partial / "adapter_config.json").write_text(json.dumps(dict(config)) + "\n")
-    partial.rename(adapter)
-    return payload | {"path": str(adapter)}
-
-
-def discard_weights(payload: Mapping[str, Any]) -> None:
-    """Remove the file or directory of a push that every engine has acknowledged or outlived."""
-    path = Path(payload["path"])
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _untied(
     tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Checksums]:
     """Copies on the host by name, and the checksums of what was copied."""
-    # An address alone does not prove a tie: a gathered tensor may reuse that of one already freed.
+    # The same address alone is not a tie: a gathered tensor may reuse that of one already freed.
     owners: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StorageWeakRef] = {}
     kept: dict[str, torch.Tensor] = {}
     sums = Checksums()
@@ -109,3 +110,52 @@ def _full(folder: Path, num_bytes: int, free: int) -> WeightTransferError:
         f"{folder} is full: a push needs {num_bytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are "
         "free; two pushes must fit, name a larger place with weights.folder"
     )
+
+
+def _make_file_reader() -> type[Any]:
+    """Return the transfer engine that loads a file, made here because its base class imports vLLM."""
+    from safetensors.torch import load_file
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    @dataclass
+    class FileUpdate(WeightTransferUpdateInfo):
+        path: str
+        num_tensors: int
+        num_bytes: int
+        is_partial: bool = False
+        """Whether tensors may be missing; they then keep their old values."""
+
+    class FileReader(WeightTransferEngine[WeightTransferInitInfo, FileUpdate]):
+        init_info_cls = WeightTransferInitInfo
+        update_info_cls = FileUpdate
+
+        def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            pass
+
+        def receive_weights(self, update_info: FileUpdate) -> None:
+            tensors = load_file(update_info.path)
+            if len(tensors) != update_info.num_tensors:
+                raise ValueError(
+                    f"{update_info.path} holds {len(tensors)} tensors instead of"
+                    f" {update_info.num_tensors}"
+                )
+            load: Any = self.model.load_weights
+            with torch.device(self.device):
+                load(iter(tensors.items()))
+
+        def finish_weight_update(self) -> None:
+            with torch.device(self.device):
+                finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            pass
+
+    return FileReader

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: transfer engines that tell what they hold, and the watch on the owner.
+"""The part that runs inside vLLM's workers: verified transfer engines, and the watch on the owner process.
 
 A worker imports this module because the engine arguments name `WorkerExtension`. Importing it
-registers the backends and, where the environment names an owner, starts to watch it: a core and its
-workers must not outlive the process that made them, not even when that one is killed.
+registers the backends and, where the environment names an owner, starts watching it: a core and its
+workers must not outlive the process that created them, even when that one is killed.
 """
 
 import contextlib
@@ -13,53 +13,32 @@ import select
 import signal
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
 )
 from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from raylearner.weights.group import backend
-from raylearner.weights.owner import OWNER_VARIABLE, start_time
+from raylearner.actors.engines.vllm_process import OWNER_VARIABLE, start_time
 from raylearner.weights.trace import Trace
-from raylearner.weights.transports.adapters import adapter_report
-
-
-@dataclass
-class SharedFilesInit(WeightTransferInitInfo):
-    pass
-
-
-@dataclass
-class SharedFilesUpdate(WeightTransferUpdateInfo):
-    path: str
-    num_tensors: int
-    num_bytes: int
-    is_partial: bool = False
-    """Whether tensors may be missing; they then keep their old values."""
+from raylearner.weights.transports import TRANSPORTS
+from raylearner.weights.transports.adapter import adapter_report
 
 
 class _Verified(WeightTransferEngine[Any, Any]):
-    """What all transports share: a push loads all of the model or fails, and tells what is held then.
+    """Shared by all transports: a push loads the whole model or fails, and the parameters are reported.
 
     An exception leaves the model without usable weights: the engine must then be replaced.
     """
@@ -101,18 +80,18 @@ class _Verified(WeightTransferEngine[Any, Any]):
                 module.quant_method.process_weights_after_loading(module)
 
     def report(self) -> dict[str, Any]:
-        """What the parameters hold now. Read anew at every call."""
+        """Return a report on what the parameters hold now, read again at every call."""
         if self._trace is None:
-            raise ValueError("nothing has been loaded yet that could be verified")
+            raise ValueError("no weights have been loaded that could be verified")
         return self._trace.report()
 
     def _load(self, load: Any) -> Any:
         trace = self._trace
         assert trace is not None
 
-        def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        def load_tracked(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             try:
-                loaded = set(load(trace.watched(weights)) or ())
+                loaded = set(load(trace.track(weights)) or ())
             except (KeyError, ValueError) as error:
                 raise ValueError(
                     f"weights refused: the model has no such tensor: {error}"
@@ -120,7 +99,7 @@ class _Verified(WeightTransferEngine[Any, Any]):
             self._loaded |= loaded
             return loaded
 
-        return watched
+        return load_tracked
 
     def _refuse_gaps(self, loaded: set[str]) -> None:
         missing = self._expected - loaded
@@ -138,54 +117,12 @@ class _Verified(WeightTransferEngine[Any, Any]):
                 + "; ".join(
                     part
                     for part in (
-                        f"never came: {_some(sorted(missing))}" if missing else "",
-                        f"came in part: {_some(incomplete)}" if incomplete else "",
+                        f"missing: {_some(sorted(missing))}" if missing else "",
+                        f"incomplete: {_some(incomplete)}" if incomplete else "",
                     )
                     if part
                 )
             )
-
-
-class _FileReader(WeightTransferEngine[SharedFilesInit, SharedFilesUpdate]):
-    """Loads a safetensors file."""
-
-    init_info_cls = SharedFilesInit
-    update_info_cls = SharedFilesUpdate
-
-    def init_transfer_engine(self, init_info: SharedFilesInit) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        pass
-
-    def receive_weights(self, update_info: SharedFilesUpdate) -> None:
-        tensors = load_file(update_info.path)
-        if len(tensors) != update_info.num_tensors:
-            raise ValueError(
-                f"{update_info.path} holds {len(tensors)} tensors, {update_info.num_tensors} were written"
-            )
-        load: Any = self.model.load_weights
-        with torch.device(self.device):
-            load(iter(tensors.items()))
-
-    def finish_weight_update(self) -> None:
-        with torch.device(self.device):
-            finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        pass
-
-
-class SharedFilesEngine(_Verified, _FileReader):
-    pass
-
-
-class VerifiedNcclEngine(_Verified, NCCLWeightTransferEngine):
-    pass
-
-
-class VerifiedIpcEngine(_Verified, IPCWeightTransferEngine):
-    pass
 
 
 class WorkerExtension:
@@ -195,23 +132,23 @@ class WorkerExtension:
     model_runner: Any
 
     def weight_report(self) -> dict[str, Any]:
-        """What this rank's parameters hold since the last push, for `verification`."""
+        """Report what this rank's parameters hold since the last push, for `verification`."""
         return self.weight_transfer_engine.report()
 
     def adapter_report(self, path: str) -> dict[str, Any]:
-        """What this rank's places for adapters hold, next to the adapter in `path`."""
+        """Report what this rank's slots for adapters hold, compared with the adapter in `path`."""
         return adapter_report(self.model_runner.lora_manager._adapter_manager, path)
 
 
 def _may_repack(layer: torch.nn.Module) -> bool:
-    """Whether a kernel may keep the layer's weights in a layout of its own."""
+    """Whether a kernel may repack the layer's weights."""
     method = getattr(layer, "quant_method", None)
     is_plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
     return method is not None and (current_platform.is_cpu() or not is_plain)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter names that share a tensor, both ways: either one stands for both."""
+    """Map parameter names that share a tensor to each other: either one stands for both."""
     first: dict[int, str] = {}
     pairs: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -226,7 +163,7 @@ def _some(names: list[str]) -> str:
 
 
 def watch_owner() -> None:
-    """End this worker and its core as soon as the process named by the environment is gone."""
+    """End this worker and its core as soon as the owner process named by the environment is gone."""
     value = os.environ.get(OWNER_VARIABLE)
     if value is None:
         return
@@ -251,11 +188,14 @@ def _end_with_owner(pid: int, born: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-for _transport, _engine in (
-    ("shared_files", SharedFilesEngine),
-    ("nccl", VerifiedNcclEngine),
-    ("ipc", VerifiedIpcEngine),
-):
-    if backend(_transport) not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(backend(_transport), _engine)
+def register_engines() -> None:
+    """Register each transport's engine, with verification, under its backend's name."""
+    for name, kind in TRANSPORTS.items():
+        receiver = kind.make_receiver("")
+        if receiver.backend not in WeightTransferEngineFactory._registry:
+            engine = type(f"Verified_{name}", (_Verified, receiver.vllm_engine()), {})
+            WeightTransferEngineFactory.register_engine(receiver.backend, engine)
+
+
+register_engines()
 watch_owner()
