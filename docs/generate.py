@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raylearner.config import report
 from raylearner.jobs.sweep.section import SweepSection
-from raylearner.observability import grafana, metric_table
+from raylearner.observability import grafana, metrics
 
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)*")
@@ -19,7 +19,7 @@ def documents() -> dict[Path, str]:
     text = observability.read_text(encoding="utf-8")
     return {
         ROOT / "docs" / "configuration.md": report.markdown(SweepSection),
-        observability: TABLE.sub(lambda _: metric_table.markdown(), text),
+        observability: TABLE.sub(lambda _: metrics.markdown(), text),
         ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
         + "\n",
     }

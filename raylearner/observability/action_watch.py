@@ -1,5 +1,5 @@
-"""Names, once each, two things that a run can do for long without a sign: a policy whose tool calls are
-in a form that is not read, and one that never calls a tool."""
+"""Warnings, once each, about a policy whose tool calls have an unrecognized format or that never calls a
+tool, neither of which raises an error."""
 
 import logging
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from raylearner.text import visible
 from raylearner.types import TrajectoryGroup, Turn
 
 NUM_STEPS = 3
-"""Steps after which a policy that never called a tool is named."""
+"""Number of steps before the warning about a policy that never called a tool."""
 SHOWN_CHARACTERS = 120
 JSON_FORM = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ActionWatch:
-    """Looks at the turns of every step. Quiet where the environment offers no tools."""
+    """Checks the turns of every step; silent if the environment offers no tools."""
 
     def __init__(self, environment: EnvironmentSection, *, max_steps: int) -> None:
         self._has_tools = isinstance(environment, ToolUse) and bool(environment.tools)
@@ -40,9 +40,9 @@ class ActionWatch:
         if is_silent and self._num_steps >= self._num_steps_wanted and not self._warned_of_silence:
             self._warned_of_silence = True
             logger.warning(
-                "no tool was called in the first %d turns of %d steps; expected calls as %s; check that"
-                " data.system_prompt or the chat template says so, and that environment.dialect is the"
-                " one that the model writes",
+                "no tool was called in the first %d turns of %d steps; calls are expected as %s; check that"
+                " data.system_prompt or the chat template asks for them, and that environment.dialect is"
+                " the model's",
                 self._num_turns,
                 self._num_steps,
                 self._expected,
@@ -50,9 +50,8 @@ class ActionWatch:
 
     def _warn_of_form(self, foreign: Sequence[Turn], num_turns: int) -> None:
         logger.warning(
-            "%d of %d turns of this step hold a tool call that is not read: it is written as %s;"
-            " expected %s; such turns are invalid actions, not answers (rollout/foreign_calls/mean);"
-            " the first one: %s",
+            "%d of %d turns of this step have a tool call in an unrecognized format: %s instead of %s;"
+            " such turns are invalid actions, not answers (rollout/foreign_calls/mean); the first one: %s",
             len(foreign),
             num_turns,
             foreign[0].foreign_form,
@@ -69,4 +68,4 @@ def _expected(environment: EnvironmentSection) -> str:
         case ToolUse() | OpenAiProxy():
             return JSON_FORM
         case _:
-            return "what the environment reads"
+            return "the environment's format"

@@ -1,7 +1,6 @@
-"""The trajectories of a step as distributions and as a table that a person reads."""
+"""The trajectories of a step as distributions and as a table of completions."""
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,15 +15,15 @@ from raylearner.text import visible
 from raylearner.types import PolicyVersion, Trajectory, TrajectoryKey
 
 LOG_WIDTH = 160
-"""Columns of a table in the log."""
+"""Width of the table in the log."""
 
 
 def samples(
     trajectories: Sequence[Trajectory], *, policy_version: PolicyVersion
 ) -> dict[str, NDArray[np.float64]]:
-    """The values behind a step's distributions: of episodes, and staleness of trajectories.
+    """Return the values of a step's distributions: of episodes, and staleness of trajectories.
 
-    `policy_version` is the one that trained on them.
+    `policy_version` is the version that was trained on them.
     """
     episodes = episodes_of(trajectories)
     values: dict[str, list[float]] = {
@@ -37,12 +36,12 @@ def samples(
 
 
 WEIGHT_MIDDLES = (0.25, 0.65, 0.85, 0.925, 0.97, 1.0, 1.03, 1.075, 1.175, 1.6, 3.0)
-"""What stands for the weights of each bin of `learner/importance_weight/share_<bin>`."""
+"""Representative weight of each bin of `learner/importance_weight/share_<bin>`."""
 NUM_WEIGHT_SAMPLES = 1000
 
 
 def weight_samples(metrics: Mapping[str, float | None]) -> NDArray[np.float64] | None:
-    """Importance weights drawn from the shares of their bins; None where none were measured."""
+    """Return importance weights according to the shares of their bins; None if none were measured."""
     shares = [
         metrics.get(f"learner/importance_weight/share_{number}") or 0.0
         for number in range(len(WEIGHT_MIDDLES))
@@ -54,7 +53,7 @@ def weight_samples(metrics: Mapping[str, float | None]) -> NDArray[np.float64] |
 
 
 Rows = list[dict[str, str]]
-"""One row a completion; all have the same columns, in order."""
+"""One row per completion, all with the same columns in order."""
 
 
 def rows(
@@ -63,10 +62,10 @@ def rows(
     *,
     advantages: Mapping[TrajectoryKey, float] | None = None,
 ) -> Rows:
-    """A few episodes from the worst reward to the best, with every reward and what was logged.
+    """Return a few episodes from the worst reward to the best, with all rewards and logged values.
 
-    With `unique_prompts`, the first episode of each prompt stands for it. The advantage is that of
-    the first segment. Logged columns and numbers named as another column get `logged_` before.
+    With `unique_prompts`, only the first episode of each prompt is considered. The advantage is that of
+    the first segment. Logged names that collide with another column get the prefix `logged_`.
     """
     ordered = episodes_of(trajectories)
     if config.unique_prompts:
@@ -94,7 +93,7 @@ def rows(
 
 
 def _add(row: dict[str, str], cells: Mapping[str, str]) -> None:
-    """Without hiding cells that are there."""
+    """Add cells, renamed if the row has one of that name."""
     for name, cell in cells.items():
         while name in row:
             name = f"logged_{name}"
@@ -102,7 +101,7 @@ def _add(row: dict[str, str], cells: Mapping[str, str]) -> None:
 
 
 def markdown(table: Rows) -> str:
-    """The table as TensorBoard renders it."""
+    """Return the table as Markdown, for TensorBoard."""
     if not table:
         return ""
     heads = [_escaped(head) for head in table[0]]
@@ -112,7 +111,7 @@ def markdown(table: Rows) -> str:
 
 
 def plain(table: Rows) -> str:
-    """The table as lines for a log."""
+    """Return the table as lines for a log."""
     drawn = Table()
     for head in table[0] if table else ():
         drawn.add_column(Text(head))
@@ -147,19 +146,3 @@ def _escaped(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def logged_means(episodes: Sequence[Episode]) -> Mapping[str, float]:
-    """`rollout/logged/*`: means over episodes of the numbers that environments and rewards logged.
-
-    What is not finite is left out, and counted in `rollout/logged_non_finite`.
-    """
-    values: dict[str, list[float]] = {}
-    num_dropped = 0
-    for name, value in (pair for e in episodes for pair in sorted(e.metrics.items())):
-        if math.isfinite(value):
-            values.setdefault(name, []).append(value)
-        else:
-            num_dropped += 1
-    means = {f"rollout/logged/{name}/mean": float(np.mean(v)) for name, v in sorted(values.items())}
-    return {**means, "rollout/logged_non_finite": float(num_dropped)}

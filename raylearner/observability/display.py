@@ -1,4 +1,4 @@
-"""What a person sees: stages at start-up, one aligned line per step, live progress on a terminal."""
+"""Console output: startup stages, one aligned line per step, live progress on a terminal."""
 
 import logging
 import sys
@@ -32,7 +32,7 @@ ETA_WINDOW_STEPS = 20
 
 
 def step_line(metrics: Mapping[str, float | None], *, num_steps: int) -> str:
-    """One aligned line; what is missing or not a number shows as a dash."""
+    """Return one aligned line, with a dash for missing values and NaN."""
     width = len(str(num_steps))
     parts = [f"step {_whole(metrics.get('step')):>{width}}/{num_steps}"]
     parts.append(f"v{_whole(metrics.get('policy_version')):>{width}}")
@@ -56,7 +56,7 @@ def clock(seconds: float) -> str:
 
 
 class Display:
-    """Log lines always; beneath them, on a terminal, running stages and a progress line."""
+    """Log lines, and below them, on a terminal, running stages and a progress line."""
 
     def __init__(self, *, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
@@ -70,7 +70,7 @@ class Display:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Shows that `name` goes on and for how long it went on; stages may overlap."""
+        """Show a running stage and log its duration; stages may overlap."""
         started_s = time.monotonic()
         token = max(self._stages, default=0) + 1
         self._stages[token] = (name, started_s)
@@ -94,7 +94,7 @@ class Display:
             self._show()
 
     def remaining_s(self) -> float | None:
-        """By the pace of the last steps; None before two have ended."""
+        """Return the remaining time at the pace of the last steps; None before two have ended."""
         ends, step = self._step_ends_s, self._metrics.get("step")
         if len(ends) < 2 or step is None:
             return None

@@ -1,4 +1,4 @@
-"""Episodes put together from their segments: what is reported of an episode counts once."""
+"""Episodes assembled from their segments, so that each counts once in metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from raylearner.types import StopReason, Trajectory, Turn
 
 @dataclass(slots=True)
 class Episode:
-    """The segments of one episode, in order; every number is of the whole episode."""
+    """The segments of one episode, in order; numbers refer to the whole episode."""
 
     segments: list[Trajectory]
 
@@ -20,7 +20,7 @@ class Episode:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """In the order in which they were sampled."""
+        """All turns, in the order in which they were sampled."""
         turns = (turn for segment in self.segments for turn in segment.turns)
         return tuple(sorted(turns, key=lambda turn: turn.number))
 
@@ -52,12 +52,12 @@ class Episode:
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls, of which a turn may have several."""
+        """Number of tool calls; a turn may have several."""
         return sum(len(turn.tool.split(",")) for turn in self.turns if turn.tool)
 
     @property
     def num_valid_tool_calls(self) -> float:
-        """Those that did not fail, as the environment counted them, or else all."""
+        """Number of successful calls if the environment counts them, otherwise all."""
         counted = self.metrics.get("tool_calls")
         if counted is None:
             return self.num_tool_calls
@@ -65,7 +65,7 @@ class Episode:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What the environment and rewards logged; each segment carries the same."""
+        """Numbers logged by the environment and rewards, which are the same in every segment."""
         return {name: value for s in self.segments for name, value in s.metrics.items()}
 
     @property
@@ -75,7 +75,7 @@ class Episode:
 
 
 def episodes_of(trajectories: Sequence[Trajectory]) -> list[Episode]:
-    """The episodes that `trajectories` are the segments of, in order of their first segments."""
+    """Return the episodes of these segments, in order of their first segments."""
     episodes: list[Episode] = []
     latest: dict[object, Episode] = {}
     for trajectory in trajectories:
@@ -91,10 +91,10 @@ def episodes_of(trajectories: Sequence[Trajectory]) -> list[Episode]:
 
 
 def mean_reward(episodes: Sequence[Episode], *, failed_reward: float = 0.0) -> float | None:
-    """Mean reward of episodes, in which one that failed counts as not solved.
+    """Return the mean reward of episodes, in which a failed episode counts as not solved.
 
-    It counts as `failed_reward`, or as the lowest reward among `episodes` where that is lower: an
-    episode is never worth more for having failed. None where no reward applies to any that ended.
+    It counts as `failed_reward`, or as the lowest reward among `episodes` if that is lower: failing
+    never pays. None if no episode that ended has a reward.
     """
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     num_failed = sum(episode.is_failed for episode in episodes)

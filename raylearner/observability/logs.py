@@ -1,4 +1,4 @@
-"""Logging, set up in one place: the console, a run's log.txt, and quiet libraries."""
+"""Logging setup: the console, a run's log.txt, and levels of libraries."""
 
 import logging
 import sys
@@ -12,18 +12,18 @@ CONSOLE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
 
 NOISY = ("ray", "vllm", "transformers", "torch", "filelock", "urllib3", "httpx", "asyncio")
-"""Libraries whose chatter below a warning is dropped."""
+"""Libraries whose messages below a warning are dropped."""
 
 
 class VisibleFormatter(logging.Formatter):
-    """Writes control characters out: texts of models and services reach no terminal as commands."""
+    """Escapes control characters, so that texts of models and services cannot control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is at the time: a live display puts itself in between."""
+    """Writes to the present `sys.stderr`, which a live display replaces."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -35,7 +35,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class LogFile(logging.FileHandler):
-    """A file whose failure is reported once, on the console, and ends nothing."""
+    """A log file whose first write error is reported on the console and otherwise ignored."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
@@ -47,11 +47,11 @@ class LogFile(logging.FileHandler):
         self._has_failed = True
         error = sys.exception()
         cause = error.strerror if isinstance(error, OSError) else repr(error)
-        sys.stderr.write(f"{self.baseFilename}: the log is not written: {cause}\n")
+        sys.stderr.write(f"{self.baseFilename}: the log cannot be written: {cause}\n")
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """The console for our own package, warnings only for the rest; twice does no harm.
+    """Log this package to the console, and only warnings of libraries. Safe to call twice.
 
     Called by the command line and by every actor process.
     """
@@ -64,7 +64,7 @@ def set_up(level: int = logging.INFO) -> None:
 
 
 def add_file(path: Path) -> logging.Handler:
-    """Also write to `path`, appending; give the handler to `remove` at the end."""
+    """Append the log to `path` as well; pass the handler to `remove` at the end."""
     handler = LogFile(path)
     handler.setFormatter(VisibleFormatter(FORMAT))
     logging.getLogger().addHandler(handler)

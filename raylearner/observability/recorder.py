@@ -1,4 +1,4 @@
-"""Everything a run leaves behind and shows, through the one object that the controller talks to."""
+"""The recorder of a run: log, metrics, trajectories, trace and display, behind one object."""
 
 import logging
 import math
@@ -17,13 +17,13 @@ from raylearner.config.schema import ObservabilitySection, RunConfig
 from raylearner.errors import naming
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
+from raylearner.observability.jsonl import JsonlFile
 from raylearner.observability.run_directory import FAILURES_FILE
-from raylearner.observability.sinks.jsonl import JsonlFile
-from raylearner.observability.sinks.sinks import (
+from raylearner.observability.sinks.sink import (
     Sink,
     StepRecord,
     finite_scalars,
-    flattened,
+    flatten,
     make_sinks,
 )
 from raylearner.observability.spans import Span, TraceFile, Tracer
@@ -36,10 +36,10 @@ TOOL_FAILURES = re.compile(r"tools/.+/(errors|bad_pages)")
 
 
 class Recorder:
-    """Owns the recorded part of a run directory; opening one that exists goes on where it ended.
+    """Owns the recorded files of a run directory; an existing one is continued.
 
-    After restoring step `n`, call `rewind(n)`: rows and files of later steps are dropped, so that
-    each step is on record once.
+    After restoring step `n`, call `rewind(n)`: rows and files of later steps are removed, so that
+    each step is recorded once.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Recorder:
         num_steps: int,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        """`sinks` are given finite numbers only, and are closed with the recorder."""
+        """`sinks` receive finite numbers only, and are closed with the recorder."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.log_file = run_dir / "log.txt"
@@ -65,12 +65,12 @@ class Recorder:
         self._display = Display(num_steps=num_steps)
         self._sinks = list(sinks)
         self._sinks_lock = threading.Lock()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._zero_s = time.monotonic() - self._recorded_s()
 
     @classmethod
     def of_run(cls, config: RunConfig, run_dir: Path, *, num_steps: int) -> Self:
-        """Of a whole configuration, which is written to the directory, with the sinks it asks for."""
+        """Return the recorder of a configuration, with its sinks; the configuration is written to the directory."""
         run_dir.mkdir(parents=True, exist_ok=True)
         draft = run_dir / "config.yaml.partial"
         with naming(draft):
@@ -80,7 +80,7 @@ class Recorder:
             config.observability,
             run_dir,
             run_name=config.run.name,
-            hparams=flattened(config.model_dump(mode="json")),
+            hparams=flatten(config.model_dump(mode="json")),
         )
         return cls(run_dir, config.observability, num_steps=num_steps, sinks=sinks)
 
@@ -92,15 +92,12 @@ class Recorder:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A part of start-up or shut-down: shown while it lasts, logged with its time, traced."""
+        """Show, log and trace a stage of startup or shutdown with its duration."""
         with self._tracer.span(name), self._display.stage(name):
             yield
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One learner step.
-
-        `time_s` is filled in when missing: seconds of running, pauses between resumes left out.
-        """
+        """Record one learner step; a missing `time_s` is filled in."""
         numbers: dict[str, float] = {"time_s": round(time.monotonic() - self._zero_s, 3), **metrics}
         version = numbers.pop("policy_version", None)
         head = {"step": step} if version is None else {"step": step, "policy_version": int(version)}
@@ -116,11 +113,11 @@ class Recorder:
             StepRecord(step=step, scalars=finite_scalars(scalars), samples=samples, is_whole=True)
         )
         self._display.step(row)
-        self._tell_tools(step, numbers)
+        self._warn_of_tools(step, numbers)
         self._write_spans([])
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """One evaluation: at least `step`, `policy_version` and `reward/mean`."""
+        """Record one evaluation: at least `step`, `policy_version` and `reward/mean`."""
         self._warn_of_other_prompts(record)
         self._evaluations.write(record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
@@ -130,12 +127,12 @@ class Recorder:
         logger.info("evaluation at step %s  %s", record["step"], shown)
 
     def _warn_of_other_prompts(self, record: Mapping[str, Any]) -> None:
-        """Rows of held-out data may have been edited between a run and its resume."""
+        """Warn if the rows of held-out data were edited before a resume."""
         earlier = self._evaluations.rows()[-1:]
         if earlier and earlier[0].get("prompts_hash") != record.get("prompts_hash"):
             logger.warning(
-                "the evaluation at step %s played other prompts than that at step %s: their rows"
-                " changed, so the two do not compare",
+                "the evaluation at step %s has other prompts than the one at step %s, because their rows"
+                " changed; the two are not comparable",
                 *(record["step"], earlier[0]["step"]),
             )
 
@@ -148,12 +145,12 @@ class Recorder:
         advantages: Advantages | None = None,
         learner_logprobs: Logprobs | None = None,
     ) -> None:
-        """The trajectories of one step: their file and table, where the configuration asks for them.
+        """Write the file and table of one step's trajectories, at the configured intervals.
 
-        `policy_version` is the one that trained on them. Another thread may call this while the
-        recorder's own goes on, for one step after the other.
+        `policy_version` is the version that was trained on them. May be called from another thread, one
+        step after the other.
         """
-        self._tell_non_finite(step, trajectories)
+        self._warn_of_non_finite(step, trajectories)
         if _is_due(self._config.trajectories_every_steps, step):
             transcripts.write(
                 self._trajectories,
@@ -173,11 +170,11 @@ class Recorder:
         self._write(StepRecord(step=step, scalars={}, samples=samples, texts=texts))
 
     def spans(self, spans: Iterable[Span]) -> None:
-        """What a tracer drained, here or in an actor."""
+        """Record spans drained from tracers, here or in actors."""
         self._write_spans(spans)
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded after `step`; its rollback is noted in the log."""
+        """Remove records of later steps, and log the rollback."""
         num_rows = self._metrics.rewind(step)
         num_evaluations = self._evaluations.rewind(step)
         files = sorted(self._trajectories.glob("step_*.jsonl"))
@@ -190,7 +187,7 @@ class Recorder:
         self._zero_s = time.monotonic() - self._recorded_s()
         if num_rows or num_evaluations or late:
             logger.warning(
-                "back to step %d: dropped %d later rows of metrics.jsonl, %d of eval.jsonl and "
+                "back to step %d: removed %d later rows of metrics.jsonl, %d of eval.jsonl and "
                 "%d trajectory files",
                 step,
                 num_rows,
@@ -199,13 +196,13 @@ class Recorder:
             )
 
     def failures(self, step: int, errors: Sequence[str]) -> None:
-        """The first failed episodes of their kind, played for `step`: logged, and kept for `view`."""
+        """Log the first failed episodes of each kind, and keep them for `view`."""
         for error in errors:
             logger.warning("an episode for step %d failed: %s", step, error)
             self._failures.write({"step": step, "error": error})
 
     def close(self) -> None:
-        """Safe to call twice. Closes all of it, and then raises the first failure."""
+        """Close everything, then raise the first failure. Safe to call twice."""
         with self._sinks_lock:
             sinks, self._sinks = self._sinks, []
         clean_up_now(
@@ -227,25 +224,25 @@ class Recorder:
             finally:
                 trace.close()
 
-    def _tell_non_finite(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """The first value of each name that an environment or a reward logged and no mean has."""
+    def _warn_of_non_finite(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Warn of the first value that is not finite of each logged name."""
         for name, value in (pair for t in trajectories for pair in t.metrics.items()):
             key = f"logged {name}"
-            if not math.isfinite(value) and key not in self._told:
-                self._told.add(key)
+            if not math.isfinite(value) and key not in self._warned:
+                self._warned.add(key)
                 logger.warning(
-                    "%s: a value logged at step %d is not a finite number and is left out of"
-                    " rollout/logged/%s/mean; rollout/logged_non_finite counts such values",
+                    "%s: a value logged at step %d is not finite and is left out of rollout/logged/%s/mean;"
+                    " rollout/logged_non_finite counts such values",
                     *(name, step, name),
                 )
 
-    def _tell_tools(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The first failures of each tool, which the policy sees and nobody else would."""
+    def _warn_of_tools(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Warn of the first failures of each tool, which otherwise only the policy would see."""
         for key, value in numbers.items():
-            if TOOL_FAILURES.fullmatch(key) and value and key not in self._told:
-                self._told.add(key)
+            if TOOL_FAILURES.fullmatch(key) and value and key not in self._warned:
+                self._warned.add(key)
                 logger.warning(
-                    "%s is %g at step %d; what rollout actors log says why, in session_latest/logs of"
+                    "%s is %g at step %d; for the cause see the logs of rollout actors, in session_latest/logs of"
                     " Ray's temporary directory",
                     key,
                     value,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raylearner.errors import naming
-from raylearner.observability.sinks.jsonl import dumps
+from raylearner.observability.jsonl import dumps
 from raylearner.types import Trajectory, TrajectoryKey, Turn
 
 IMAGES = "images"

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from raylearner.config.document import parse
 from raylearner.config.problems import Where
 from raylearner.errors import ConfigError
+from raylearner.observability.jsonl import dumps, read_lines
 from raylearner.observability.run_directory import FAILURES_FILE
-from raylearner.observability.sinks.jsonl import dumps, read_lines
 from raylearner.observability.transcripts import IMAGES, step_file
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from raylearner.learner.checkpoint.directory import (
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability import run_directory
 from raylearner.observability.run_directory import RESTART_OPTION
-from raylearner.observability.sinks.sinks import flattened
+from raylearner.observability.sinks.sink import flatten
 from raylearner.observability.spans import Tracer
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,8 @@ def changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[object, obj
     if not path.is_file():
         return {}
     tree, _ = parse(path.read_text(encoding="utf-8"), Where(0, 0, str(path)))
-    old = flattened(tree.plain()) if tree is not None else {}
-    new = flattened(config.model_dump(mode="json"))
+    old = flatten(tree.plain()) if tree is not None else {}
+    new = flatten(config.model_dump(mode="json"))
     keys = [key for key in dict.fromkeys([*old, *new]) if key != "run.dir"]
     changed: dict[str, tuple[object, object]] = {
         key: (old.get(key, UNSET), new.get(key, UNSET))

@@ -11,8 +11,8 @@ from raylearner.config.schema import RunConfig
 from raylearner.errors import summary
 from raylearner.observability.action_watch import ActionWatch
 from raylearner.observability.recorder import Recorder
+from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.observability.spans import Tracer
-from raylearner.observability.step_report import step_metrics
 from raylearner.replay.buffer import Take
 from raylearner.run.run_actors import RunActors
 from raylearner.types import PolicyVersion
@@ -79,9 +79,9 @@ class StepReporter:
             self._actors.fleet.drain(), self._actors.learner.drain_spans()
         )
         recorder.spans([*rollout_spans, *learner_spans, *self._tracer.drain()])
-        rollout_metrics = step_metrics(take.groups, activities, failed_reward=self._failed_reward)
+        rollout = rollout_metrics(take.groups, activities, failed_reward=self._failed_reward)
         recorder.failures(step, take.failures)
-        recorder.step(step, rollout_metrics | metrics)
+        recorder.step(step, rollout | metrics)
         self._action_watch.look(take.groups)
         await asyncio.to_thread(
             recorder.trajectories,

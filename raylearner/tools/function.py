@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from raylearner.config.environment import FunctionTool
 from raylearner.config.section import load_reference
 from raylearner.errors import ConfigError, ToolError
-from raylearner.observability.sinks import jsonl
+from raylearner.observability import jsonl
 from raylearner.text import encodable_values
 from raylearner.tools.protocol import Arguments, BadArguments, Observation
 from raylearner.tools.service import FailureRule, ToolMetrics

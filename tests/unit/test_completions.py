@@ -8,7 +8,7 @@ import pytest
 from raylearner.config.schema import CompletionsSection
 from raylearner.observability import completions, transcripts
 from raylearner.observability.metrics import undocumented
-from raylearner.observability.step_report import step_metrics
+from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
 
 
@@ -60,10 +60,6 @@ def test_unique_prompts_show_one_completion_each_and_logged_numbers_have_columns
     config = CompletionsSection(unique_prompts=True)
     rows = completions.rows(trajectories, config)
     assert [(row["reward"], row["length"]) for row in rows] == [("0.1", "4"), ("0.5", "2")]
-    assert completions.logged_means(trajectories) == {
-        "rollout/logged/length/mean": 3.0,
-        "rollout/logged_non_finite": 0.0,
-    }
 
 
 def test_a_table_survives_what_completions_say() -> None:
@@ -124,7 +120,7 @@ def test_a_step_reports_each_source_and_each_function_apart() -> None:
             group_id=7, prompt_id="p", policy_version=3, trajectories=trajectories
         )
 
-    metrics = step_metrics([group("a", 0.0, 1.0), group("b", 0.5, None), group("b", 0.0)], [])
+    metrics = rollout_metrics([group("a", 0.0, 1.0), group("b", 0.5, None), group("b", 0.0)], [])
     assert metrics["rollout/source/a/reward/mean"] == 0.5
     assert metrics["rollout/source/b/reward/mean"] == 0.25
     assert metrics["rollout/source/b/group_fraction"] == pytest.approx(2 / 3)

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from raylearner.observability.metric_table import TABLE, markdown
-from raylearner.observability.metrics import METRICS, spec_of, undocumented
+from raylearner.observability.metrics import METRICS, TABLE, markdown, spec_of, undocumented
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 # docs of the run directory promise these to whoever reads metrics.jsonl.

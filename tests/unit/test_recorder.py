@@ -18,9 +18,9 @@ from rich.console import Console
 from raylearner.config.schema import ObservabilitySection, WandbSection
 from raylearner.observability import logs
 from raylearner.observability.display import Display, step_line
+from raylearner.observability.jsonl import JsonlFile, dumps, read_lines
 from raylearner.observability.recorder import Recorder
-from raylearner.observability.sinks.jsonl import JsonlFile, dumps, read_lines
-from raylearner.observability.sinks.sinks import StepRecord
+from raylearner.observability.sinks.sink import StepRecord
 from raylearner.observability.sinks.wandb import WandbRun
 from raylearner.observability.spans import Tracer
 from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
@@ -125,7 +125,7 @@ def test_a_rewind_forgets_later_steps_everywhere_and_says_so(
     assert [row["step"] for row in rows(run / "eval.jsonl")] == [0]
     files = [path.name for path in sorted((run / "trajectories").iterdir())]
     assert files == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
-    assert "back to step 3: dropped 2 later rows" in caplog.text
+    assert "back to step 3: removed 2 later rows" in caplog.text
     assert "back to step 3" in (run / "log.txt").read_text()
 
 

@@ -19,7 +19,7 @@ from raylearner.actors.proxy.program import CommandProgram, Task
 from raylearner.config.data import FileData
 from raylearner.config.section import HttpSection
 from raylearner.data.table import table_prompts
-from raylearner.observability.sinks import jsonl
+from raylearner.observability import jsonl
 from raylearner.text import dump_json, load_json, to_json_types
 from raylearner.tools.service import Service, ToolMetrics
 

@@ -28,8 +28,8 @@ from raylearner.learner.batch.pack import pack
 from raylearner.observability import completions, logs
 from raylearner.observability.display import Display
 from raylearner.observability.recorder import Recorder
+from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.observability.sinks.tensorboard import TensorBoardFile
-from raylearner.observability.step_report import step_metrics
 from raylearner.rewards.functions import RewardLog
 from raylearner.text import as_metrics, encodable, encodable_json, encodable_values, visible
 from raylearner.tokenization.template import template_message
@@ -226,7 +226,7 @@ def test_a_hostile_episode_is_packed_recorded_and_logged(
         group_id=1, prompt_id="p", policy_version=2, trajectories=(good, failed)
     )
     pack([group], policy_version=2, num_ranks=1, max_tokens_per_micro_batch=512)
-    metrics = step_metrics([group], [])
+    metrics = rollout_metrics([group], [])
     assert metrics["rollout/logged/area/with space & <b>/mean"] == 1.0
     assert "rollout/logged/reward/max/mean" not in metrics
     assert metrics["rollout/logged_non_finite"] == 5.0 * len([good, failed])

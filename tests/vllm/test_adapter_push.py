@@ -124,7 +124,7 @@ async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) ->
     assert lab.gap(prompt, later) < 1e-4
 
 
-async def test_adapters_are_verified_in_the_places_where_they_are_held(lab: AdapterLab) -> None:
+async def test_adapters_are_verified_in_their_slots(lab: AdapterLab) -> None:
     receipt = await lab.push(2000)
     names = [name for name, _ in lora.adapter_weights(lab.model, torch.float32)]
     assert receipt.num_verified == len(names)
@@ -147,16 +147,16 @@ async def test_adapters_are_verified_in_the_places_where_they_are_held(lab: Adap
             probe=Probe(token_ids=(), logprobs=(), tolerance=1.0),
         )
 
-    entrance = lab.engine._weights
+    receiver = lab.engine._weights
     # The file is the new one, and the engine never loaded it.
-    with pytest.raises(WeightTransferError, match="is not what"):
-        await entrance.verify(llm, update(payload["path"], payload["checksums"]))
+    with pytest.raises(WeightTransferError, match="not in its slot"):
+        await receiver.verify(llm, update(payload["path"], payload["checksums"]))
     # The file is not what was sent.
     with pytest.raises(WeightTransferError, match="another checksum"):
-        await entrance.verify(llm, update(held["path"], payload["checksums"]))
+        await receiver.verify(llm, update(held["path"], payload["checksums"]))
     one = {**held["checksums"], names[3]: payload["checksums"][names[3]]}
     with pytest.raises(WeightTransferError) as caught:
-        await entrance.verify(llm, update(held["path"], one))
+        await receiver.verify(llm, update(held["path"], one))
     assert [name for name in names if name in str(caught.value)] == [names[3]]
 
 

@@ -1,4 +1,4 @@
-"""The run's numbers as Ray metrics, which Prometheus scrapes along with the cluster's own.
+"""The run's metrics as Ray metrics, which Prometheus scrapes together with the cluster's own.
 
 One gauge for each entry of the metric table: `buffer/staleness/mean` is `raylearner_buffer_staleness_mean`
 here and `ray_raylearner_buffer_staleness_mean` in Prometheus. A placeholder becomes a tag, so
@@ -10,39 +10,38 @@ import math
 from ray.util.metrics import Gauge
 
 from raylearner.observability.metrics import METRICS, entry_of, gauge_names, placeholders
-from raylearner.observability.sinks.sinks import StepRecord
+from raylearner.observability.sinks.sink import StepRecord
 
 RUN_TAG = "run"
 
 
 class RayMetrics:
-    """A gauge for whatever was measured last. Needs a process that joined Ray.
+    """Gauges with the latest values. Needs a process that is connected to Ray.
 
-    What a step did not measure becomes NaN, a gap in a graph: what a gauge was told once, it would
-    go on telling.
+    Metrics missing in a step become NaN, a gap in the graph; a gauge would repeat its last value forever.
     """
 
     def __init__(self, *, run_name: str) -> None:
         self._run = {RUN_TAG: run_name}
         self._gauges: dict[str, Gauge] = {}
-        self._told: set[str] = set()
+        self._written: set[str] = set()
 
     def write(self, record: StepRecord) -> None:
         values = {"step": float(record.step), **record.scalars}
         if record.is_whole:
-            for key in self._told - set(values):
+            for key in self._written - set(values):
                 if not key.startswith("evaluation/"):
                     self._set(key, math.nan)
         for key, value in values.items():
             self._set(key, value)
-        self._told |= set(values)
+        self._written |= set(values)
 
     def rewind(self, step: int) -> None:
-        """Gauges know the present only."""
+        """Nothing to remove: gauges have no history."""
 
     def close(self) -> None:
-        """A run that ended has no present."""
-        for key in self._told:
+        """Set all gauges to NaN, since the run has ended."""
+        for key in self._written:
             self._set(key, math.nan)
 
     def _set(self, key: str, value: float) -> None:

@@ -1,6 +1,6 @@
 """TensorBoard event files, written without TensorFlow or torch."""
 
-# Protobuf makes its classes at run time, out of a type checker's sight.
+# Protobuf creates its classes at run time, where type checkers cannot follow.
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import time
@@ -15,12 +15,12 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raylearner.errors import naming
-from raylearner.observability.sinks.sinks import StepRecord
+from raylearner.observability.sinks.sink import StepRecord
 from raylearner.text import encodable, encodable_values
 
 HISTOGRAM_BUCKETS = 30
 MAX_SCALAR = (2 - 2**-23) * 2.0**127
-"""The largest float32, which is what TensorBoard keeps; what is larger would be infinite there."""
+"""The largest float32, in which TensorBoard stores scalars."""
 
 
 class TensorBoardFile:
@@ -29,7 +29,7 @@ class TensorBoardFile:
     def __init__(
         self, folder: Path, *, hparams: Mapping[str, bool | int | float | str] | None = None
     ) -> None:
-        """`hparams` fill the HPARAMS page, where runs are compared by them."""
+        """`hparams` are shown on the HPARAMS page, which compares runs."""
         self._folder = folder
         self._writer = EventFileWriter(str(folder))
         self._has_hparams = bool(hparams)
@@ -51,7 +51,7 @@ class TensorBoardFile:
         self._add(event_pb2.Event(wall_time=time.time(), step=record.step, summary=summary))
 
     def rewind(self, step: int) -> None:
-        """TensorBoard forgets what it read of later steps."""
+        """Make TensorBoard discard events of later steps."""
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
 
@@ -68,7 +68,7 @@ class TensorBoardFile:
 
 
 def _session_end() -> summary_pb2.Summary:
-    """As the plugin's own, which comes with TensorFlow only."""
+    """Return the end of a session, as the plugin does, whose function needs TensorFlow."""
     info = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
     data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
     value = summary_pb2.Summary.Value(

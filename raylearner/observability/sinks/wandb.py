@@ -1,4 +1,4 @@
-"""Weights & Biases, where a configuration asks for it; imported then only."""
+"""Weights & Biases, imported only if it is configured."""
 
 import html
 import importlib
@@ -10,25 +10,25 @@ from typing import Any
 
 from raylearner.config.schema import WandbSection
 from raylearner.errors import ConfigError
-from raylearner.observability.sinks.sinks import StepRecord
+from raylearner.observability.sinks.sink import StepRecord
 
 STEP = "step"
 ID_FILE = "wandb.json"
-"""In a run directory: the id of its run there, and the path that it was made for."""
+"""File in a run directory with the id of its W&B run, and the directory for which it was created."""
 
 
 class WandbRun:
-    """One W&B run for each run directory, named after it and resumed with it.
+    """One W&B run per run directory, with its name, resumed with it.
 
-    Its id is made once and lives in the directory: other directories of the same name, and one that
-    starts over in its place, are runs of their own.
+    The id is created once and stored in the directory: other directories of the same name, and a restart
+    in its place, are separate runs.
 
-    Steps are a metric there, `step`, against which all others are drawn. W&B's own count is left to
-    itself: it drops what comes late, as an evaluation made beside training does.
+    The metric `step` is the x-axis of all others. W&B's own step count is not used: it drops late records,
+    such as those of evaluations in parallel to training.
     """
 
     def __init__(self, config: WandbSection, run_dir: Path, *, hparams: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` where the package is missing, and where W&B does not open the run."""
+        """Raises `ConfigError` if the package is missing or W&B does not open the run."""
         try:
             self._wandb: Any = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
@@ -48,11 +48,11 @@ class WandbRun:
                 dir=str(run_dir),
                 config=dict(hparams),
             )
-        except Exception as error:  # of many kinds, and all of them end here
+        except Exception as error:  # W&B raises many types
             raise ConfigError(
                 f"observability.wandb: run {run_id} of project {config.project!r} cannot be opened:"
-                f" {_first_line(error)}; log in with `wandb login`, set mode to offline, or, where it"
-                f" was deleted there, delete {run_dir / ID_FILE} to go on in a new one"
+                f" {_first_line(error)}; log in with `wandb login`, set mode to offline, or, if the run"
+                f" was deleted there, delete {run_dir / ID_FILE} to continue in a new one"
             ) from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
@@ -66,14 +66,14 @@ class WandbRun:
         self._run.log(values)
 
     def rewind(self, step: int) -> None:
-        """Rows cannot be taken back there: a step that is made again has those of both times."""
+        """Nothing: W&B cannot remove rows, so a repeated step has both."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 def _run_id(run_dir: Path) -> str:
-    """The directory's id; a new one for a new directory, and for a copy beside its original."""
+    """Return the directory's id, a new one for a new directory or a copy of another."""
     run_dir.mkdir(parents=True, exist_ok=True)
     here = run_dir.absolute()
     known = _read(here)

@@ -1,4 +1,4 @@
-"""JSON lines on disk: flushed row by row, free of NaN, and able to forget steps after a rollback."""
+"""JSON lines on disk: flushed row by row, without NaN, and truncated after a rollback."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 class JsonlFile:
-    """Appends one object per line. A line torn by a crash is cut off when the file is opened."""
+    """Appends one object per line. An incomplete last line is removed when the file is opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,7 +23,7 @@ class JsonlFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Raises `OSError` with the path, also where the file was removed meanwhile."""
+        """Append a row. Raises `OSError` with the path, also if the file was removed meanwhile."""
         with naming(self.path):
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 raise OSError(errno.ENOENT, "removed while the run was writing it")
@@ -34,7 +34,7 @@ class JsonlFile:
         return [json.loads(line) for line in read_lines(self.path) if line.strip()]
 
     def rewind(self, step: int) -> int:
-        """Drop the rows of later steps; returns how many."""
+        """Remove the rows of later steps and return their number."""
         rows = self.rows()
         kept = [row for row in rows if row.get("step", 0) <= step]
         if len(kept) < len(rows):
@@ -52,19 +52,19 @@ class JsonlFile:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The whole lines of a file, without the one that is being written.
+    """Return the complete lines of a file, without the one being written.
 
-    A line ends with a newline alone: `str.splitlines` would also cut a model's text where it holds
-    one of Unicode's other separators.
+    Only a newline ends a line: `str.splitlines` would also split a model's text at other Unicode
+    separators.
     """
     return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
 def dumps(record: object) -> str:
-    """Standard JSON on one line, of any value as `raylearner.text` writes it: NaN and infinities become null.
+    """Return standard JSON on one line, with NaN and infinities as null.
 
-    Unicode's separators are escaped, for readers who cut lines at them, and so are surrogates
-    without their pair, which UTF-8 does not have.
+    Unicode separators are escaped, for readers that split lines at them, and so are unpaired surrogates,
+    which UTF-8 cannot encode.
     """
     text = json.dumps(to_json_types(record), ensure_ascii=False, allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)

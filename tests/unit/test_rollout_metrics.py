@@ -7,7 +7,7 @@ import numpy as np
 from raylearner.config.schema import CompletionsSection
 from raylearner.observability import completions
 from raylearner.observability.metrics import undocumented
-from raylearner.observability.step_report import step_metrics
+from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.types import CompletionStop, StopReason, Trajectory, TrajectoryGroup, Turn
 
 
@@ -58,7 +58,7 @@ def test_turns_actions_calls_and_ends_are_counted() -> None:
         make_trajectory("", stop=StopReason.ERROR),
     )
     group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
-    metrics = step_metrics([group], [])
+    metrics = rollout_metrics([group], [])
     assert metrics["rollout/turns/mean"] == 7 / 4
     assert metrics["rollout/valid_actions/mean"] == 5 / 4
     assert metrics["rollout/invalid_actions/mean"] == 2 / 4
@@ -79,7 +79,7 @@ def test_segments_of_an_episode_count_as_one_episode() -> None:
     several = replace(long, segment=2, turns=(replace(both, tool="search,open", number=4),))
     trajectories = (long, replace(long, segment=1), several, short)
     group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
-    metrics = step_metrics([group], [])
+    metrics = rollout_metrics([group], [])
     expected = {
         "rollout/reward/mean": 0.5,
         "rollout/reward/std": 0.5,
@@ -113,7 +113,7 @@ def test_failed_episodes_count_in_the_mean_reward_alone() -> None:
     good = replace(make_trajectory("a", stop=StopReason.ANSWER), reward=1.0, rewards={"f": 1.0})
     bad = replace(make_trajectory("", stop=StopReason.ERROR), sample_index=1, reward=None)
     group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(good, bad))
-    metrics = step_metrics([group], [], failed_reward=-1.0)
+    metrics = rollout_metrics([group], [], failed_reward=-1.0)
     assert metrics["rollout/reward/mean"] == 0.0
     assert metrics["rollout/source/default/reward/mean"] == 0.0
     assert metrics["rollout/reward/mean_without_failed"] == 1.0
@@ -144,7 +144,7 @@ def test_images_are_counted_where_the_model_sees() -> None:
     group = TrajectoryGroup(
         group_id=0, prompt_id="p", policy_version=0, trajectories=(seeing, blind)
     )
-    metrics = step_metrics([group], [])
+    metrics = rollout_metrics([group], [])
     assert metrics["rollout/images/mean"] == 1
     assert metrics["rollout/images/max"] == 2
     assert metrics["rollout/image_tokens/mean"] == 2

@@ -1,19 +1,19 @@
-"""The rollout half of a step's metrics, from the groups taken and what the actors report."""
+"""The `rollout/*` metrics of a step, from the groups taken and the activity of the actors."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from raylearner.observability.completions import logged_means
 from raylearner.observability.episodes import Episode, episodes_of, mean_reward
 from raylearner.types import StopReason, TrajectoryGroup
 
 FINISHED = (StopReason.ANSWER, StopReason.END)
-"""What an episode ends with that came to its end by itself."""
+"""Stop reasons of episodes that ended by themselves."""
 MAX_TURNS_SHOWN = 32
-"""Turns whose share of active episodes is reported one by one."""
+"""Maximum number of turns with a metric `rollout/active/<turn>`."""
 
 
 class Activity(Protocol):
@@ -31,16 +31,16 @@ class Activity(Protocol):
     def tools(self) -> Mapping[str, float]: ...
 
 
-def step_metrics(
+def rollout_metrics(
     groups: Sequence[TrajectoryGroup],
     activities: Sequence[Activity],
     *,
     failed_reward: float = 0.0,
 ) -> dict[str, float]:
-    """`rollout/*` of one step: rewards and turns of what was taken, speed of the actors.
+    """Return rewards and turns of the groups taken, and the speed of the actors.
 
-    Numbers are of episodes, whatever their number of segments. `failed_reward` is what a failed one
-    counts as in means of rewards.
+    An episode counts once, however many segments it has; a failed one counts as `failed_reward` in means
+    of rewards.
     """
     episodes = [episode for group in groups for episode in episodes_of(group.trajectories)]
     metrics = _extremes("rollout/turns", [len(e.turns) for e in episodes])
@@ -71,13 +71,13 @@ def step_metrics(
     for reason, count in Counter(e.stop_reason for e in episodes).items():
         metrics[f"rollout/stop/{reason}"] = count / len(episodes)
     metrics |= _rewards(episodes, failed_reward)
-    metrics |= logged_means(episodes)
+    metrics |= _logged_means(episodes)
     metrics |= _by_source(groups, failed_reward)
     return metrics | _speed(activities) | _tools(activities)
 
 
 def _rewards(episodes: Sequence[Episode], failed_reward: float) -> dict[str, float]:
-    """Of the whole reward and of each function. Only the mean counts episodes that failed."""
+    """Return metrics of the total reward and of each function; only the mean includes failed episodes."""
     metrics: dict[str, float] = {}
     if (mean := mean_reward(episodes, failed_reward=failed_reward)) is not None:
         metrics["rollout/reward/mean"] = mean
@@ -108,7 +108,7 @@ def _images(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _active(episodes: Sequence[Episode]) -> dict[str, float]:
-    """By number of the turn: the share of episodes that had one of this number."""
+    """Return the share of episodes that reached each turn."""
     longest = max((len(e.turns) for e in episodes), default=0)
     return {
         f"rollout/active/{number}": _mean([len(e.turns) >= number for e in episodes])
@@ -116,22 +116,38 @@ def _active(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
+def _logged_means(episodes: Sequence[Episode]) -> Mapping[str, float]:
+    """Return `rollout/logged/*`: means over episodes of the numbers logged by environments and rewards.
+
+    Values that are not finite are left out, and counted in `rollout/logged_non_finite`.
+    """
+    values: dict[str, list[float]] = {}
+    num_dropped = 0
+    for name, value in (pair for e in episodes for pair in sorted(e.metrics.items())):
+        if math.isfinite(value):
+            values.setdefault(name, []).append(value)
+        else:
+            num_dropped += 1
+    means = {f"rollout/logged/{name}/mean": float(np.mean(v)) for name, v in sorted(values.items())}
+    return {**means, "rollout/logged_non_finite": float(num_dropped)}
+
+
 def _by_source(groups: Sequence[TrajectoryGroup], failed_reward: float) -> dict[str, float]:
-    """Rewards of each source apart, and its share of the groups."""
+    """Return the mean reward of each data source, and its share of the groups."""
     by_source: dict[str, list[TrajectoryGroup]] = {}
     for group in groups:
         by_source.setdefault(group.trajectories[0].source, []).append(group)
     metrics: dict[str, float] = {}
-    for source, found in sorted(by_source.items()):
-        metrics[f"rollout/source/{source}/group_fraction"] = len(found) / len(groups)
-        episodes = [episode for group in found for episode in episodes_of(group.trajectories)]
+    for source, of_source in sorted(by_source.items()):
+        metrics[f"rollout/source/{source}/group_fraction"] = len(of_source) / len(groups)
+        episodes = [episode for group in of_source for episode in episodes_of(group.trajectories)]
         if (mean := mean_reward(episodes, failed_reward=failed_reward)) is not None:
             metrics[f"rollout/source/{source}/reward/mean"] = mean
     return metrics
 
 
 def _tools(activities: Sequence[Activity]) -> dict[str, float]:
-    """Counts add up over actors; of latency quantiles the slowest actor's counts."""
+    """Sum counts over actors; latency quantiles are those of the slowest actor."""
     merged: dict[str, float] = {}
     for activity in activities:
         for key, value in activity.tools.items():
@@ -141,7 +157,7 @@ def _tools(activities: Sequence[Activity]) -> dict[str, float]:
 
 
 def _speed(activities: Sequence[Activity]) -> dict[str, float]:
-    """Rates over all actors; nothing when none of them answered."""
+    """Return rates over all actors; empty if none answered."""
     wall_s = max((a.wall_s for a in activities), default=0.0)
     if wall_s <= 0:
         return {}

@@ -1,4 +1,4 @@
-"""Where a step's numbers go besides the run's JSON lines."""
+"""The protocol of sinks, which receive a step's metrics in addition to the run's JSON lines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,29 +13,28 @@ from raylearner.config.schema import ObservabilitySection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What sinks are given of one step. Everything in it is finite: the rest was counted and left out."""
+    """A record of one step, or a part of it. All values are finite; others are left out."""
 
     step: int
     scalars: Mapping[str, float]
     is_whole: bool = False
-    """Whether the scalars are all that was measured of the step, evaluations aside."""
+    """Whether the scalars are all metrics of the step, apart from evaluations."""
     samples: Mapping[str, NDArray] = field(default_factory=dict[str, NDArray])
-    """Values behind a distribution, by key."""
+    """Values of a distribution, by key."""
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
     """Markdown, by key."""
 
 
 class Sink(Protocol):
-    """One place that numbers go to. Called by one thread at a time, not always by the same.
+    """A destination of metrics, called by one thread at a time, but not always the same.
 
-    Steps come in order, each in one record or more; only an evaluation may come after later steps,
-    since it is made beside them.
+    Steps arrive in order, in one or more records; only evaluations may arrive after later steps.
     """
 
     def write(self, record: StepRecord) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps, where the place can."""
+        """Remove records of later steps, if the destination can."""
         ...
 
     def close(self) -> None: ...
@@ -48,7 +47,7 @@ def make_sinks(
     run_name: str,
     hparams: Mapping[str, bool | int | float | str],
 ) -> list[Sink]:
-    """Those that a configuration asks for; each brings its library only then."""
+    """Return the configured sinks; only their libraries are imported."""
     sinks: list[Sink] = []
     if config.tensorboard:
         from raylearner.observability.sinks.tensorboard import TensorBoardFile
@@ -66,22 +65,22 @@ def make_sinks(
 
 
 def finite_scalars(values: Mapping[str, float | None]) -> dict[str, float]:
-    """What a sink may be given: numbers that are there and finite."""
+    """Return the values that are finite numbers."""
     return {k: float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
 
 
-def flattened(tree: object, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """A nested configuration by dotted key; lists in brackets, None as `null`."""
+def flatten(tree: object, prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return a nested configuration by dotted key; lists in brackets, None as `null`."""
     if isinstance(tree, Mapping):
         flat: dict[str, bool | int | float | str] = {}
         for key, value in tree.items():
-            flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+            flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
         return flat
     if isinstance(tree, bool | int | float | str):
         return {prefix: tree}
     if isinstance(tree, Sequence) and tree and all(isinstance(item, Mapping) for item in tree):
         flat = {}
         for index, item in enumerate(tree):
-            flat |= flattened(item, f"{prefix}.{index}")
+            flat |= flatten(item, f"{prefix}.{index}")
         return flat
     return {prefix: "null" if tree is None else str(tree)}
