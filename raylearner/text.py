@@ -119,7 +119,20 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def to_json_types(value: object) -> Json:
-    """`value` in JSON's own types, by the table above."""
+    """Convert `value` to JSON's own types.
+
+    | value | JSON |
+    |---|---|
+    | NaN and infinities | null |
+    | scalars of numpy and torch | the plain value |
+    | arrays, tuples, sets | lists |
+    | dates and times | text in ISO 8601 |
+    | durations | seconds |
+    | decimals | text, every digit kept |
+    | bytes | text in base64 |
+    | keys of mappings | text |
+    | any other value | `str` of it |
+    """
     match value:
         case None | bool():
             return value

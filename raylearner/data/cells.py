@@ -1,4 +1,4 @@
-"""Cells of tables: their text, and what identifies a row wherever it was read."""
+"""Cells of tables: their text, accepted answers, and a hash that identifies a row."""
 
 import hashlib
 import re
@@ -18,10 +18,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def scalar_text(value: object) -> str:
-    """One cell of a table as text: whole numbers without a fraction, decimals without an exponent.
+    """Return one cell as text: whole numbers without a fraction, decimals without an exponent.
 
-    Raises `ValueError` for what has no single spelling: truth values, null, NaN, bytes, lists and
-    mappings.
+    Raises `ValueError` for values without a single spelling: truth values, null, NaN, bytes, lists
+    and mappings.
     """
     match value:
         case str():
@@ -39,9 +39,11 @@ def scalar_text(value: object) -> str:
 
 
 def content_hash(prompt: Prompt) -> str:
-    """A hash of what a row holds: messages with images, accepted answers, document and columns.
+    """Return a hash of a row's content: messages with images, accepted answers, document and
+    columns.
 
-    Its place, id and source's name do not count: the same bytes read from elsewhere are the same row.
+    Its place, id and source's name do not count: the same bytes read from elsewhere are the same
+    row.
     """
     digest = hashlib.sha256()
     messages = [
@@ -62,7 +64,8 @@ def content_hash(prompt: Prompt) -> str:
 
 
 def _canonical(value: object) -> bytes:
-    """Bytes that are equal for equal values, and unambiguous: every part carries its length."""
+    """Return bytes that are equal for equal values, and unambiguous: every part carries its
+    length."""
     match value:
         case Mapping():
             items = cast(Mapping[Any, Any], value).items()
@@ -82,10 +85,10 @@ def _canonical(value: object) -> bytes:
 
 
 def read_answers(value: object, where: str, column: str) -> tuple[str, ...]:
-    """All accepted answers of one cell: text, numbers, truth values, or a list of these.
+    """Return all accepted answers of one cell: text, numbers, truth values, or a list of these.
 
-    Null and blank text are not answers; a row that has no others has none. `true` is accepted in
-    both spellings, `true` and `True`. Raises `ConfigError` for anything else, with the row.
+    Null and blank text are not answers. `true` is accepted in both spellings, `true` and `True`.
+    Raises `ConfigError` with the row for anything else.
     """
     values = cast(list[object], value) if isinstance(value, list | tuple) else [value]
     texts = [text for one in values for text in _texts(one, where, column)]

@@ -20,7 +20,7 @@ ROLES: Mapping[str, Role] = {
     "tool": "tool",
 }
 FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
-"""Of a message. Others may stand in it as long as they are null or empty."""
+"""Known keys of a message. Other keys may be present as long as they are null or empty."""
 _CALL_FIELDS = ("id", "type", "function", "index")
 _FUNCTION_FIELDS = ("name", "arguments")
 
@@ -32,13 +32,11 @@ def read_dialogue(
     drops_nulls: bool = False,
     prefill: bool = False,
 ) -> tuple[Message, ...]:
-    """Messages as OpenAI's API has them, or `Message`s, or the JSON text of such a list.
+    """Read messages of OpenAI's API, `Message`s, or the JSON text of such a list.
 
-    `image_mark` stands in contents for parts of type image, which are refused without it.
-    `drops_nulls` leaves out null arguments of calls, which tables of fixed columns add to each other's
-    rows. `prefill` lets the assistant's message come last, which the policy then continues.
-
-    Raises `DialogueError`.
+    `image_mark` replaces parts of type image, which are refused without it. `drops_nulls` leaves
+    out null arguments of calls, which tables of fixed columns add. `prefill` lets the assistant's
+    message come last, for the policy to continue. Raises `DialogueError`.
     """
     entries = _loaded(value, "messages")
     if not isinstance(entries, list | tuple) or not entries:
@@ -88,7 +86,7 @@ def check_order(messages: Sequence[Message], *, prefill: bool = False) -> None:
 
 
 def wire(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's API has it, without its images."""
+    """Return a message in the form of OpenAI's API, without its images."""
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         found["reasoning_content"] = message.reasoning
@@ -102,7 +100,7 @@ def wire(message: Message) -> dict[str, Any]:
 
 
 def read_tools(value: object) -> tuple[dict[str, Any], ...]:
-    """Schemas of functions, or the JSON text of a list of them. Raises `DialogueError`."""
+    """Read schemas of functions, or the JSON text of a list of them. Raises `DialogueError`."""
     entries = _loaded(value, "tools")
     if not isinstance(entries, list | tuple):
         raise DialogueError("tools", f"must be a list, got {shown(entries)}")
@@ -202,7 +200,7 @@ def _calls(value: object, where: str, drops_nulls: bool) -> tuple[FunctionCall, 
 
 
 def _loaded(value: object, where: str) -> object:
-    """What a JSON text holds; anything else as it is."""
+    """Parse a JSON text; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -11,7 +11,7 @@ from raylearner.tools.calculator import calculate
 from raylearner.types import Message, Prompt
 
 EVALUATION_SHARE = 5
-"""One operand pair, or question, in so many is held out."""
+"""One operand pair, or question, in this many is held out."""
 MAX_TRIES = 50
 """Expressions drawn for each that is wanted, before there are held to be no more."""
 MAX_QUESTIONS = 20
@@ -19,7 +19,7 @@ MAX_QUESTIONS = 20
 
 
 def calculator_prompts(source: CalculatorData) -> list[Prompt]:
-    """Distinct expressions of one split."""
+    """Return distinct expressions of one split."""
     rng = random.Random(source.seed)
     seen: dict[str, Prompt] = {}
     possible = len(source.operations) * source.max_operand**2
@@ -44,9 +44,10 @@ def calculator_prompts(source: CalculatorData) -> list[Prompt]:
 
 
 def reasoning_prompts(source: ReasoningGymData) -> list[Prompt]:
-    """Distinct questions of one split. The column `reasoning_gym` holds what scoring needs.
+    """Return distinct questions of one split; the column `reasoning_gym` holds the input of
+    scoring.
 
-    Raises `ConfigError` when there is no such task, or it refuses its parameters.
+    Raises `ConfigError` for a task that does not exist or refuses its parameters.
     """
     dataset = _reasoning_dataset(source)
     seen: dict[str, Prompt] = {}

@@ -1,4 +1,4 @@
-"""Images of rows: read from whatever a table holds, checked, and put into the prompt's messages."""
+"""Images of rows: read from a table's cells, checked, and put into the prompt's messages."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ _FORMS = "encoded bytes, a path, a data URL, or a list of these"
 
 
 def read_images(value: object, *, folder: Path, where: str) -> tuple[bytes, ...]:
-    """The images of one cell, encoded; `folder` is where paths start. Raises `ConfigError`."""
+    """Read the encoded images of one cell; `folder` is the base of paths. Raises `ConfigError`."""
     if value is None or value == "":
         return ()
     values = cast(list[object], value) if isinstance(value, list | tuple) else [value]
@@ -27,7 +27,7 @@ def read_images(value: object, *, folder: Path, where: str) -> tuple[bytes, ...]
 
 
 def _read(value: object, folder: Path, where: str) -> bytes:
-    """`{"bytes", "path"}` is how `datasets` and its Parquet files write an image."""
+    """Read an image; `{"bytes", "path"}` is the form of `datasets` and its Parquet files."""
     if isinstance(value, dict):
         held = cast(dict[str, Any], value)
         value = held.get("bytes") if held.get("bytes") is not None else held.get("path")
@@ -41,11 +41,11 @@ def _read(value: object, folder: Path, where: str) -> bytes:
 
 
 def _from_file(path: Path, which: str) -> bytes:
-    """A device or a pipe would give bytes without end, or none ever."""
+    """Read a regular file: a device or a pipe may have no end."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{which} is no file")
+            raise ConfigError(f"{which} is not a regular file")
         if status.st_size > MAX_BYTES:
             raise ConfigError(f"{which} is longer than {MAX_BYTES} bytes")
         return path.read_bytes()
@@ -70,9 +70,9 @@ def _from_data_url(url: str, where: str) -> bytes:
 def with_images(
     messages: Sequence[Message], images: tuple[bytes, ...], *, mark: str, where: str
 ) -> tuple[Message, ...]:
-    """The messages with each image where its mark stands, or all before the first of the user's.
+    """Return the messages with each image at its mark, or all before the first message of the user.
 
-    Raises `ConfigError` when there are other marks than images, with both numbers.
+    Raises `ConfigError` when the numbers of marks and images differ.
     """
     placed = [m.content.replace(IMAGE_MARK, "").replace(mark, IMAGE_MARK) for m in messages]
     counts = [content.count(IMAGE_MARK) for content in placed]
@@ -92,7 +92,7 @@ def with_images(
 
 
 def check_images(prompts: Sequence[tuple[Prompt, str]], *, max_images: int | None) -> None:
-    """Decodes every image once. Raises `ConfigError` with the place of the first bad row."""
+    """Decode every image once. Raises `ConfigError` with the place of the first bad row."""
     shown = [(p, where) for p, where in prompts if any(m.images for m in p.messages)]
     with ThreadPoolExecutor() as pool:
         for problem in pool.map(lambda pair: _problem(pair[0], pair[1], max_images), shown):

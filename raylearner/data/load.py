@@ -18,12 +18,12 @@ def load_prompts(
     examples: Sequence[ExampleMessage] = (),
     max_images: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of all sources, by turns in proportion to their weights while they last.
+    """Return the prompts of all sources, mixed in proportion to their weights while they last.
 
-    So any first part of the list is mixed as the whole is. `system_prompt` is put before prompts
-    that have no system message, `examples` behind the system message of every prompt. A row with
-    more than `max_images` images is refused. Raises `ConfigError` with every source that cannot be
-    read: the file, the row and what is wrong.
+    Any first part of the list is mixed like the whole. `system_prompt` is put before prompts
+    without a system message, `examples` behind the system message of every prompt. Raises
+    `ConfigError` with every source that cannot be read: the file, the row and the error; rows with
+    more than `max_images` images are refused.
     """
     loaded: list[list[Prompt]] = []
     problems: list[str] = []
@@ -58,7 +58,7 @@ def _load(source: DataSource, max_images: int | None) -> list[Prompt]:
 
 
 def _mixed(loaded: Sequence[list[Prompt]], weights: Sequence[float]) -> list[Prompt]:
-    """Always one of the source that lies furthest behind its share."""
+    """Take prompts one by one, always from the source furthest behind its share."""
     taken = [0] * len(loaded)
     mixed: list[Prompt] = []
     while True:

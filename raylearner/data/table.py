@@ -19,14 +19,15 @@ Table = FileData | HubData
 _MESSAGES = re.compile(
     r"\s*(?:\[\s*\{|\{)\s*(['\"])(?:role\1\s*:[\s\S]*\bcontent\b|from\1\s*:\s*['\"](?:human|system)['\"])"
 )
-"""How messages begin as JSON, as Python writes it, and in ShareGPT's form."""
+"""The beginning of messages as JSON, as Python prints it, and in ShareGPT's form."""
 _OPTIONAL = ("answer_column", "doc_id_column", "prompt_id_column")
 
 
 def table_prompts(source: Table, *, max_images: int | None = None) -> list[Prompt]:
-    """One prompt a row. Raises `ConfigError` with the first bad row, or why nothing can be read.
+    """Read one prompt a row. Raises `ConfigError` with the first bad row, or the reason why nothing
+    can be read.
 
-    A row with more than `max_images` images is a bad one.
+    Rows with more than `max_images` images are refused.
     """
     rows = islice(_rows(source), source.max_prompts)
     placed = [(_read(source, row, where), where) for row, where in rows]
@@ -35,7 +36,7 @@ def table_prompts(source: Table, *, max_images: int | None = None) -> list[Promp
 
 
 def _rows(source: Table) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row and its place in words."""
+    """Yield each row and its place in words."""
     if isinstance(source, HubData):
         return _hub(source)
     if source.kind == "jsonl":
@@ -86,8 +87,8 @@ def _parquet(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
                     number += 1
                     yield row, f"{path} row {number}"
     except (OSError, ValueError) as error:
-        said = str(error).splitlines()[0]
-        raise ConfigError(f"data: {path} is no Parquet file that can be read: {said}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"data: {path} is not a readable Parquet file: {reason}") from error
 
 
 def _hub(source: HubData) -> Iterator[tuple[dict[str, Any], str]]:
@@ -103,9 +104,9 @@ def _hub(source: HubData) -> Iterator[tuple[dict[str, Any], str]]:
             source.path, source.config, split=source.split, revision=source.revision
         )
     except Exception as error:  # of many libraries: hub, files, builders
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"data: split {source.split!r} of {named} cannot be loaded: {said}; without a network,"
+            f"data: split {source.split!r} of {named} cannot be loaded: {reason}; without a network,"
             " give a directory that holds it, or fill the hub's cache (HF_HOME) beforehand"
         ) from error
     rows = _with_encoded_images(rows, source.image_column)
@@ -114,7 +115,7 @@ def _hub(source: HubData) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _with_encoded_images(rows: Any, column: str | None) -> Any:
-    """Images of the column as they are encoded, which `datasets` would decode."""
+    """Keep images of the column encoded, which `datasets` would decode."""
     import datasets
 
     feature = rows.features.get(column)
@@ -215,9 +216,9 @@ def _messages(source: Table, raw: object, where: str) -> tuple[Message, ...]:
 
 
 def _is_dialogue(text: str) -> bool:
-    """Whether a text is meant as the JSON of messages: it has one with a role, or begins as such do.
+    """Return whether a text is the JSON of messages: it has one with a role, or begins like one.
 
-    What is JSON in part, or lacks its list, is refused where messages are read, not asked as it is.
+    Text that is JSON in part, or lacks its list, is refused where messages are read.
     """
     if not text.lstrip().startswith(("[", "{")):
         return False

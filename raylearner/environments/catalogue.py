@@ -71,11 +71,11 @@ class EnvironmentFactory:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """In the order of the configuration; empty where the environment takes none."""
+        """Tools in the order of the configuration; empty where the environment takes none."""
         return self._tools
 
     def drain_metrics(self) -> dict[str, float]:
-        """`tools/*` of all tools since the last call."""
+        """Return `tools/*` of all tools since the last call."""
         metrics: dict[str, float] = {}
         for tool in self._tools:
             metrics |= tool.drain_metrics()
@@ -97,7 +97,7 @@ def _refuse_program() -> Environment:
 
 
 class SingleTurnEnvironment:
-    """The prompt's own messages; the first completion ends the episode."""
+    """Starts from the prompt's messages; the first completion ends the episode."""
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""An environment class of the user's, run where users' code runs, each call within a time limit."""
+"""A user-defined environment class, run where users' code runs, each call within a time limit."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -15,10 +15,10 @@ Value = TypeVar("Value")
 
 
 class HostedEnvironment:
-    """One episode of the user's class: made with `reset`; asked for its outcome as it is closed.
+    """One episode of a user-defined class, made by `reset` and asked for its outcome by `close`.
 
-    Every method raises `EnvironmentFault` naming the class, the method and where it failed;
-    `TrajectoryError`s of the user's are passed on.
+    Every method raises `EnvironmentFault` naming the class, the method and the line; the class's
+    own `TrajectoryError`s are passed on.
     """
 
     def __init__(self, make: Callable[..., Any], config: CustomEnvironment) -> None:
@@ -32,7 +32,7 @@ class HostedEnvironment:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """As the user's class had it after the last call."""
+        """Stop strings after the last call of the user's class."""
         return self._stop
 
     @property
@@ -56,11 +56,11 @@ class HostedEnvironment:
         return reply
 
     def outcome(self) -> Outcome:
-        """Known once `close` was called."""
+        """Return the outcome, which `close` reads."""
         return self._outcome
 
     async def close(self) -> None:
-        """Asks for the outcome, then closes, even where the outcome cannot be had."""
+        """Read the outcome, then close, even where there is no outcome."""
         own = self._own
         if own is None:  # it was never made
             return

@@ -1,7 +1,7 @@
-"""How a turn's text names its actions: tags, or the model's own JSON tool calls.
+"""The actions in a turn's text: tags, or the model's own JSON tool calls.
 
-A dialect turns text into actions and knows nothing of tools beyond their names. What is malformed
-becomes an `Invalid` action whose reason is shown to the policy.
+A dialect turns text into actions and only has the names of tools. Malformed text becomes an
+`Invalid` action whose reason is shown to the policy.
 """
 
 import json
@@ -40,13 +40,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """Neither a call nor an answer, and why, in words for the policy."""
+    """Neither a call nor an answer, and the reason in words for the policy."""
 
     reason: str
     foreign_form: str | None = None
-    """Form of the call that the turn holds and that is not the configured one."""
+    """Form of a call in the turn that is not the configured form."""
     is_unfinished: bool = False
-    """Whether the text might have become an action, had it gone on."""
+    """Whether a longer turn might have held an action."""
 
 
 Action: TypeAlias = ToolCall | Answer | Invalid
@@ -62,7 +62,7 @@ def choose_thoughts(reasoning_tags: object) -> Reasoning:
 
 
 class Dialect(Protocol):
-    """Never raises on what a policy writes; gives at least one action."""
+    """Parses a policy's text into at least one action, without raising."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -93,11 +93,12 @@ def make_dialect(
 
 
 class TagDialect:
-    """`<search>query</search>` calls, `<answer>text</answer>` ends; one action a turn.
+    """Reads calls from `<search>query</search>` and answers from `<answer>text</answer>`, one
+    action a turn.
 
-    `match` says which pair counts: `first` is the one that closes first, `last` is found from the
-    right, closing tag before opening tag. A kind of lower precedence counts only in a turn without
-    the other.
+    `match` chooses the pair that counts: `first` closes first, `last` is searched from the right,
+    closing tag before opening tag. A kind of lower precedence counts only in a turn without the
+    other.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class TagDialect:
         for tag in (*tools, answer_tag):
             if not re.fullmatch(r"[A-Za-z_][\w.-]*", tag):
                 raise ConfigError(
-                    f"environment: {tag!r} is no tag; expected letters, digits, - _ ."
+                    f"environment: {tag!r} is not a tag; expected letters, digits, - _ ."
                 )
         if answer_tag in tools:
             raise ConfigError(
@@ -152,12 +153,12 @@ class TagDialect:
         return [Invalid(self._complaint(text), is_unfinished=True)]
 
     def _foreign_form(self, text: str) -> str | None:
-        """Calls that name a tool, or its tag, in another form than its tag."""
+        """Return the form of calls that name a tool, or its tag, in another form than its tag."""
         names = set(self._tools.values())
         return foreign_form(text, names | set(self._tools), tags=names - set(self._tools))
 
     def _pair(self, text: str, tag: str) -> tuple[int, int] | None:
-        """Start and end of the content of the pair that counts."""
+        """Return start and end of the content of the pair that counts."""
         opening, closing = f"<{tag}>", f"</{tag}>"
         if self._match == "last":
             end = text.rfind(closing)
@@ -182,11 +183,12 @@ class TagDialect:
 
 
 class JsonDialect:
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several a turn, as Hermes and Qwen do.
+    """Reads `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several a turn, as Hermes and
+    Qwen write it.
 
-    Thoughts between the tags of `reasoning` are not looked at. With an answer tag, that pair is the
-    answer; without one, a turn without calls is the answer as a whole. Calls win over an answer, also
-    those in another form, which are invalid.
+    Thoughts between the tags of `reasoning` are skipped. With an answer tag, that pair is the
+    answer; without one, a turn without calls is the answer as a whole. Calls win over an answer,
+    also invalid ones in another form.
     """
 
     opening = "<tool_call>"
@@ -213,26 +215,26 @@ class JsonDialect:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The end of the assistant's message ends a turn; an answer tag does too."""
+        """Strings that end a turn besides the end of the message; they stay in its text."""
         return self._answers.stop if self._answers else ()
 
     def parse(self, text: str) -> list[Action]:
-        said = outside(text, self._reasoning.thoughts(text).spans)
-        blocks = self._blocks(said)
+        spoken = outside(text, self._reasoning.thoughts(text).spans)
+        blocks = self._blocks(spoken)
         if not blocks:
-            foreign = self._foreign_form(said)
+            foreign = self._foreign_form(spoken)
             if foreign is not None:
                 return [
                     Invalid(f"{_not_read(foreign)}; expected {self.form}", foreign_form=foreign)
                 ]
-            if self.closing in said:
+            if self.closing in spoken:
                 return [Invalid(f"{self.closing} has no {self.opening} before it")]
-            if self._answers is None and said.strip():
-                return [Answer(said.strip())]
+            if self._answers is None and spoken.strip():
+                return [Answer(spoken.strip())]
             if self._answers is None:
                 return [Invalid("the turn is empty", is_unfinished=True)]
-            return [self._with_form(action) for action in self._answers.parse(said)]
-        is_open = self.closing not in said.rpartition(self.opening)[2]
+            return [self._with_form(action) for action in self._answers.parse(spoken)]
+        is_open = self.closing not in spoken.rpartition(self.opening)[2]
         actions: list[Action] = []
         for number, block in enumerate(blocks[: self._max_calls], start=1):
             which = f"tool call {number}" if len(blocks) > 1 else "the tool call"
@@ -247,11 +249,11 @@ class JsonDialect:
         return actions
 
     def _blocks(self, text: str) -> list[str]:
-        """What is between the tags; a last one that is not closed goes to the end of the text."""
+        """Return the texts between the tags; a last one that is not closed extends to the end."""
         return [part.partition(self.closing)[0].strip() for part in text.split(self.opening)[1:]]
 
     def _with_form(self, action: Action) -> Action:
-        """A correction names the form of calls as well as that of answers."""
+        """Add the form of calls to the reason of a missing answer."""
         if not isinstance(action, Invalid) or not self._tools:
             return action
         return replace(action, reason=f"call a tool with {self.form}, or {action.reason}")
@@ -267,15 +269,15 @@ class JsonDialect:
         except json.JSONDecodeError as error:
             foreign = foreign_form(f"{self.opening}{block}", self._tools, reads_json=True)
             if foreign is not None:
-                said = f"{which} is not read: it is written as {foreign}; expected {self.form}"
-                return Invalid(said, foreign_form=foreign)
+                reason = f"{which} is not read: it is written as {foreign}; expected {self.form}"
+                return Invalid(reason, foreign_form=foreign)
             near = block[max(0, error.pos - 20) : error.pos + 20]
             return Invalid(
-                f"{which} is no JSON: {error.msg} at character {error.pos}, near"
+                f"{which} is not JSON: {error.msg} at character {error.pos}, near"
                 f" {near[:SHOWN_CHARACTERS]!r}"
             )
         except (RecursionError, ValueError) as error:  # too deep, or an integer too long
-            return Invalid(f"{which} is no JSON that can be read: {error}")
+            return Invalid(f"{which} is not JSON that can be read: {error}")
         form = 'expected {"name": .., "arguments": {..}}'
         if not isinstance(value, dict):
             return Invalid(f"{which} is a JSON {_json_kind(value)}; {form}")
@@ -298,7 +300,7 @@ class JsonDialect:
                 arguments = encodable_values(load_json(arguments))
             except (RecursionError, ValueError):
                 return Invalid(
-                    f"{which}: the arguments of {name} are a text that is no JSON object"
+                    f"{which}: the arguments of {name} are a text that is not a JSON object"
                 )
         if not isinstance(arguments, dict):
             kind = _json_kind(arguments)

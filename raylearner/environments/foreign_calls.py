@@ -1,7 +1,8 @@
-"""Tool calls in the forms of other model families: recognised, so that none passes for an answer.
+"""Tool calls in the forms of other model families: recognised, so that none counts as an answer.
 
-A call names a known tool in call position: it begins a line, and the turn begins or ends with it, or
-a mark of its family stands before it. Text that mentions a call, or shows data and code, is not one.
+A call names a known tool in call position: it begins a line, and the turn begins or ends with it,
+or a mark of its family stands before it. Text that mentions a call, or shows data and code, is not
+a call.
 """
 
 import ast
@@ -11,9 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 MAX_CANDIDATES = 16
-"""Places of a turn that are looked at closely, from its beginning and from its end each."""
+"""Maximum number of places that are examined, from the beginning of a turn and from its end
+each."""
 MAX_CHARACTERS = 20_000
-"""Of one call."""
+"""Maximum length of one call."""
 
 _NAME_KEYS = ("name", "tool_name", "tool", "function_name", "function", "action", "recipient_name")
 _ARGUMENT_KEYS = (
@@ -46,7 +48,7 @@ _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 def foreign_form(
     text: str, names: Collection[str], *, tags: Collection[str] = (), reads_json: bool = False
 ) -> str | None:
-    """The form, in words, of a call of a tool in `names` that `text` holds; None where it holds none.
+    """Return the form, in words, of a call of a tool in `names` in the text; None without one.
 
     Names in `tags` count as tags around arguments too. With `reads_json`, JSON is not foreign.
     """
@@ -80,8 +82,8 @@ def foreign_form(
 
 
 def _unfenced(text: str) -> str:
-    """Without fenced code, which is shown, not called, unless the turn is nothing else, or ends with
-    data in a fence."""
+    """Remove fenced code, which is shown and not called, unless the turn is nothing else or ends
+    with data in a fence."""
     if emphasized := _EMPHASIZED.fullmatch(text):
         return emphasized[2]
     alone = _FENCED_ALONE.fullmatch(text)
@@ -99,8 +101,9 @@ def _is_tagged(text: str, tags: Collection[str]) -> bool:
 
 
 def _candidates(text: str, known: str) -> Iterator[tuple[int, bool]]:
-    """Where a line begins with JSON, a list or a tool's name behind marks, and whether one is of a
-    family's calls; then where JSON or a list begins within the text, which it may end with."""
+    """Yield places of JSON, lists and tools' names behind marks at the start of a line, and whether
+    a mark of a family's calls is there; then places of JSON and lists within the text, which may
+    end with them."""
     opening = re.compile(rf"[\[{{(]|(?:functions?[.:]?\s*)?(?:{known})\b|print\(")
     found: list[tuple[int, bool]] = []
     end = 0
@@ -149,7 +152,7 @@ def _form_at(
 
 
 def _balanced(text: str, start: int) -> tuple[int, bool]:
-    """Where the bracket at `start` closes, strings skipped, and whether it does."""
+    """Return where the bracket at `start` closes, strings skipped, and whether it does."""
     open_brackets: list[str] = []
     quote = ""
     limit = min(len(text), start + MAX_CHARACTERS)
@@ -205,7 +208,8 @@ def _is_call(value: object, names: set[str], *, needs_arguments: bool) -> bool:
 
 
 def _are_arguments(key: str, value: object) -> bool:
-    """An object, also as JSON text; a bare text only under keys that are of calls alone."""
+    """Return whether a value is an object, also as JSON text; other text only under keys of
+    calls."""
     if isinstance(value, str):
         return key.endswith("_input") or isinstance(_value(value), dict)
     return value is None or isinstance(value, dict | list)
@@ -219,7 +223,7 @@ def _is_schema(value: object) -> bool:
 
 
 def _value(block: str) -> Any:
-    """What JSON or Python's literals say; None for what is neither."""
+    """Parse JSON or a literal of Python; None for any other text."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(block)
@@ -229,7 +233,7 @@ def _value(block: str) -> Any:
 
 
 def _is_python(code: str, names: set[str]) -> bool:
-    """Whether all that `code` does is call tools with literal arguments."""
+    """Return whether code only calls tools with literal arguments."""
     try:
         body = ast.parse(code.strip()).body
         values = [node.value for node in body if isinstance(node, ast.Expr)]

@@ -18,17 +18,19 @@ class Reply:
     stop_reason: StopReason = StopReason.END
     tool: str | None = None
     is_valid: bool = True
-    """False where the turn was an invalid action; a turn that its length cut before its action is not."""
+    """False where the turn was an invalid action; a turn cut at its token limit before its action
+    is valid."""
     foreign_form: str | None = None
-    """Form of a tool call that the turn holds and that is not the configured one."""
+    """Form of a tool call in the turn that is not the configured form."""
     num_shown: int = 0
-    """How many of the outcome's `shown` this reply adds. Where it does not fit the episode, they are
-    taken for not shown, but for those whose images did."""
+    """Number of entries of `shown` that this reply adds. Where it does not fit the episode, they
+    count as not shown, except those whose images were shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an environment reports at the end: counts for metrics, a penalty taken from the reward."""
+    """The report of an environment at the end: counts for metrics, a penalty taken from the
+    reward."""
 
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     penalty: float = 0.0
@@ -36,7 +38,7 @@ class Outcome:
     """Ids of the passages and pages shown, in order."""
 
     def __post_init__(self) -> None:
-        """Metrics that are not finite numbers become NaN: they are counted, and no mean has them.
+        """Make metrics that are not finite numbers NaN, which are counted and left out of means.
 
         Raises `ValueError` for a penalty that is not finite, since it would be the reward.
         """
@@ -49,8 +51,8 @@ class Outcome:
 class Environment(Protocol):
     """One episode in message space: `reset`, then `step` until done, then `close`.
 
-    Whatever it raises is a failed trajectory: `ToolError` counts as a tool's failure, anything else
-    as the environment's.
+    Any exception is a failed trajectory: `ToolError` counts as a tool's failure, others as the
+    environment's.
     """
 
     @property
@@ -66,8 +68,8 @@ class Environment(Protocol):
     async def reset(self, prompt: Prompt) -> Sequence[Message]: ...
 
     async def step(self, message: Message) -> Reply:
-        """`message` is the policy's turn: its content without the thoughts, which are `reasoning`, and
-        whether it was cut at its token limit."""
+        """Take the policy's turn: content, thoughts as `reasoning`, and whether it was cut at its
+        token limit."""
         ...
 
     def outcome(self) -> Outcome: ...

@@ -1,7 +1,7 @@
 """Turns with tools, ended by an answer.
 
-A turn calls tools, answers, or is invalid: then a correction comes back and is counted. A turn that
-its length cut before its action is not invalid; it is told of its length. After
+A turn calls tools, answers, or is invalid: then a correction is shown and counted. A turn cut at
+its token limit before its action is not invalid, and the correction names the limit. After
 `max_turns` the policy gets one last turn in which tools are not run.
 """
 
@@ -22,7 +22,8 @@ CUT = Invalid(
 
 
 class ToolUseEnvironment:
-    """One episode with tools. Counts turns, valid actions and calls; lists what was shown."""
+    """One episode with tools. Counts turns, valid actions and calls; lists the pages and passages
+    shown."""
 
     def __init__(self, config: ToolUse, tools: Sequence[Tool], dialect: Dialect) -> None:
         self._config = config
@@ -95,7 +96,8 @@ class ToolUseEnvironment:
         )
 
     def _answered(self, *, is_cut: bool) -> Reply:
-        """An answer without a tag ends where the turn does, so one that was cut is not whole."""
+        """End the episode with an answer; one without a tag is incomplete where the turn was
+        cut."""
         if is_cut and self._config.dialect.answer_tag is None:
             return Reply(is_done=True, stop_reason=StopReason.MAX_TOKENS)
         self._num_valid += 1
@@ -103,7 +105,7 @@ class ToolUseEnvironment:
         return Reply(is_done=True, stop_reason=StopReason.ANSWER)
 
     def _cut(self, *, is_last: bool) -> Reply:
-        """What comes back for a turn whose length ended before its action: neither valid nor not."""
+        """Reply to a turn cut before its action: neither valid nor invalid."""
         if is_last:
             return Reply(is_done=True, stop_reason=StopReason.MAX_TOKENS)
         observation = Observation(text=f"error: {CUT.reason}", is_error=True)

@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         except ValidationError as error:
             problems = error.errors(include_url=False)
-            said = [f"--{str(p['loc'][0]).replace('_', '-')}: {p['msg']}" for p in problems]
-            raise ConfigError("; ".join(said)) from error
+            lines = [f"--{str(p['loc'][0]).replace('_', '-')}: {p['msg']}" for p in problems]
+            raise ConfigError("; ".join(lines)) from error
         return code_app(section)
 
     return serve(make, host=options.host, port=options.port)

@@ -85,7 +85,7 @@ def _page(line: str, folder: Path, where: str, *, needs_images: bool) -> Page:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: no JSON: {error}; {_FORM}") from error
+        raise ConfigError(f"{where}: not JSON: {error}; {_FORM}") from error
     fields = cast(dict[str, Any], value if isinstance(value, dict) else {})
     named = [fields.get(key) for key in ("id", "doc_id", "text")]
     name = fields.get("image")
@@ -112,13 +112,13 @@ def _image(folder: Path, name: str, where: str) -> Path:
         if not path.is_relative_to(folder.resolve()):
             raise ConfigError(f"{which} is outside the folder")
         if not path.is_file():
-            raise ConfigError(f"{which} is no file in {folder}")
+            raise ConfigError(f"{which} is not a file in {folder}")
         with Image.open(path, formats=FORMATS):
             return path
     except ConfigError:
         raise
     except UnidentifiedImageError as error:
-        raise ConfigError(f"{which} is none of {', '.join(FORMATS)}") from error
+        raise ConfigError(f"{which} is not one of {', '.join(FORMATS)}") from error
     except (OSError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{which} cannot be read: {error}") from error
 

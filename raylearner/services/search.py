@@ -78,7 +78,7 @@ def _passage(line: str, where: str) -> Passage:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: no JSON: {error}; {form}") from error
+        raise ConfigError(f"{where}: not JSON: {error}; {form}") from error
     fields = cast(dict[str, Any], value if isinstance(value, dict) else {})
     passage_id, contents = fields.get("id"), fields.get("contents")
     if isinstance(passage_id, int):

@@ -22,7 +22,8 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class Calculator:
-    """`<calc>12*(3+4)</calc>` answers `84`; whatever cannot be computed answers `error: why`."""
+    """Answers `84` to `<calc>12*(3+4)</calc>`, and `error: why` to text that is not an
+    expression."""
 
     def __init__(self, *, name: str = "calculator", tag: str = "calc") -> None:
         self.name = name
@@ -53,10 +54,10 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression` in plain digits, or `error: why`.
+    """Return the value of `expression` in plain digits, or `error: why`.
 
-    Fractions that do not end are rounded to ten decimals. No power operator: sizes stay bounded by
-    the expression's length.
+    Fractions that do not end are rounded to ten decimals. There is no power operator, so sizes stay
+    bounded by the expression's length.
     """
     text = expression.strip().removesuffix("=").strip()
     if not text:

@@ -18,7 +18,7 @@ from raylearner.tools.search import Search
 
 
 def make_tool(section: ToolSection, check_image: ImageCheck | None = None) -> Tool:
-    """One tool for all episodes of an actor: it owns connections, batches and metrics.
+    """Make one tool for all episodes of an actor: it owns connections, batches and metrics.
 
     Raises `ConfigError` when its function cannot be imported or its sandbox cannot isolate.
     """

@@ -1,4 +1,4 @@
-"""Runs the policy's Python and shows what it wrote, each stream cut."""
+"""Runs the policy's Python and returns its output, each stream cut."""
 
 import re
 from typing import Any

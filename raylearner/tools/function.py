@@ -1,4 +1,4 @@
-"""A Python function of the user's as a tool: its signature and docstring become the schema."""
+"""A user-defined Python function as a tool: its signature and docstring become the schema."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ from raylearner.user_code.frames import describe
 
 MAX_PROBLEMS = 3
 PROMPT_PARAMETER = "prompt"
-"""A parameter of this name is filled with the episode's prompt, and not shown to the policy."""
+"""A parameter of this name receives the episode's prompt, and is not shown to the policy."""
 
 
 class Function:
@@ -90,15 +90,15 @@ class Function:
             given = self._model.model_validate(self._by_name(arguments))
         except ValidationError as error:
             problems = error.errors(include_url=False, include_input=False)
-            said = [
+            messages = [
                 f"{'.'.join(map(str, p['loc'])) or 'arguments'}: {p['msg']}"
                 for p in problems[:MAX_PROBLEMS]
             ]
-            raise BadArguments("; ".join(said)) from error
+            raise BadArguments("; ".join(messages)) from error
         return {name: getattr(given, name) for name in type(given).model_fields}
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:
-        """Text between tags is the one parameter itself, or a JSON object of several."""
+        """Read text between tags as the only parameter, or as a JSON object of several."""
         if not isinstance(arguments, str):
             return dict(arguments)
         text = arguments.strip()
@@ -115,7 +115,7 @@ class Function:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at `module:function`. Raises `ConfigError`."""
+    """Import the function at `module:function`. Raises `ConfigError`."""
     if ":" not in path:
         raise ConfigError(f"tools.function: {path!r} must be written module:function")
     try:
@@ -125,7 +125,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def _model(function: Callable[..., Any], section: FunctionTool) -> tuple[bool, type[BaseModel]]:
-    """Whether the function takes the prompt, and what the policy may give as a pydantic model."""
+    """Return whether the function takes the prompt, and a pydantic model of the policy's
+    arguments."""
     try:
         signature, hints = (
             inspect.signature(function),

@@ -23,7 +23,7 @@ from raylearner.tools.service import (
 from raylearner.types import IMAGE_MARK, Prompt
 
 ERROR_ID = "error"
-"""The service's way of saying that `contents` is an error text for the policy."""
+"""Page id that marks `contents` as an error text for the policy."""
 BAD_PAGES = "bad_pages"
 NOTHING_FOUND = "no page found"
 _PAGE_FORM = '{"contents": text, "id": text}'
@@ -33,7 +33,7 @@ _FETCH_FORM = f"per query one {_PAGE_FORM}"
 Row = TypeVar("Row")
 
 ImageCheck: TypeAlias = Callable[[bytes], Awaitable[None]]
-"""Raises `RenderError` for an image that does not fit the model, which no tool knows."""
+"""Raises `RenderError` for an image that does not fit the model; tools do not have its limits."""
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class _Page(BaseModel):
 
 
 class _Pages(Generic[Row]):
-    """What search and fetch share: batches of (query, document id) to one path of one service."""
+    """The common part of search and fetch: batches of (query, document id) to one path of a
+    service."""
 
     def __init__(
         self,
@@ -79,9 +80,11 @@ class _Pages(Generic[Row]):
         return await self._batcher.call(_Question(text, prompt.doc_id or ""))
 
     async def show(self, pages: Sequence[_Page]) -> Observation:
-        """Error replies as text, images that do not decode as text that says so, counted.
+        """Return an observation of pages, best first, each image below the line that names its
+        page.
 
-        Each image stands below the line that names its page; best first, as the service ranks them.
+        Errors of the service are shown as text, and so are images that do not decode, which are
+        counted.
         """
         lines: list[str] = []
         images: list[bytes] = []
@@ -112,7 +115,7 @@ class _Pages(Generic[Row]):
         )
 
     def _count_bad(self, page: _Page, error: BadImage | RenderError) -> None:
-        """A service that sends nothing better would leave a policy blind, and no call fails."""
+        """Count a bad page and log the first: no call fails, and the policy is shown no image."""
         if self.metrics.count(BAD_PAGES) == 1:
             log.warning("tool %s: page %r: %s", self._section.function_name, page.id, error)
 
@@ -136,12 +139,12 @@ class _Pages(Generic[Row]):
 
 
 def _unmarked(text: str) -> str:
-    """What a service wrote must not place images."""
+    """Remove image marks from a text of the service."""
     return text.replace(IMAGE_MARK, "")
 
 
 class PageSearch:
-    """`POST /batch_search`: the pages of the prompt's document that fit a query."""
+    """Finds the pages of the prompt's document that fit a query, by `POST /batch_search`."""
 
     def __init__(self, section: PageSearchTool, check_image: ImageCheck | None = None) -> None:
         self.name, self.tag = section.function_name, section.tag
@@ -178,7 +181,7 @@ class PageSearch:
 
 
 class PageFetch:
-    """`POST /batch_fetch`: one page of the prompt's document."""
+    """Fetches one page of the prompt's document, by `POST /batch_fetch`."""
 
     def __init__(self, section: PageFetchTool, check_image: ImageCheck | None = None) -> None:
         self.name, self.tag = section.function_name, section.tag

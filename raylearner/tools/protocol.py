@@ -1,4 +1,4 @@
-"""What a tool is: a name, a tag, a schema and one call that gives an observation."""
+"""The interface of a tool: a name, a tag, a schema and one call that returns an observation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ Arguments: TypeAlias = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the policy is shown: text, and images, each with its `IMAGE_MARK` in the text and its
-    page id."""
+    """An observation of the policy: text, and images, each with its `IMAGE_MARK` in the text and
+    its page id."""
 
     text: str
     images: tuple[bytes, ...] = ()
@@ -22,7 +22,7 @@ class Observation:
     """Ids of the passages or pages shown; with images, one for each image in order."""
     is_error: bool = False
     is_refused: bool = False
-    """Whether nothing was called, for the policy's arguments were wrong."""
+    """Whether the policy's arguments were wrong, so that nothing was called."""
     is_failure: bool = False
     """Whether the tool itself failed, or the service behind it."""
 
@@ -32,9 +32,9 @@ class Observation:
 class Tool(Protocol):
     """Turns the arguments of a call into an observation; one instance serves many episodes.
 
-    `call` raises `ToolError` when the tool or the service behind it fails and its section says
-    that the trajectory then fails; bad arguments of the policy are no failure, they come back as an
-    observation that says what is wrong.
+    Wrong arguments of the policy are not a failure: the observation describes the error. `call`
+    raises `ToolError` when the tool or its service fails and its section makes that fail the
+    trajectory.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Tool(Protocol):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The function's JSON schema in the form that chat templates take."""
+        """Return the function's JSON schema in the form that chat templates take."""
         ...
 
     async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation: ...
 
     def drain_metrics(self) -> dict[str, float]:
-        """Counts and latencies since the last time."""
+        """Return counts and latencies since the last call."""
         ...
 
     async def close(self) -> None: ...
@@ -59,7 +59,8 @@ class BadArguments(ValueError):
 
 
 def text_argument(arguments: Arguments, name: str) -> str:
-    """The one text that a tool takes, from either dialect. Raises `BadArguments`."""
+    """Return the only argument of a tool that takes one text, from either dialect. Raises
+    `BadArguments`."""
     if isinstance(arguments, str):
         value: object = arguments
     else:
@@ -77,7 +78,7 @@ def text_argument(arguments: Arguments, name: str) -> str:
 def function_schema(
     name: str, description: str, parameters: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A schema whose parameters are all required."""
+    """Return a schema whose parameters are all required."""
     return {
         "type": "function",
         "function": {

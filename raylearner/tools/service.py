@@ -17,7 +17,7 @@ from raylearner.tools.protocol import BadArguments, Observation, refused
 
 MAX_LATENCIES = 4096
 BATCH_WINDOW_S, MAX_BATCH = 0.003, 64
-"""Concurrent queries within this time share one request, of at most so many."""
+"""Concurrent queries within this time share one request, up to the maximum below."""
 START_WAIT_S = 60.0
 """Maximum time that a run waits for a service to answer when it starts."""
 START_TRY_TIMEOUT_S, START_RETRY_S = 5.0, 0.5
@@ -27,14 +27,14 @@ Answer = TypeVar("Answer")
 
 
 class BadReply(ToolError):
-    """The service answered, and not with what was expected."""
+    """A reply of a service that does not have the expected form."""
 
 
 class ToolMetrics:
     """Counts and latency quantiles of one tool, drained once a learner step."""
 
     def __init__(self, name: str, *, own: Sequence[str] = ()) -> None:
-        """`own` is what this tool counts besides."""
+        """`own` are counts that only this tool has."""
         self._name = name
         self._counts = dict.fromkeys(("calls", "errors", "retries", *own), 0)
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
@@ -48,7 +48,7 @@ class ToolMetrics:
         self.count("retries")
 
     def count(self, key: str) -> int:
-        """How many there are now since the last drain."""
+        """Increment a count and return it."""
         self._counts[key] += 1
         return self._counts[key]
 
@@ -119,10 +119,10 @@ class Service:
 
 
 class Batcher(Generic[Item, Answer]):
-    """Joins calls that come within `window_s` of each other into one, answers each its own.
+    """Joins calls within `window_s` of each other into one request, and gives each its own answer.
 
-    A batch that the service answers badly is sent again one by one, once, so that one odd item does
-    not fail the others. A caller that gives up leaves the others' batch alone.
+    A batch whose reply is bad is sent again one by one, once, so that one odd item does not fail
+    the others. A caller that gives up does not affect the others.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Batcher(Generic[Item, Answer]):
         return await future
 
     async def close(self) -> None:
-        """Cancels what is in flight; callers see the cancellation."""
+        """Cancel requests in flight; their callers are cancelled too."""
         self._flush()
         running = dict(self._running)
         for task, batch in running.items():
@@ -210,7 +210,8 @@ def _parse(content: bytes, reply: TypeAdapter[Answer]) -> Answer:
 
 
 def _fail(batch: Sequence[tuple[object, "asyncio.Future[Any]"]], error: Exception) -> None:
-    """Each caller gets an exception of its own: a shared one would gather all their tracebacks."""
+    """Fail each caller with an exception of its own: a shared one would gather all their
+    tracebacks."""
     for _, future in batch:
         if not future.done():
             own = type(error)(*error.args) if isinstance(error, ToolError) else error
@@ -241,8 +242,8 @@ async def wait_for_service(url: str, *, wait_s: float) -> None:
 
 
 async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:
-    """The answer of `call`, counted. Wrong arguments of the policy are neither an error of the tool nor
-    part of its latency."""
+    """Return the answer of `call`, counted. Wrong arguments of the policy are neither an error of
+    the tool nor part of its latency."""
     started = time.monotonic()
     try:
         answer = await call
@@ -262,10 +263,10 @@ log = logging.getLogger(__name__)
 
 
 class FailureRule:
-    """Counts a tool's calls and turns its failures into what the section says.
+    """Counts a tool's calls and applies `on_failure` of its section.
 
-    The policy is told that the tool failed and not how: addresses are no business of its own. The
-    log has the whole story of the first failure and of every hundredth.
+    The policy is shown that the tool failed without details such as addresses. The first failure
+    and every hundredth are logged in full.
     """
 
     def __init__(

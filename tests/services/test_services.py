@@ -223,7 +223,7 @@ def test_the_code_service_answers_in_the_sandbox_fusion_form(code_url: str) -> N
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "corpus.jsonl:2: no JSON"),
+        ("{", "corpus.jsonl:2: "),
         ('{"id": "b"}', "corpus.jsonl:2: "),
         ('["b", "c"]', "corpus.jsonl:2: "),
         ('{"id": "a", "contents": "x"}', "corpus.jsonl:2: id 'a' is that of line 1"),

@@ -91,7 +91,7 @@ async def test_json_calls_of_one_turn_are_answered_in_order() -> None:
     reply = await environment.step(says(call % "1+1" + call % "2*3" + "<tool_call>{</tool_call>"))
     contents = [m.content for m in reply.messages]
     assert contents[:2] == ["<result>2</result>", "<result>6</result>"]
-    assert "no JSON" in contents[2]
+    assert "JSON" in contents[2]
     assert {m.role for m in reply.messages} == {"tool"}
     assert reply.tool == "calculator,calculator"
     assert environment.tool_schemas[0]["function"]["name"] == "calculator"
