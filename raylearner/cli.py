@@ -92,7 +92,7 @@ def train(
     with _exit_codes():
         logs.set_up()
         _require_resume(restart_if_no_checkpoint, resume)
-        resume = run_directory.durable(resume) if resume is not None else None
+        resume = run_directory.resolve(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume, environment=os.environ), resume)
         from raylearner.run import training
 
@@ -318,9 +318,9 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
     if resume is not None:
         folder = resume
     else:
-        folder = run_directory.durable(run_directory.named(config.run))
-        run_directory.refuse_existing(folder)
-        run_directory.refuse_unwritable(folder)
+        folder = run_directory.resolve(run_directory.name_new(config.run))
+        run_directory.check_new(folder)
+        run_directory.check_writable(folder)
     run = config.run.model_copy(update={"dir": str(folder)})
     return config.model_copy(update={"run": run})
 

@@ -201,8 +201,8 @@ def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) ->
     if not is_local:
         return ["train", *request.arguments]
     assert config is not None, "a new run has a configuration"
-    folder = run_directory.named(config.run).absolute()
-    run_directory.refuse_existing(folder)
+    folder = run_directory.name_new(config.run).absolute()
+    run_directory.check_new(folder)
     return ["train", *request.arguments, f"run.dir={folder}"]
 
 

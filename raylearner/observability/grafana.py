@@ -1,4 +1,4 @@
-"""The Grafana dashboard, as its JSON is written: one list of panels, one query or more in each."""
+"""The Grafana dashboard: a list of panels with one or more queries each, written as JSON."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
         ("buffer/staleness/mean", "mean {{run}}"),
         ("buffer/staleness/max", "max {{run}}"),
     )),
-    ("Idle", "percentunit", "Shares of time without work: who waits for whom.", (
+    ("Idle", "percentunit", "Shares of time spent waiting for the other side.", (
         ("learner/idle_fraction", "learner {{run}}"),
         ("rollout/idle_fraction", "rollout {{run}}"),
     )),

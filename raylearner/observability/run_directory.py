@@ -1,4 +1,4 @@
-"""Where a run's directory lies, and that one run at a time writes into it."""
+"""Paths of run directories, and the lock by which one run at a time writes into each."""
 
 import fcntl
 import itertools
@@ -17,7 +17,7 @@ from raylearner.errors import ConfigError, summary
 logger = logging.getLogger(__name__)
 
 JOB_FILES = "working_dir_files"
-"""Part of the path that Ray unpacks a job's working directory to; it is deleted after the job."""
+"""Part of the path to which Ray unpacks a job's working directory, which it deletes after the job."""
 LOCK_FILE = "run.lock"
 FAILURES_FILE = "failures.jsonl"
 """The first failed episode of each kind, with its cause."""
@@ -25,64 +25,59 @@ RESTART_OPTION = "--restart-if-no-checkpoint"
 """The option of a resume that may find nothing to go on from."""
 
 
-def durable(path: Path) -> Path:
-    """`path`, but under `~/raylearner` where it is relative to the unpacked files of a Ray job."""
+def resolve(path: Path) -> Path:
+    """Return `path`, moved to `~/raylearner` if it is relative in the unpacked files of a Ray job."""
     if path.is_absolute() or JOB_FILES not in Path.cwd().parts:
         return path
     return Path.home() / "raylearner" / path
 
 
-def named(run: RunSection) -> Path:
-    """`run.dir`, or `runs/<name>-<time>` where that is not set."""
+def name_new(run: RunSection) -> Path:
+    """Return `run.dir`, or `runs/<name>-<time>` if it is not set."""
     return Path(run.dir or f"runs/{run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raises `ConfigError`: only `--resume` goes on in a directory that exists.
-
-    One that a run is using is named with its owner.
-    """
+def check_new(folder: Path) -> None:
+    """Raise `ConfigError` if the directory exists, with its owner if it is in use: that needs `--resume`."""
     if folder.exists():
-        _refuse_held(folder)
+        _check_unlocked(folder)
         raise ConfigError(
-            f"run.dir: {str(folder)!r} exists already; name another, or go on with "
+            f"run.dir: {str(folder)!r} already exists; choose another, or resume the run with "
             f"--resume {folder}"
         )
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Raises `ConfigError` where `folder` could not be made, as far as the folders above it tell."""
+def check_writable(folder: Path) -> None:
+    """Raise `ConfigError` if `folder` cannot be created, judging by its nearest existing parent."""
     parent = next((p for p in folder.absolute().parents if os.path.lexists(p)), Path("/"))
     if not parent.is_dir():
         raise ConfigError(
-            f"run.dir: {str(folder)!r} lies in {str(parent)!r}, which is no directory"
+            f"run.dir: {str(folder)!r} is in {str(parent)!r}, which is not a directory"
         )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"run.dir: {str(folder)!r} lies in {str(parent)!r}, which is not writable"
-        )
+        raise ConfigError(f"run.dir: {str(folder)!r} is in {str(parent)!r}, which is not writable")
 
 
-def _refuse_held(folder: Path) -> None:
-    """Raises `ConfigError` with the owner where another process holds `folder`."""
+def _check_unlocked(folder: Path) -> None:
+    """Raise `ConfigError` with the owner if another process has locked `folder`."""
     try:
         with (folder / LOCK_FILE).open("r") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(_in_use(folder, file)) from error
-    except OSError:  # no such file, or not ours to read: nobody that we could name
+    except OSError:  # missing or unreadable, so the owner is unknown
         return
 
 
 def _in_use(folder: Path, lock: IO[str]) -> str:
     lock.seek(0)
     holder = lock.read().strip() or "another process"
-    return f"{str(folder)!r} is in use by {holder}; wait for its end, stop it, or name another"
+    return f"{str(folder)!r} is in use by {holder}; wait for it to end, stop it, or choose another directory"
 
 
-def set_aside(folder: Path) -> Path:
-    """Renames a run directory, with every byte in it, to the first of `NAME.1`, `NAME.2`, .. that is free."""
+def rename_aside(folder: Path) -> Path:
+    """Rename a run directory to the first of `NAME.1`, `NAME.2`, .. that is free, and return its new path."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     aside = next(name for name in names if not os.path.lexists(name))
     folder.rename(aside)
@@ -90,29 +85,29 @@ def set_aside(folder: Path) -> Path:
 
 
 @contextmanager
-def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
-    """Holds `folder` for this process; made first where `is_new`. A lock dies with its process.
+def lock(folder: Path, *, is_new: bool) -> Iterator[None]:
+    """Lock `folder` for this process, and create it if `is_new`. The lock ends with the process.
 
-    A new directory that holds nothing at the end but its lock is removed, so that the same command
-    can be given again. Raises `ConfigError` where it exists although it should be new, where it
-    cannot be written, or where another run has it.
+    A new directory with nothing in it but the lock is removed at the end, so that the same command
+    can be repeated. Raises `ConfigError` if a new directory already exists, or if the directory cannot be
+    written or is locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=not is_new)
     except FileExistsError as error:
-        _refuse_held(folder)
+        _check_unlocked(folder)
         raise ConfigError(
-            f"run.dir: {str(folder)!r} was made by another run meanwhile; name another"
+            f"run.dir: {str(folder)!r} was created by another run meanwhile; choose another"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {str(folder)!r} cannot be made: {error.strerror}; name another"
+            f"run.dir: {str(folder)!r} cannot be created: {error.strerror}; choose another"
         ) from error
     try:
         file = (folder / LOCK_FILE).open("a+")
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {str(folder)!r} cannot be written: {error.strerror}; name another"
+            f"run.dir: {str(folder)!r} cannot be written: {error.strerror}; choose another"
         ) from error
     with file:
         try:
@@ -126,7 +121,7 @@ def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
         except OSError as error:
             raise ConfigError(
                 f"run.dir: {str(folder)!r} cannot be written: {error.strerror}; free some space, or"
-                " name another"
+                " choose another"
             ) from error
         try:
             yield
@@ -143,4 +138,4 @@ def _remove_unused(folder: Path) -> None:
     except FileNotFoundError:  # removed under the run
         return
     except OSError as error:
-        logger.warning("%s is left behind: %s", folder, summary(error))
+        logger.warning("%s was not removed: %s", folder, summary(error))

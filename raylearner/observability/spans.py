@@ -1,6 +1,6 @@
-"""Spans of time, collected in every process and written as a Chrome trace that Perfetto reads.
+"""Spans of time, collected in every process and written as a Chrome trace for Perfetto.
 
-Actors keep theirs in memory, bounded, until the controller drains them; only the recorder writes.
+Actors keep a bounded number in memory until the controller drains them; only the recorder writes.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from raylearner.errors import naming
 Argument: TypeAlias = str | int | float | bool
 
 MAX_TRACE_EVENTS = 500_000
-"""A trace file grows no further (about 80 MB); what comes after is counted."""
+"""Maximum number of events in a trace file (about 80 MB); later ones are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one track did from `start_s` (seconds since the epoch) for `duration_s`."""
+    """An activity of one track from `start_s` (seconds since the epoch) for `duration_s`."""
 
     track: str
     name: str
     start_s: float
     duration_s: float
     context: int = 0
-    """Thread or asyncio task: spans nest within one, and overlap between several."""
+    """Thread or asyncio task; spans of one nest, spans of several overlap."""
     arguments: Mapping[str, Argument] = field(default_factory=dict[str, Argument])
 
     @property
@@ -44,16 +44,16 @@ class Span:
 
 @dataclass(slots=True)
 class OpenSpan:
-    """What a running block may still tell: its final name, and what became of it."""
+    """The name and arguments of a running span, which the block may change."""
 
     name: str
     arguments: dict[str, Argument]
 
 
 class Tracer:
-    """Collects the spans of one track (an actor, say); any thread or task may use it.
+    """Collects the spans of one track, such as an actor, from any thread or task.
 
-    Holds the newest `max_spans` and counts what it had to forget.
+    Keeps the newest `max_spans` and counts those it dropped.
     """
 
     def __init__(self, track: str, *, max_spans: int = 50_000, is_enabled: bool = True) -> None:
@@ -65,7 +65,7 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, **arguments: Argument) -> Iterator[OpenSpan]:
-        """Times the block; one that raises is kept with the error's name."""
+        """Record the block as a span, with the name of an error that it raises."""
         span = OpenSpan(name, arguments)
         if not self.is_enabled:
             yield span
@@ -81,7 +81,7 @@ class Tracer:
             self.add(Span(self.track, span.name, start_s, duration_s, _context(), span.arguments))
 
     def since(self, name: str, started_s: float, **arguments: Argument) -> None:
-        """Records what began at `started_s` (seconds since the epoch) and ends now."""
+        """Record a span from `started_s` (seconds since the epoch) until now."""
         if self.is_enabled:
             duration_s = max(0.0, time.time() - started_s)
             self.add(Span(self.track, name, started_s, duration_s, _context(), arguments))
@@ -92,7 +92,7 @@ class Tracer:
             self._spans.append(span)
 
     def drain(self) -> list[Span]:
-        """The spans since the last drain, in the order they ended."""
+        """Return the spans since the last drain, in the order in which they ended."""
         with self._lock:
             spans = list(self._spans)
             self._spans.clear()
@@ -111,7 +111,7 @@ class TraceFile:
     """A Chrome trace in JSON array form, appended to as spans arrive.
 
     After a crash the array lacks its closing bracket, which trace viewers accept; `close` writes
-    it, and opening an existing file goes on behind its last whole line.
+    it, and an existing file is continued after its last complete line.
     """
 
     def __init__(self, path: Path, *, max_events: int = MAX_TRACE_EVENTS) -> None:
@@ -168,7 +168,7 @@ class TraceFile:
         self._file.write((json.dumps(event) + end).encode())
 
     def _continue(self) -> None:
-        """Cut a torn last line or the closing bracket, so that events can follow."""
+        """Remove an incomplete last line or the closing bracket, so that events can follow."""
         self._file.seek(0)
         content = self._file.read()
         if not content.startswith(b"["):
@@ -184,7 +184,7 @@ class TraceFile:
 
 
 class _Lanes:
-    """Rows of one track: spans share a row when they follow each other, or nest in one context."""
+    """Rows of one track: spans share a row if they follow each other, or nest in one context."""
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []

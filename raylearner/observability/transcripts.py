@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines that a person or a script can read back without raylearner, images beside."""
+"""Trajectories as JSON lines that are readable without raylearner, with their images as files."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ from raylearner.observability.jsonl import dumps
 from raylearner.types import Trajectory, TrajectoryKey, Turn
 
 IMAGES = "images"
-"""The folder, beside the steps' files, of images by the hash of their content."""
+"""Folder, next to the steps' files, of images named by the hash of their content."""
 
 Advantages = Mapping[TrajectoryKey, float]
 Logprobs = Mapping[TrajectoryKey, NDArray[np.float32]]
@@ -27,12 +27,11 @@ def transcript(
     advantage: float | None = None,
     learner_logprobs: NDArray[np.float32] | None = None,
 ) -> dict[str, Any]:
-    """One trajectory as plain values.
+    """Return one trajectory in plain types.
 
     `token_ids`, `loss_mask`, `train_mask`, `behavior_logprobs` and `policy_versions` have equal
-    length, and so has `learner_logprobs` where the learner told them; off the loss mask,
-    log-probabilities are null and versions -1. `images` are names of files in the folder `images`,
-    one for each run of `image_token_id`.
+    length, as does `learner_logprobs` if given; outside the loss mask, log-probabilities are null and
+    versions -1. `images` are names of files in the folder `images`, one for each run of `image_token_id`.
     """
     if learner_logprobs is not None:
         learner_logprobs = np.where(trajectory.loss_mask, learner_logprobs, np.float32(np.nan))
@@ -97,7 +96,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _logprobs(logprobs: NDArray[np.float32]) -> list[float | None]:
-    """Nine significant digits give every float32 back exactly."""
+    """Return values with nine significant digits, which restore every float32 exactly."""
     values: list[float] = logprobs.tolist()
     return [float(f"{value:.9g}") if math.isfinite(value) else None for value in values]
 
@@ -129,9 +128,9 @@ def write(
     advantages: Advantages | None = None,
     learner_logprobs: Logprobs | None = None,
 ) -> Path:
-    """Write one step's file, whole or not at all, with what the learner told of its trajectories.
+    """Write one step's file atomically, with the learner's values of its trajectories.
 
-    Images are written once, however often they are shown.
+    Each image is written once, however often it is shown.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = step_file(folder, step)

@@ -1,6 +1,6 @@
-"""A page that shows the trajectories of a step: turns, images, and tokens coloured by what is known of them.
+"""A page with the trajectories of a step: turns, images, and tokens coloured by their values.
 
-The page holds its data and needs nothing else; `serve` offers it on localhost.
+The page contains its data and loads nothing else; `serve` provides it on localhost.
 """
 
 import base64
@@ -27,21 +27,21 @@ from raylearner.observability.transcripts import IMAGES, step_file
 logger = logging.getLogger(__name__)
 
 MARK = "<!--DATA-->"
-"""Where the page's template wants its data."""
+"""Placeholder for the data in the page's template."""
 MAX_FAILURES = 20
-"""Kinds of failed episodes that are shown, the last ones."""
+"""Maximum number of failed episodes shown, the latest ones."""
 MAX_LISTED_CHARACTERS = 200
-"""Of a prompt in the list of trajectories."""
+"""Maximum length of a prompt in the list of trajectories."""
 STEP_FILE = re.compile(r"step_[0-9]{6,}\.jsonl")
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 TOKEN_KEYS = ("token_ids", "loss_mask", "train_mask", "behavior_logprobs", "policy_versions")
-"""What a trajectory says of each token."""
+"""Keys of a trajectory with a value for each token."""
 
 
 def page(run_dir: Path, *, step: int | None = None) -> str:
-    """One step as HTML, the last one if none is named.
+    """Return one step as HTML, by default the last one.
 
-    Raises `ConfigError` where the run has no such step, or a file of it is damaged.
+    Raises `ConfigError` if the run does not have the step, or a file is damaged.
     """
     path = _choose(run_dir, step)
     steps = [_step(file) for file in _files(run_dir)]
@@ -57,7 +57,7 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
         "trajectories": [_listed(record) for record in records],
         "failures": _failures(run_dir)[-MAX_FAILURES:],
     }
-    # The list is read when the page opens, each trajectory when it is shown.
+    # The list is parsed when the page opens, each trajectory when it is shown.
     parts = [_embedded("data", data)]
     for number, record in enumerate(records):
         parts.append(_embedded(f"trajectory-{number}", _with_pieces(record, tokenizer)))
@@ -66,10 +66,10 @@ def page(run_dir: Path, *, step: int | None = None) -> str:
 
 
 def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:
-    """The page as a file. Raises `ConfigError` where it cannot be made or written."""
+    """Write the page to a file. Raises `ConfigError` if it cannot be rendered or written."""
     if file.resolve().is_relative_to(run_dir.resolve()) and file.suffix != ".html":
         raise ConfigError(
-            f"--output {file}: could be a file of the run; name one that ends in .html"
+            f"--output {file}: may be a file of the run; choose a name that ends in .html"
         )
     text = page(run_dir, step=step)
     try:
@@ -81,15 +81,15 @@ def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:
 def serve(
     run_dir: Path, *, step: int | None = None, port: int, on_ready: Callable[[], None]
 ) -> None:
-    """Until interrupted, on 127.0.0.1; `/?step=3` shows another step.
+    """Serve the page on 127.0.0.1 until interrupted; `/?step=3` shows another step.
 
-    Raises `ConfigError` where there is nothing to show or the port cannot be had.
+    Raises `ConfigError` if there is nothing to show or the port is not available.
     """
     page(run_dir, step=step)
     try:
         server = HTTPServer(("127.0.0.1", port), _handler(run_dir, step))
     except OSError as error:
-        raise ConfigError(f"--port {port}: {error.strerror}; name another") from error
+        raise ConfigError(f"--port {port}: {error.strerror}; choose another") from error
     on_ready()
     with server:
         server.serve_forever()
@@ -118,20 +118,20 @@ def _handler(run_dir: Path, first: int | None) -> type[BaseHTTPRequestHandler]:
 
 
 def _asked(target: str, first: int | None) -> int | None:
-    """The step of a request's path and query, else the one shown first."""
+    """Return the step in a request's path and query, by default `first`."""
     parts = urlsplit(target)
     if parts.path != "/":
-        raise ConfigError(f"{parts.path}: nothing is here; /?step=3 shows a step")
+        raise ConfigError(f"{parts.path}: not found; /?step=3 shows a step")
     values = parse_qs(parts.query, keep_blank_values=True).get("step")
     if values is None:
         return first
     if not (values[0].isascii() and values[0].isdecimal()):
-        raise ConfigError(f"step={values[0]}: is no step")
+        raise ConfigError(f"step={values[0]}: is not a step")
     return int(values[0])
 
 
 def _files(run_dir: Path) -> list[Path]:
-    """Of every step, in order."""
+    """Return the files of all steps, in order."""
     found = (run_dir / "trajectories").glob("step_*.jsonl")
     return sorted((p for p in found if STEP_FILE.fullmatch(p.name) and p.is_file()), key=_step)
 
@@ -142,13 +142,13 @@ def _step(file: Path) -> int:
 
 def _choose(run_dir: Path, step: int | None) -> Path:
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such directory; name that of a run")
+        raise ConfigError(f"{run_dir}: no such directory; give the directory of a run")
     files = _files(run_dir)
     if not files and not _has_steps(run_dir):
         raise ConfigError(_without_steps(run_dir))
     if not files:
         raise ConfigError(
-            f"{run_dir}: holds no trajectories; observability.trajectories_every_steps writes them"
+            f"{run_dir}: has no trajectories, which observability.trajectories_every_steps controls"
         )
     path = files[-1] if step is None else step_file(run_dir / "trajectories", step)
     if path not in files:
@@ -162,22 +162,19 @@ def _has_steps(run_dir: Path) -> bool:
 
 
 def _without_steps(run_dir: Path) -> str:
-    """Why there is nothing to show of a run that made no step."""
+    """Return the error message for a run without steps."""
     if not (run_dir / "config.yaml").is_file():
-        return (
-            f"{run_dir}: holds no trajectories and is not the directory of a run; name one that"
-            " holds a config.yaml"
-        )
+        return f"{run_dir}: is not the directory of a run, which has a config.yaml"
     failures = _failures(run_dir)
     cause = f"; the last episode on record failed: {failures[-1]['error']}" if failures else ""
     return (
-        f"{run_dir}: holds no trajectories, since no step was made; {run_dir / 'log.txt'} says how"
-        f" far the run came{cause}"
+        f"{run_dir}: has no trajectories, because the run completed no step; see"
+        f" {run_dir / 'log.txt'}{cause}"
     )
 
 
 def _failures(run_dir: Path) -> list[dict[str, Any]]:
-    """Failed episodes on record, the first of each kind; what is damaged is left out."""
+    """Return the recorded failed episodes, the first of each kind, without damaged lines."""
     path = run_dir / FAILURES_FILE
     found: list[dict[str, Any]] = []
     for line in _lines(path) if path.is_file() else ():
@@ -191,7 +188,7 @@ def _failures(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizer(run_dir: Path) -> Tokenizer | None:
-    """That of the newest checkpoint, else of the model that the run began with, else none."""
+    """Return the tokenizer of the latest checkpoint, or of the initial model, or None."""
     folders = [*sorted((run_dir / "checkpoints").glob("step_*/model"), reverse=True)]
     folders.append(run_dir / "model")
     saved = run_dir / "config.yaml"
@@ -209,8 +206,8 @@ def _tokenizer(run_dir: Path) -> Tokenizer | None:
         if os.path.isfile(file):
             try:
                 return Tokenizer.from_file(file)
-            except Exception as error:  # tokenizers raises nothing more special
-                raise ConfigError(f"{file}: is no tokenizer ({error}); restore it") from error
+            except Exception as error:  # tokenizers raises no narrower type
+                raise ConfigError(f"{file}: is not a tokenizer ({error}); restore it") from error
     return None
 
 
@@ -218,7 +215,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return read_lines(path)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text: {error}; name another step") from error
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}; choose another step") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -227,15 +224,15 @@ def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record: object = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON: {error}; name another step") from error
-    fault = _fault(record)
-    if fault:
-        raise ConfigError(f"{where}: is no trajectory, {fault}; name another step")
+        raise ConfigError(f"{where}: is not JSON: {error}; choose another step") from error
+    problem = _find_problem(record)
+    if problem:
+        raise ConfigError(f"{where}: is not a trajectory: {problem}; choose another step")
     return cast(dict[str, Any], record)
 
 
-def _fault(record: Any) -> str:
-    """What a trajectory lacks to be shown, empty for nothing."""
+def _find_problem(record: Any) -> str:
+    """Return why a record cannot be shown as a trajectory, or an empty string."""
     if not isinstance(record, dict):
         return f"it is of type {type(record).__name__}"
     values = cast(dict[str, Any], record)
@@ -247,22 +244,22 @@ def _fault(record: Any) -> str:
         if len(values[key]) != num_tokens:
             return f"{key} has another length than token_ids"
     if not all(type(x) is int and 0 <= x < 2**32 for x in values["token_ids"]):
-        return "token_ids are not all whole numbers from 0"
+        return "token_ids are not all integers >= 0"
     if not all(isinstance(turn, dict) for turn in values["turns"]):
         return "turns are not all objects"
     images: Any = values.get("images") or []
     if not isinstance(images, list) or not all(map(_is_image_name, cast(list[Any], images))):
-        return "images are not all names of files as a run writes them"
+        return "images are not all file names as written by a run"
     return ""
 
 
 def _is_image_name(value: object) -> bool:
-    """A path would put any file into the page."""
+    """Whether the value is a plain image name; a path could put any file into the page."""
     return isinstance(value, str) and IMAGE_NAME.fullmatch(value) is not None
 
 
 def _images(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """By name as data URLs; those that are gone are left out."""
+    """Return data URLs by name; missing images are left out."""
     names = sorted({name for record in records for name in record.get("images") or ()})
     return {
         name: f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
@@ -272,13 +269,13 @@ def _images(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def _embedded(name: str, value: object) -> str:
-    """A block of data; no `<` in it, so whatever a completion says, it ends where it should."""
+    """Return a block of data without `<`, so that no completion can close it."""
     text = dumps(value).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _listed(record: dict[str, Any]) -> dict[str, Any]:
-    """What the list shows and orders by."""
+    """Return the values by which the list shows and sorts trajectories."""
     pairs = zip(record.get("learner_logprobs") or (), record["behavior_logprobs"], strict=False)
     gaps = [abs(a - b) for a, b in pairs if a is not None and b is not None]
     return {
@@ -292,7 +289,7 @@ def _listed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_pieces(record: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The record with the text of each token; without a tokenizer, its number."""
+    """Return the record with the text of each token, or its id without a tokenizer."""
     ids = record["token_ids"]
     if tokenizer is None:
         return {**record, "pieces": [f"[{number}]" for number in ids]}

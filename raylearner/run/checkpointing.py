@@ -152,7 +152,7 @@ def locked_checkpoint(
     Without one, `restart_if_no_checkpoint` sets the directory aside under a numbered name and yields None, with
     an empty one in its place. Raises `ConfigError` otherwise, and where another run has it.
     """
-    with run_directory.claimed(folder, is_new=False):
+    with run_directory.lock(folder, is_new=False):
         latest = find_latest(folder / "checkpoints")
         if latest is not None:
             logger.info("going on from %s", latest.folder)
@@ -160,11 +160,11 @@ def locked_checkpoint(
             return
         if not restart_if_no_checkpoint:
             raise ConfigError(_refusal(folder))
-        aside = run_directory.set_aside(folder)
+        aside = run_directory.rename_aside(folder)
         logger.warning(
             "%s held no whole checkpoint: it is now %s, and it starts over", folder, aside
         )
-    with run_directory.claimed(folder, is_new=True):
+    with run_directory.lock(folder, is_new=True):
         yield None
 
 

@@ -73,7 +73,7 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     folder = Path(config.run.dir).absolute()
     machine.check_socket_paths(config)
     machine.check_disk_space(folder)
-    with run_directory.claimed(folder, is_new=True):
+    with run_directory.lock(folder, is_new=True):
         try:
             cluster.connect(config.cluster)
             config = cluster.resolve(config)

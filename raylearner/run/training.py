@@ -84,7 +84,7 @@ def run(
                 changed = list(checkpointing.described(checkpointing.changed_keys(folder, config)))
                 refuse_other_data(latest.folder / "replay", training)
         else:
-            latest = held.enter_context(run_directory.claimed(folder, is_new=True))
+            latest = held.enter_context(run_directory.lock(folder, is_new=True))
         cluster.connect(config.cluster)
         held.callback(cluster.disconnect)
         config = cluster.resolve(config)

@@ -330,19 +330,19 @@ def test_a_relative_run_directory_outlives_the_files_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_directory.durable(Path("runs/x")) == Path("runs/x")
+    assert run_directory.resolve(Path("runs/x")) == Path("runs/x")
     package = tmp_path / run_directory.JOB_FILES / "_ray_pkg_1"
     package.mkdir(parents=True)
     monkeypatch.chdir(package)
-    assert run_directory.durable(Path("runs/x")) == Path.home() / "raylearner" / "runs" / "x"
-    assert run_directory.durable(Path("/data/x")) == Path("/data/x")
+    assert run_directory.resolve(Path("runs/x")) == Path.home() / "raylearner" / "runs" / "x"
+    assert run_directory.resolve(Path("/data/x")) == Path("/data/x")
 
 
 def test_one_run_at_a_time_has_a_directory(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     holder = (
         "import sys; from pathlib import Path; from raylearner.observability import run_directory\n"
-        "with run_directory.claimed(Path(sys.argv[1]), is_new=True): print('held', flush=True); input()"
+        "with run_directory.lock(Path(sys.argv[1]), is_new=True): print('held', flush=True); input()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", holder, str(folder)],
@@ -355,8 +355,8 @@ def test_one_run_at_a_time_has_a_directory(tmp_path: Path) -> None:
     assert process.stdout.readline() == "held\n"
     for is_new in (False, True):
         with pytest.raises(ConfigError, match=f"in use by process {process.pid} on"):
-            run_directory.claimed(folder, is_new=is_new).__enter__()
+            run_directory.lock(folder, is_new=is_new).__enter__()
     process.kill()
     process.communicate()
-    with run_directory.claimed(folder, is_new=False):
+    with run_directory.lock(folder, is_new=False):
         pass

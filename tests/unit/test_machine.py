@@ -82,22 +82,22 @@ def test_a_directory_in_use_is_refused_with_its_owner(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         for refuse in (
-            lambda: run_directory.refuse_existing(folder),
-            lambda: run_directory.claimed(folder, is_new=True).__enter__(),
-            lambda: run_directory.claimed(folder, is_new=False).__enter__(),
+            lambda: run_directory.check_new(folder),
+            lambda: run_directory.lock(folder, is_new=True).__enter__(),
+            lambda: run_directory.lock(folder, is_new=False).__enter__(),
         ):
             with pytest.raises(ConfigError, match="in use by process 7 on there"):
                 refuse()
-    with pytest.raises(ConfigError, match="exists already"):
-        run_directory.refuse_existing(folder)
+    with pytest.raises(ConfigError, match="already exists"):
+        run_directory.check_new(folder)
 
 
 def test_a_new_directory_that_was_not_used_is_gone_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(ConfigError, match="no room"), run_directory.claimed(folder, is_new=True):
+    with pytest.raises(ConfigError, match="no room"), run_directory.lock(folder, is_new=True):
         raise ConfigError("no room")
     assert not folder.exists()
-    with run_directory.claimed(folder, is_new=True):
+    with run_directory.lock(folder, is_new=True):
         (folder / "config.yaml").write_text("")
     assert folder.is_dir()
 
@@ -106,7 +106,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / run_directory.LOCK_FILE).mkdir()
     with (
         pytest.raises(ConfigError, match="cannot be written"),
-        run_directory.claimed(tmp_path, is_new=False),
+        run_directory.lock(tmp_path, is_new=False),
     ):
         pass
 
@@ -138,7 +138,7 @@ def test_the_lock_of_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> Non
     with (tmp_path / run_directory.LOCK_FILE).open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(f"process {os.getpid()} on here\n")
-    with run_directory.claimed(tmp_path, is_new=False):
+    with run_directory.lock(tmp_path, is_new=False):
         pass
 
 

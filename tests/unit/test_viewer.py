@@ -1,4 +1,4 @@
-"""The trajectory page: its data is in it, whatever a completion says."""
+"""The trajectory page, which contains its data whatever text completions have."""
 
 import json
 import re
@@ -118,14 +118,7 @@ def test_images_are_written_once_and_shown_where_their_placeholders_stand(tmp_pa
     assert len(data_of(viewer.page(tmp_path))["images"]) == 1
 
 
-def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no step 3; the last one is step_000012"):
-        viewer.page(run_dir, step=3)
-    with pytest.raises(ConfigError, match="holds no trajectories"):
-        viewer.page(tmp_path)
-
-
-def test_it_is_served_by_step_and_says_what_it_cannot_show(
+def test_steps_are_served_and_errors_are_answered(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with HTTPServer(("127.0.0.1", 0), viewer._handler(run_dir, 12)) as server:
@@ -138,67 +131,61 @@ def test_it_is_served_by_step_and_says_what_it_cannot_show(
 
         assert data_of(get("/?step=1")[1])["step"] == 1
         assert data_of(get("/")[1])["step"] == 12
-        assert get("/?step=0") == (404, f"{run_dir}: has no step 0; the last one is step_000012")
-        assert get("/?step=x") == (404, "step=x: is no step")
-        assert get("/favicon.ico")[0] == 404
+        assert get("/?step=0")[0] == get("/?step=x")[0] == get("/favicon.ico")[0] == 404
+        assert "step_000012" in get("/?step=0")[1]
         monkeypatch.setattr(viewer, "page", lambda *_, **__: 1 / 0)
         assert get("/") == (500, "ZeroDivisionError: division by zero")
         server.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "problem"),
     [
-        ("[1]", "is no trajectory, it is of type list"),
-        ("[" * 5000, "is not JSON"),
-        ("{}", "is no trajectory, token_ids is not a list"),
-        (json.dumps(make_record(token_ids=[-1, 2, 3])), "are not all whole numbers from 0"),
-        (json.dumps(make_record(token_ids=["a", 2, 3])), "are not all whole numbers from 0"),
-        (json.dumps(make_record(loss_mask=[True])), "loss_mask has another length"),
-        (json.dumps(make_record(turns=[1])), "turns are not all objects"),
-        (
-            json.dumps(make_record(images=["../../config.yaml"])),
-            "images are not all names of files",
-        ),
-        (json.dumps(make_record(images=3)), "images are not all names of files"),
-        ("\udcff", "is not UTF-8 text"),
+        ("[1]", "list"),
+        ("[" * 5000, "JSON"),
+        ("{}", "token_ids"),
+        (json.dumps(make_record(token_ids=[-1, 2, 3])), "token_ids"),
+        (json.dumps(make_record(token_ids=["a", 2, 3])), "token_ids"),
+        (json.dumps(make_record(loss_mask=[True])), "loss_mask"),
+        (json.dumps(make_record(turns=[1])), "turns"),
+        (json.dumps(make_record(images=["../../config.yaml"])), "images"),
+        (json.dumps(make_record(images=3)), "images"),
+        ("\udcff", "UTF-8"),
     ],
 )
-def test_a_line_that_is_no_trajectory_is_named(run_dir: Path, line: str, said: str) -> None:
+def test_a_line_that_is_not_a_trajectory_is_named(run_dir: Path, line: str, problem: str) -> None:
     file = run_dir / "trajectories" / "step_000012.jsonl"
     file.write_bytes(line.encode(errors="surrogateescape") + b"\n")
-    with pytest.raises(ConfigError, match=rf"step_000012\.jsonl:.*{said}"):
+    with pytest.raises(ConfigError, match=rf"step_000012\.jsonl:.*{problem}"):
         viewer.page(run_dir)
 
 
-def test_what_only_looks_like_a_step_is_left_out_and_files_of_the_run_are_kept(
+def test_other_files_are_not_steps_and_files_of_the_run_are_not_overwritten(
     run_dir: Path, tmp_path: Path
 ) -> None:
     (run_dir / "trajectories" / "step_abc.jsonl").write_text("")
     (run_dir / "trajectories" / "step_000099.jsonl").mkdir()
     assert data_of(viewer.page(run_dir))["steps"] == [1, 12]
-    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+    with pytest.raises(ConfigError, match="/nowhere: "):
         viewer.page(tmp_path / "nowhere")
     file = run_dir / "trajectories" / "step_000001.jsonl"
     before = file.read_text()
-    with pytest.raises(ConfigError, match="could be a file of the run"):
+    with pytest.raises(ConfigError, match="--output"):
         viewer.write(run_dir, file)
     assert file.read_text() == before
     viewer.write(run_dir, run_dir / "page.html")
     (run_dir / "model").mkdir()
     (run_dir / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: "):
         viewer.page(run_dir)
 
 
 def test_what_is_damaged_or_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--output .*page\.html: cannot be written: No such file"
-    ):
+    with pytest.raises(ConfigError, match=r"--output .*page\.html: .*No such file"):
         viewer.write(run_dir, tmp_path / "none" / "page.html")
     damaged = run_dir / "trajectories" / "step_000001.jsonl"
     damaged.write_text(damaged.read_text() + '{"group_id": 1\n')
-    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:2: is not JSON"):
+    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:2: "):
         viewer.page(run_dir, step=1)
     for broken in (b"model: [\n", b"\xff"):
         (run_dir / "config.yaml").write_bytes(broken)
@@ -272,18 +259,16 @@ def test_a_browser_shows_hostile_completions_and_very_long_ones(
     assert "<img" not in shown
 
 
-def test_a_run_without_a_step_says_why_there_is_nothing_to_show(tmp_path: Path) -> None:
+def test_a_run_without_a_step_is_refused_with_its_last_failure(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    with pytest.raises(ConfigError, match="not the directory of a run"):
+    with pytest.raises(ConfigError, match=r"/run: .*config\.yaml"):
         viewer.page(folder)
     (folder / "config.yaml").write_text("run: {}\n")
     (folder / "metrics.jsonl").write_text("")
     error = "environment: program p:play raised KeyError: 'secret'\n  p.py, line 3, in play"
     (folder / "failures.jsonl").write_text(json.dumps({"step": 1, "error": error}) + "\n")
-    with pytest.raises(
-        ConfigError, match="holds no trajectories, since no step was made"
-    ) as raised:
+    with pytest.raises(ConfigError, match="completed no step") as raised:
         viewer.page(folder)
     assert error in str(raised.value)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -47,7 +47,7 @@ def write(plan: Plan, state: SweepState, commands: Mapping[int, str]) -> None:
 
 
 def _write_csv(
-    path: Path, pairs: Sequence[Pair], state: SweepState, commands: Mapping[int, str]
+    path: Path, pairs: Sequence[Pair], sweep_state: SweepState, commands: Mapping[int, str]
 ) -> None:
     keys = axis_keys([trial for trial, _ in pairs])
     records = [
@@ -55,18 +55,18 @@ def _write_csv(
             "trial": trial.number,
             **{key: shown(trial.values.get(key, "")) for key in keys},
             "seed": trial.seed,
-            "status": str(found.status),
-            "attempts": found.num_attempts,
-            "step": found.step,
-            "value": "" if found.value is None else repr(found.value),
-            "failed_episodes": f"{found.failed_fraction:.4g}",
-            "seconds": _seconds(found),
-            "run_dir": state.run_dir(trial.number),
-            "job": found.submission_id or "",
-            "error": visible(found.error or ""),
+            "status": str(state.status),
+            "attempts": state.num_attempts,
+            "step": state.step,
+            "value": "" if state.value is None else repr(state.value),
+            "failed_episodes": f"{state.failed_fraction:.4g}",
+            "seconds": _seconds(state),
+            "run_dir": sweep_state.run_dir(trial.number),
+            "job": state.submission_id or "",
+            "error": visible(state.error or ""),
             "command": commands[trial.number],
         }
-        for trial, found in pairs
+        for trial, state in pairs
     ]
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.DictWriter(file, fieldnames=list(records[0]))
@@ -74,10 +74,10 @@ def _write_csv(
         rows.writerows(records)
 
 
-def _seconds(found: TrialState) -> str:
-    if found.started_at_s is None or found.finished_at_s is None:
+def _seconds(state: TrialState) -> str:
+    if state.started_at_s is None or state.finished_at_s is None:
         return ""
-    return f"{found.finished_at_s - found.started_at_s:.1f}"
+    return f"{state.finished_at_s - state.started_at_s:.1f}"
 
 
 def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> str:
@@ -99,10 +99,10 @@ def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> 
     for group in groups:
         cells = [shown(group[0][0].values.get(key, "-")) for key in keys]
         lines.append("| " + " | ".join([*cells, *_summary(group)]) + " |")
-    failed = [(trial, found) for trial, found in pairs if found.error]
+    failed = [(trial, state) for trial, state in pairs if state.error]
     if failed:
         lines += ["", "## Failed", ""]
-        lines += [f"- {trial.number:03d} ({trial.label}): {found.error}" for trial, found in failed]
+        lines += [f"- {trial.number:03d} ({trial.label}): {state.error}" for trial, state in failed]
     lines += ["", "## Repeat a trial", ""]
     lines += [f"- {trial.number:03d}: `{commands[trial.number]}`" for trial, _ in pairs]
     return "\n".join(lines) + "\n"
@@ -110,17 +110,17 @@ def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> 
 
 def _by_point(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     groups: dict[str, list[Pair]] = {}
-    for trial, found in pairs:
-        groups.setdefault(repr(sorted(trial.values.items())), []).append((trial, found))
+    for trial, state in pairs:
+        groups.setdefault(repr(sorted(trial.values.items())), []).append((trial, state))
     return groups
 
 
 def _measured(group: Sequence[Pair]) -> list[tuple[float, float]]:
     """Return values and shares of failed episodes of the trials that completed, or of those stopped early
     if none completed."""
-    found = [(f.status, f.value, f.failed_fraction) for _, f in group if f.value is not None]
-    done = [(value, failed) for status, value, failed in found if status is Status.DONE]
-    return done or [(value, failed) for _, value, failed in found]
+    measured = [(f.status, f.value, f.failed_fraction) for _, f in group if f.value is not None]
+    done = [(value, failed) for status, value, failed in measured if status is Status.DONE]
+    return done or [(value, failed) for _, value, failed in measured]
 
 
 def _rank(group: Sequence[Pair], *, goal: str) -> tuple[float, float]:
@@ -139,8 +139,8 @@ def _summary(group: Sequence[Pair]) -> list[str]:
     spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     value = f"{statistics.fmean(values):.4f}{spread}" if values else "-"
     numbers = ", ".join(
-        f"{trial.number:03d}" + ("" if found.status == "done" else f" ({found.status})")
-        for trial, found in group
+        f"{trial.number:03d}" + ("" if state.status == "done" else f" ({state.status})")
+        for trial, state in group
     )
     if any(failed):
         value += f" ({statistics.fmean(failed):.1%} of the episodes failed)"
@@ -175,16 +175,16 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
     places, ticks = _places([trial.values[key] for trial, _ in pairs])
     lines: dict[str, dict[float, list[float]]] = {}
     has_crosses = False
-    for trial, found in pairs:
-        if found.value is not None and found.status is not Status.DONE:
+    for trial, state in pairs:
+        if state.value is not None and state.status is not Status.DONE:
             label = None if has_crosses else "did not complete"
             has_crosses = True
-            axes.plot(places[shown(trial.values[key])], found.value, "x", color="gray", label=label)
-        elif found.value is not None:
+            axes.plot(places[shown(trial.values[key])], state.value, "x", color="gray", label=label)
+        elif state.value is not None:
             there = [other for other in others if other in trial.values]
             named = [f"{o.rsplit('.', 1)[-1]}={shown(trial.values[o])}" for o in there]
             line = lines.setdefault(", ".join(named), {})
-            line.setdefault(places[shown(trial.values[key])], []).append(found.value)
+            line.setdefault(places[shown(trial.values[key])], []).append(state.value)
     for name, by_place in sorted(lines.items()):
         xs = sorted(by_place)
         means = [statistics.fmean(by_place[x]) for x in xs]
@@ -249,39 +249,39 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def log_change(self, found: TrialState) -> None:
+    def log_change(self, state: TrialState) -> None:
         """Log the new status of a trial."""
-        trial = self._plan.trials[found.number]
-        parts = [f"trial {found.number:03d} {found.status}", trial.label, f"seed {trial.seed}"]
-        if found.status.is_final:
-            parts.append(f"value {_value(found)} at step {found.step} in {_duration(found)}")
-        if found.error:
-            parts.append(found.error)
+        trial = self._plan.trials[state.number]
+        parts = [f"trial {state.number:03d} {state.status}", trial.label, f"seed {trial.seed}"]
+        if state.status.is_final:
+            parts.append(f"value {_value(state)} at step {state.step} in {_duration(state)}")
+        if state.error:
+            parts.append(state.error)
         logger.info("%s", "  ".join(parts))
 
     def table(self) -> Table:
         table = Table(title=Text(self._plan.sweep.name), title_justify="left")
         for head in ("trial", "combination", "seed", "status", "step", "value", "time"):
             table.add_column(head)
-        for trial, found in zip(self._plan.trials, self._state.trials, strict=True):
+        for trial, state in zip(self._plan.trials, self._state.trials, strict=True):
             num_steps = trial.config.run.num_steps
             table.add_row(
                 f"{trial.number:03d}",
                 Text(trial.label),
                 str(trial.seed),
-                Text(str(found.status), style=STYLES.get(found.status, "dim")),
-                f"{found.step}/{num_steps}",
-                _value(found),
-                _duration(found),
+                Text(str(state.status), style=STYLES.get(state.status, "dim")),
+                f"{state.step}/{num_steps}",
+                _value(state),
+                _duration(state),
             )
         return table
 
 
-def _value(found: TrialState) -> str:
-    return "-" if found.value is None else f"{found.value:.4f}"
+def _value(state: TrialState) -> str:
+    return "-" if state.value is None else f"{state.value:.4f}"
 
 
-def _duration(found: TrialState) -> str:
-    if found.started_at_s is None:
+def _duration(state: TrialState) -> str:
+    if state.started_at_s is None:
         return "-"
-    return clock((found.finished_at_s or time.time()) - found.started_at_s)
+    return clock((state.finished_at_s or time.time()) - state.started_at_s)

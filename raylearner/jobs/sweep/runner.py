@@ -63,9 +63,9 @@ def _run(plan: Plan, variables: Path | None) -> None:
         }
         for trial in plan.trials:
             cluster.check_fits(sizes[trial.number], what=f"trial {trial.number:03d}")
-        folder = run_directory.durable(Path("runs/sweeps", plan.sweep.name)).absolute()
+        folder = run_directory.resolve(Path("runs/sweeps", plan.sweep.name)).absolute()
         check_folder(folder)
-        with run_directory.claimed(folder, is_new=False):
+        with run_directory.lock(folder, is_new=False):
             state = SweepState(folder, plan)
             Sweep(plan, state, trial_jobs, sizes=sizes, asha=asha).run()
     finally:
@@ -101,7 +101,7 @@ class Sweep:
             if self._state.is_resumed:
                 self._resume()
             with self._board:
-                while not all(found.status.is_final for found in self._state.trials):
+                while not all(state.status.is_final for state in self._state.trials):
                     self._poll()
                     self._start_fitting()
                     time.sleep(POLL_S)
@@ -126,127 +126,127 @@ class Sweep:
 
     def _report(self) -> None:
         logger.info("results are in %s", self._state.folder / "results.md")
-        failed = [found for found in self._state.trials if found.status is Status.FAILED]
+        failed = [state for state in self._state.trials if state.status is Status.FAILED]
         if failed:
             raise RaylearnerError(
                 f"{len(failed)} of {len(self._state.trials)} trials failed, the others completed:\n"
-                + "\n".join(f"  {found.number:03d}: {found.error}" for found in failed)
+                + "\n".join(f"  {state.number:03d}: {state.error}" for state in failed)
                 + "\nonce the cause is fixed, the same command retries them"
             )
 
     # -- what runs ---------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        for found in self._running():
+        for state in self._running():
             status = self._status(
-                found
+                state
             )  # before the metrics, which are then complete if the job has ended
-            curve = self._read(found)
-            if self._asha and self._asha.should_stop(found.number, curve) and status not in ENDED:
-                logger.info("trial %03d is stopped early at step %d", found.number, found.step)
-                found.is_stopped_early = True
+            curve = self._read(state)
+            if self._asha and self._asha.should_stop(state.number, curve) and status not in ENDED:
+                logger.info("trial %03d is stopped early at step %d", state.number, state.step)
+                state.is_stopped_early = True
                 self._state.save()
             if status in ENDED:
-                self._end(found, status)
-            elif found.is_stopped_early:
-                self._jobs.stop(_job(found))
+                self._end(state, status)
+            elif state.is_stopped_early:
+                self._jobs.stop(_job(state))
 
-    def _status(self, found: TrialState) -> str | None:
-        return self._jobs.status(_job(found))
+    def _status(self, state: TrialState) -> str | None:
+        return self._jobs.status(_job(state))
 
-    def _read(self, found: TrialState) -> list[tuple[int, float]]:
+    def _read(self, state: TrialState) -> list[tuple[int, float]]:
         """Update the trial's progress and return its curve."""
-        progress = read_progress(self._state.run_dir(found.number), self._plan.sweep.metric)
-        if progress.num_damaged and found.number not in self._damaged:
-            self._damaged.add(found.number)
+        progress = read_progress(self._state.run_dir(state.number), self._plan.sweep.metric)
+        if progress.num_damaged and state.number not in self._damaged:
+            self._damaged.add(state.number)
             logger.warning(
                 "trial %03d: %d damaged lines of its metrics are ignored",
-                *(found.number, progress.num_damaged),
+                *(state.number, progress.num_damaged),
             )
-        found.step = progress.num_steps
-        found.value = progress.curve[-1][1] if progress.curve else None
-        found.failed_fraction = progress.failed_fraction
+        state.step = progress.num_steps
+        state.value = progress.curve[-1][1] if progress.curve else None
+        state.failed_fraction = progress.failed_fraction
         return progress.curve
 
-    def _end(self, found: TrialState, status: str) -> None:
+    def _end(self, state: TrialState, status: str) -> None:
         if status == "SUCCEEDED":
-            self._finish(found, Status.DONE)
-        elif found.is_stopped_early:
-            self._finish(found, Status.STOPPED_EARLY)
+            self._finish(state, Status.DONE)
+        elif state.is_stopped_early:
+            self._finish(state, Status.STOPPED_EARLY)
         else:
-            found.error = CAUSES.get(status) or self._jobs.read_last_line(_job(found))
-            if found.num_attempts >= MAX_ATTEMPTS:
-                self._finish(found, Status.FAILED)
+            state.error = CAUSES.get(status) or self._jobs.read_last_line(_job(state))
+            if state.num_attempts >= MAX_ATTEMPTS:
+                self._finish(state, Status.FAILED)
                 return
-            logger.warning("trial %03d is retried: %s", found.number, found.error)
-            found.status = Status.WAITING
+            logger.warning("trial %03d is retried: %s", state.number, state.error)
+            state.status = Status.WAITING
             self._state.save()
 
-    def _finish(self, found: TrialState, status: Status) -> None:
-        found.status, found.finished_at_s = status, time.time()
+    def _finish(self, state: TrialState, status: Status) -> None:
+        state.status, state.finished_at_s = status, time.time()
         if status is Status.DONE:
-            found.error = None
+            state.error = None
         self._state.save()
-        self._board.log_change(found)
+        self._board.log_change(state)
 
     # -- what comes next ---------------------------------------------------------------------
 
     def _running(self) -> list[TrialState]:
-        return [found for found in self._state.trials if found.status is Status.RUNNING]
+        return [state for state in self._state.trials if state.status is Status.RUNNING]
 
     def _start_fitting(self) -> None:
         supply = ray.cluster_resources()
-        for found in self._state.trials:
+        for state in self._state.trials:
             running = self._running()
             limit = self._plan.sweep.max_concurrent
             if limit is not None and len(running) >= limit:
                 return
-            if found.status is not Status.WAITING:
+            if state.status is not Status.WAITING:
                 continue
             taken = [self._sizes[other.number] for other in running]
-            mine = self._sizes[found.number]
+            mine = self._sizes[state.number]
             cpus = sum(size.cpus for size in taken) + mine.cpus
             gpus = sum(size.gpus for size in taken) + mine.gpus
             if cpus > supply.get("CPU", 0.0) or gpus > supply.get("GPU", 0.0):
-                self._warn_of_supply(found, supply)
+                self._warn_of_supply(state, supply)
                 return
-            self._start(found)
+            self._start(state)
 
-    def _warn_of_supply(self, found: TrialState, supply: Mapping[str, float]) -> None:
+    def _warn_of_supply(self, state: TrialState, supply: Mapping[str, float]) -> None:
         """Warn at intervals which resources a trial lacks; while others run, it waits for their end."""
         now_s = time.monotonic()
         if self._waits_since_s is None or self._running():
             self._waits_since_s = now_s
         elif now_s - self._waits_since_s >= WAIT_LOG_S:
             self._waits_since_s = now_s
-            size = self._sizes[found.number]
+            size = self._sizes[state.number]
             logger.warning(
                 "trial %03d waits for nodes: it needs %g CPUs and %g GPUs, the cluster has %g and %g",
-                *(found.number, size.cpus, size.gpus),
+                *(state.number, size.cpus, size.gpus),
                 *(supply.get("CPU", 0.0), supply.get("GPU", 0.0)),
             )
 
-    def _start(self, found: TrialState) -> None:
+    def _start(self, state: TrialState) -> None:
         """Record the job before starting it, so that no job runs unfollowed."""
-        trial = self._plan.trials[found.number]
+        trial = self._plan.trials[state.number]
         about = jobs_client.metadata(trial.config) | {
             "sweep": self._plan.sweep.name,
             "trial": f"{trial.number:03d}",
         }
         trial_arguments = self._arguments(trial)
-        found.submission_id = f"{self._plan.sweep.name}-{trial.number:03d}-{int(time.time())}"
-        found.status, found.error, found.is_stopped_early = Status.RUNNING, None, False
+        state.submission_id = f"{self._plan.sweep.name}-{trial.number:03d}-{int(time.time())}"
+        state.status, state.error, state.is_stopped_early = Status.RUNNING, None, False
         self._state.save()
         try:
-            is_started = self._jobs.start(found.submission_id, trial_arguments, about)
+            is_started = self._jobs.start(state.submission_id, trial_arguments, about)
         except ConfigError:
-            found.status = Status.WAITING
+            state.status = Status.WAITING
             raise
-        found.num_attempts += is_started
-        found.started_at_s = found.started_at_s or time.time()
+        state.num_attempts += is_started
+        state.started_at_s = state.started_at_s or time.time()
         self._waits_since_s = None
         self._state.save()
-        self._board.log_change(found)
+        self._board.log_change(state)
 
     def _arguments(self, trial: Trial) -> list[str]:
         """Return arguments that resume an earlier attempt from its checkpoint, or start anew."""
@@ -254,26 +254,26 @@ class Sweep:
         if (run_dir / "config.yaml").is_file():
             return ["train", "--resume", str(run_dir), run_directory.RESTART_OPTION]
         if run_dir.exists():
-            run_directory.set_aside(run_dir)
+            run_directory.rename_aside(run_dir)
         return arguments(self._plan, trial, run_dir)
 
     # -- interruptions -----------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Follow running jobs again, and queue trials whose job was stopped, lost or failed."""
-        for found in self._running():
-            if self._status(found) in ("STOPPED", LOST):
-                self._interrupt(found)
-        failed = [found for found in self._state.trials if found.status is Status.FAILED]
-        for found in failed:
-            found.status, found.num_attempts = Status.WAITING, 0
-            found.started_at_s = found.finished_at_s = None
+        for state in self._running():
+            if self._status(state) in ("STOPPED", LOST):
+                self._interrupt(state)
+        failed = [state for state in self._state.trials if state.status is Status.FAILED]
+        for state in failed:
+            state.status, state.num_attempts = Status.WAITING, 0
+            state.started_at_s = state.finished_at_s = None
         if self._asha:  # its state was that of the earlier process
-            for found in self._state.trials:
-                run_dir = self._state.run_dir(found.number)
+            for state in self._state.trials:
+                run_dir = self._state.run_dir(state.number)
                 progress = read_progress(run_dir, self._plan.sweep.metric)
-                self._asha.should_stop(found.number, progress.curve)
-        counts = [found.status for found in self._state.trials]
+                self._asha.should_stop(state.number, progress.curve)
+        counts = [state.status for state in self._state.trials]
         logger.info(
             "resuming %s: %s",
             self._state.folder,
@@ -282,40 +282,40 @@ class Sweep:
         if failed:
             logger.info(
                 "failed trials are retried: %s",
-                ", ".join(f"{found.number:03d}" for found in failed),
+                ", ".join(f"{state.number:03d}" for state in failed),
             )
 
-    def _interrupt(self, found: TrialState) -> None:
+    def _interrupt(self, state: TrialState) -> None:
         """Queue a trial again; the interrupted attempt does not count."""
-        if found.is_stopped_early:
-            self._finish(found, Status.STOPPED_EARLY)
+        if state.is_stopped_early:
+            self._finish(state, Status.STOPPED_EARLY)
             return
-        found.status = Status.WAITING
-        found.num_attempts = max(found.num_attempts - 1, 0)
+        state.status = Status.WAITING
+        state.num_attempts = max(state.num_attempts - 1, 0)
 
     def _stop_running(self) -> None:
         """Stop each running trial with a checkpoint; those that do not end in time continue."""
         running = self._running()
         deadline_s = time.monotonic() + jobs_client.STOP_WAIT_S
         while running and time.monotonic() < deadline_s:
-            for found in running:
-                self._jobs.stop(_job(found))
+            for state in running:
+                self._jobs.stop(_job(state))
             time.sleep(POLL_S)
-            for found in running:
-                match self._status(found):
+            for state in running:
+                match self._status(state):
                     case "SUCCEEDED":
-                        self._read(found)
-                        self._finish(found, Status.DONE)
+                        self._read(state)
+                        self._finish(state, Status.DONE)
                     case "STOPPED" | "FAILED" | "LOST":
-                        self._interrupt(found)
+                        self._interrupt(state)
                     case _:
                         pass
             running = self._running()
 
 
-def _job(found: TrialState) -> str:
-    assert found.submission_id is not None, f"trial {found.number} has not run"
-    return found.submission_id
+def _job(state: TrialState) -> str:
+    assert state.submission_id is not None, f"trial {state.number} has not run"
+    return state.submission_id
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
