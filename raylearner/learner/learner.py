@@ -2,8 +2,6 @@
 
 Consumes `LearnerBatch`; produces `StepOutput`, full weights and checkpoints. Waits for the other
 ranks in every collective; all ranks call the same methods in the same order.
-
-Legend: `T` packed tokens of a micro-batch.
 """
 
 import logging
@@ -53,8 +51,8 @@ from raylearner.learner.update import (
     mean_advantages,
     split_by_trajectory,
     step_metrics,
+    write_rows,
 )
-from raylearner.observability import transcripts
 from raylearner.observability.spans import Tracer
 from raylearner.types import PolicyVersion, TrajectoryKey
 
@@ -64,9 +62,8 @@ log = logging.getLogger(__name__)
 class Learner:
     """Owns the sharded policy, its optimizer and the policy version.
 
-    Ranks of a context group receive the same batches. A committed step makes the next version. A
-    step is skipped, and the version kept, when none of its optimizer updates had a finite loss and
-    gradient; every rank decides alike.
+    Ranks of a context group receive the same batches. A step is skipped, and the version kept, when
+    none of its updates had a finite loss and gradient; every rank decides alike.
     """
 
     def __init__(
@@ -135,11 +132,10 @@ class Learner:
         updates: list[Update] = []
         for number, part in enumerate(take.parts * self._config.num_epochs):
             if self._is_warming_up:
-                update = self._train_critic(take, part)
+                updates.append(self._update(take, part, None, []))
             else:
-                update = self._train(take, part, number=number)
-            updates.append(update)
-            if update.exceeds_max_kl:
+                updates.append(self._train(take, part, number=number))
+            if updates[-1].exceeds_max_kl:
                 break
         is_skipped, reader = self._commit(updates), self.models.reader
         metrics = step_metrics(
@@ -272,13 +268,7 @@ class Learner:
         if number > 0 and self._exceeds_max_kl(measured):
             self.models.optimizer.zero_grad(set_to_none=True)
             return Update(exceeds_max_kl=True)
-        value_shares = self._critic_gradients(take, part, measured)
-        with self._tracer.span("update"):
-            return self._update(part, shares, value_shares, measured)
-
-    def _train_critic(self, take: Take, part: Part) -> Update:
-        measured: list[Metrics] = []
-        return self._update(part, None, self._critic_gradients(take, part, measured), measured)
+        return self._update(take, part, shares, measured)
 
     def _critic_gradients(
         self, take: Take, part: Part, measured: list[Metrics]
@@ -323,24 +313,26 @@ class Learner:
         return self._layout.combine(kl, device=self._device)["kl"].value() > self._config.max_kl
 
     def _update(
-        self,
-        part: Part,
-        shares: Sequence[Tensor] | None,
-        value_shares: Sequence[Tensor] | None,
-        measured: Sequence[Metrics],
+        self, take: Take, part: Part, shares: Sequence[Tensor] | None, measured: list[Metrics]
     ) -> Update:
-        """Clip and step, unless a loss or gradient over all ranks is not finite."""
+        """Step critic and policy, unless a loss or gradient over all ranks is not finite.
+
+        The policy's gradients are complete; without its `shares` only the critic is trained.
+        """
+        value_shares = self._critic_gradients(take, part, measured)
+        started_s = time.time()
         parameters, critic = list(self.models.policy.parameters()), self.models.critic
         loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None
         rate_of = partial(self._rate_at, self._progress.num_updates)
         vision_peak, vision_learning_rate = self._config.vision_learning_rate, None
         if shares is not None:
-            loss = self._total(shares)
+            loss = self._layout.total(shares, device=self._device)
             grad_norm = optimizer.global_grad_norm(parameters)
             learning_rate = rate_of(peak=self._config.learning_rate)
             vision_learning_rate = None if vision_peak is None else rate_of(peak=vision_peak)
         if critic is not None and value_shares is not None:
-            value_loss, critic_grad_norm = self._total(value_shares), critic.grad_norm()
+            value_loss = self._layout.total(value_shares, device=self._device)
+            critic_grad_norm = critic.grad_norm()
         numbers = [n for n in (loss, grad_norm, value_loss, critic_grad_norm) if n is not None]
         is_made = all(map(math.isfinite, numbers))
         if is_made and grad_norm is not None and learning_rate is not None:
@@ -355,6 +347,7 @@ class Learner:
         self.models.optimizer.zero_grad(set_to_none=True)
         if critic is not None:
             critic.zero_grad()
+        self._tracer.since("update", started_s)
         return Update(
             loss=loss,
             grad_norm=grad_norm,
@@ -366,12 +359,6 @@ class Learner:
             metrics=measured,
             non_finite_rows=() if is_made else find_non_finite_rows(part, shares, value_shares),
         )
-
-    def _total(self, shares: Sequence[Tensor]) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for share in shares:
-            total += share
-        return self._layout.sum(total).item()
 
     def _commit(self, updates: Sequence[Update]) -> bool:
         """Count the step and advance the version if any update was made; return whether none was."""
@@ -389,22 +376,14 @@ class Learner:
             reason = "; ".join(map(str, updates)) or "no trajectory had a token to train on"
             log.warning("step %d skipped: %s", self.num_steps, reason)
             if num_skipped >= self._config.max_skipped_steps:
+                folder = self._spec.run_dir
+                files = folder and write_rows(updates, folder / "skipped", step=self.num_steps)
                 raise LearnerError(
                     f"{num_skipped} steps in a row were skipped at policy version "
                     f"{self.policy_version}, the last because: {reason}"
-                    f"{self._dump(updates)}"
+                    + (f"; the trajectories are in {files}" if files else "")
                 )
         return is_skipped
-
-    def _dump(self, updates: Sequence[Update]) -> str:
-        """Write this rank's trajectories with non-finite losses; return a clause naming the files."""
-        if self._spec.run_dir is None or not updates:
-            return ""
-        folder = self._spec.run_dir / "skipped"
-        rows = {id(row): row for update in updates for row in update.non_finite_rows}
-        trajectories = [row.trajectory for row in rows.values()]
-        path = transcripts.write(folder / f"rank_{dist.get_rank()}", self.num_steps, trajectories)
-        return f"; the trajectories are in {folder}/rank_*/{path.name}"
 
     def _follow(self, metrics: Mapping[str, float], *, num_rows: int, is_skipped: bool) -> None:
         """Update the KL coefficient and reference after the policy has changed."""

@@ -6,9 +6,11 @@ Waits for: the other ranks, in `step_metrics`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from raylearner.learner.batch.pack import LearnerBatch, TokenRow
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.objective import diagnostics
 from raylearner.learner.objective.prepare import Part, Prepared, Take
+from raylearner.observability import transcripts
 from raylearner.types import TrajectoryKey
 
 
@@ -139,3 +142,13 @@ def find_non_finite_rows(
         if is_bad or not any(bad)
         for row in prepared.source
     ]
+
+
+def write_rows(updates: Sequence[Update], folder: Path, *, step: int) -> str | None:
+    """Write this rank's non-finite rows; return where those of all ranks are, None without updates."""
+    if not updates:
+        return None
+    rows = {id(row): row for update in updates for row in update.non_finite_rows}
+    trajectories = [row.trajectory for row in rows.values()]
+    path = transcripts.write(folder / f"rank_{dist.get_rank()}", step, trajectories)
+    return f"{folder}/rank_*/{path.name}"

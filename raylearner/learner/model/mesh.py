@@ -12,7 +12,7 @@ Legend: `T` packed tokens, a multiple of `C`; `C` ranks of a group; `t = T / C` 
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -181,6 +181,13 @@ class BatchLayout:
         """Sum in place over all micro-batches, each counted once; every rank gets the same bits."""
         dist.all_reduce(values)
         return values if self.context is None else values.div_(self.context.size)
+
+    def total(self, shares: Sequence[Tensor], *, device: torch.device | str) -> float:
+        """Return the sum of scalar shares over all micro-batches."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for share in shares:
+            total += share
+        return self.sum(total).item()
 
     def combine(self, metrics: Metrics, *, device: torch.device | str) -> Metrics:
         """Combine over all micro-batches; ranks must hold the same keys."""
