@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 PEAK = "peak_lr"
-"""Of a parameter group: the rate that its schedule starts from."""
+"""Key of a parameter group's peak learning rate."""
 
 
 def make_optimizer(
@@ -21,9 +21,9 @@ def make_optimizer(
     weight_decay: float,
     own_rates: Mapping[nn.Parameter, float] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over the masters (float32, or float64 in tests); vectors are not decayed.
+    """Return AdamW over the masters (float32, or float64 in tests), without decay of vectors.
 
-    `own_rates` are those of parameters whose peak is another than `learning_rate`.
+    `own_rates` has the peaks of parameters that differ from `learning_rate`.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -39,7 +39,7 @@ def make_optimizer(
         betas=betas,
         fused=True,
     )
-    # As the first step would: a checkpoint then has the same tensors before it and after.
+    # As in the first step, so that a checkpoint before it has the same tensors as one after it.
     for parameter in parameters:
         adamw.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -57,7 +57,7 @@ def learning_rate_at(
     warmup: int,
     num_updates: int,
 ) -> float:
-    """The rate of optimizer update `update` (from 0): linear warm-up, then decay to 0 at the end."""
+    """Return the rate of update `update` (from 0): linear warm-up, then decay to 0 at the end."""
     if update < warmup:
         return peak * (update + 1) / warmup
     if schedule == "constant":
@@ -69,34 +69,34 @@ def learning_rate_at(
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, rate_of: Callable[..., float]) -> None:
-    """`rate_of(peak=..)` says what a peak has come to."""
+    """Set each group's rate to `rate_of(peak=...)`."""
     for group in optimizer.param_groups:
         group["lr"] = rate_of(peak=group[PEAK])
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The norm over all ranks' shards; the same number on every rank, NaN or inf included."""
+    """Return the norm over all ranks' shards; the same on every rank, NaN or inf included."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [local(grad) for grad in grads]
     norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards if s.numel()]
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
     mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
     if mesh is not None:
-        # Shards of an offloaded model are in host memory, where GPUs' ranks cannot meet.
+        # An offloaded model's shards are in host memory, and NCCL reduces only GPU memory.
         total = total.to(mesh.device_type)
     dist.all_reduce(total)
     if mesh is not None and mesh.ndim == 2:
-        total /= mesh.size(0)  # every shard was counted by each of its copies
+        total /= mesh.size(0)  # each copy of a shard was counted
     return math.sqrt(total.item()) if total.item() >= 0 else math.nan
 
 
 def scale_grads(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Clip by global norm: every gradient times max_norm / norm where that is below 1."""
+    """Clip by global norm: multiply every gradient by max_norm / norm if that is below 1."""
     if norm > max_norm:
         for parameter in parameters:
             if parameter.grad is not None:

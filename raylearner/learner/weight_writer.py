@@ -194,7 +194,7 @@ def probe_logprobs(
     firsts = [1] * len(sequences)
     if reader is not None:
         sequences = [reader.expand(ids, of) for ids, of in zip(token_ids, images, strict=True)]
-        firsts = [reader.behind_images(ids) for ids in sequences]
+        firsts = [reader.end_of_images(ids) for ids in sequences]
     scored = [np.arange(len(s)) >= first for s, first in zip(sequences, firsts, strict=True)]
     tokens = PackedTokens.of(sequences, scored, reader=reader, images=images, device=device)
     # Engines score given tokens over the whole vocabulary, banned tokens included.

@@ -1,7 +1,7 @@
 """Imperfect scripted demonstrations for the warm start of a tiny model, played in the real environment.
 
-A share of them do what `model.warm_start.turns` says; the others guess. Imitating both leaves the
-policy undecided, which is what reinforcement then settles.
+Some follow `model.warm_start.turns`, the others guess. Imitating both leaves the policy undecided, so
+that reinforcement has something to learn.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ from raylearner.types import (
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 MAX_CONCURRENT = 32
-"""Demonstrations played at once."""
+"""Maximum number of demonstrations played at the same time."""
 LARGEST_NUMBER = 9999
-"""Of `{number}` in a guess."""
+"""Maximum of `{number}` in a guess."""
 
 
 def prepare_tiny_model(
@@ -54,9 +54,9 @@ def prepare_tiny_model(
     folder: str,
     seed: int,
 ) -> float | None:
-    """Makes the model directory `folder`; returns the warm start's last loss, None without one.
+    """Make the model directory `folder`; return the warm start's last loss, None without one.
 
-    Raises `ConfigError` for turns that name a column which the prompts have not, and when a
+    Raises `ConfigError` for turns that name a column which the prompts do not have, and when a
     demonstration fails.
     """
     partial = Path(f"{folder}.partial")
@@ -81,7 +81,7 @@ async def demonstrate(
     *,
     seed: int,
 ) -> list[Trajectory]:
-    """The episodes played; the loss mask is True on what the demonstrator wrote."""
+    """Play the episodes; the loss mask is True on the demonstrator's tokens."""
     factory = EnvironmentFactory(environment, check_image=renderer.check_image)
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
@@ -103,17 +103,17 @@ def _scripts(
     for _ in range(min(config.num_demonstrations, config.num_steps * config.batch_size)):
         prompt = rng.choice(prompts)
         if rng.random() < config.right_fraction:
-            yield prompt, [_filled(turn, prompt) for turn in config.turns]
+            yield prompt, [_fill_in(turn, prompt) for turn in config.turns]
         else:
             guess = {
                 "number": str(rng.randint(1, LARGEST_NUMBER)),
                 "other_answer": rng.choice(prompts).answer,
             }
             guess = {name: text for name, text in guess.items() if text is not None}
-            yield prompt, [_filled(config.guess, prompt, **guess)]
+            yield prompt, [_fill_in(config.guess, prompt, **guess)]
 
 
-def _filled(template: str, prompt: Prompt, **more: str) -> str:
+def _fill_in(template: str, prompt: Prompt, **more: str) -> str:
     values: dict[str, object] = {
         **prompt.columns,
         "prompt": prompt.messages[-1].content,
@@ -124,8 +124,8 @@ def _filled(template: str, prompt: Prompt, **more: str) -> str:
     names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     if missing := names - values.keys():
         raise ConfigError(
-            f"model.warm_start: {template!r} names {', '.join(sorted(missing))}, and prompt "
-            f"{prompt.prompt_id} has {', '.join(sorted(values))}; write {{{{ and }}}} for braces"
+            f"model.warm_start: {template!r} names {', '.join(sorted(missing))}, but prompt "
+            f"{prompt.prompt_id} has only {', '.join(sorted(values))}; write {{{{ and }}}} for braces"
         )
     return template.format_map(values)
 
@@ -153,7 +153,7 @@ async def _play(
 
 
 class _Demonstrator(Engine):
-    """An engine that writes the turns of one episode, one after another."""
+    """An engine that plays the scripted turns of one episode in order."""
 
     def __init__(self, turns: list[str], renderer: Renderer) -> None:
         self._turns = iter(turns)
@@ -168,7 +168,7 @@ class _Demonstrator(Engine):
     ) -> Completion:
         turn = next(self._turns, None)
         if turn is None:
-            raise EngineError("the episode goes on after the last of model.warm_start.turns")
+            raise EngineError("the episode continues after the last of model.warm_start.turns")
         written = np.asarray(self._renderer.encode(turn), np.int32)
         return Completion(
             token_ids=written,
@@ -178,7 +178,7 @@ class _Demonstrator(Engine):
         )
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
-        raise EngineError("a demonstrator takes no weights")
+        raise EngineError("a demonstrator does not receive weights")
 
     async def sleep(self) -> None: ...
 

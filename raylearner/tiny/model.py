@@ -1,4 +1,4 @@
-"""A small random model made on the spot: Qwen2, a tokenizer of single bytes, a ChatML template."""
+"""A small random model generated at startup: Qwen2, a tokenizer of single bytes, a ChatML template."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(model_config)
     with torch.no_grad():
-        # Embeddings twice as wide as the layers: copying is learned in half the steps.
+        # Embeddings with twice the layers' scale: copying is learned in half the steps.
         model.model.embed_tokens.weight.mul_(2)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
     disable_progress_bar()

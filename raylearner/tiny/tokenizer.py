@@ -1,4 +1,4 @@
-"""The tokenizer of small random models: single bytes, tags as whole tokens, a ChatML template."""
+"""The tokenizer of small random models: single bytes, tags as single tokens, a ChatML template."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from transformers import AddedToken, Qwen2Tokenizer
 
 TAG_NAMES = ("calc", "search", "fetch", "code", "result", "observation", "answer")
 TAGS = tuple(tag for name in TAG_NAMES for tag in (f"<{name}>", f"</{name}>"))
-"""Ordinary tokens of several characters each: what the tools' default tags are."""
+"""The tools' default tags, each an ordinary token."""
 
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -27,9 +27,9 @@ def make_tokenizer(
     special: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
 ) -> Qwen2Tokenizer:
-    """Byte-level without merges: one token per ASCII character, nothing unknown; tags are whole.
+    """Return a byte-level tokenizer without merges: one token per ASCII character, none unknown.
 
-    `special` are further special tokens. The class is the one that transformers picks for this model
+    `special` are further special tokens. The class is the one that transformers uses for this model
     type, whatever the files say.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

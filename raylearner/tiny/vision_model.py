@@ -1,4 +1,4 @@
-"""A small random vision-language model made on the spot: Qwen2.5-VL with the tiny model's tokenizer."""
+"""A small random vision-language model generated at startup: Qwen2.5-VL with the tiny model's tokenizer."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 PATCH_SIZE = 14
 MERGE_SIZE = 2
 WINDOW_SIZE = 112
-"""Side of the squares that all vision blocks but the last attend within, in pixels."""
+"""Side in pixels of the squares within which all vision blocks but the last attend."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -66,7 +66,7 @@ def make_tiny_vision_model(
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(model_config)
     with torch.no_grad():
-        # As in the tiny model of text: copying is learned in half the steps.
+        # As in the text-only tiny model: copying is learned in half the steps.
         model.get_input_embeddings().get_parameter("weight").mul_(2)
     model.generation_config = GenerationConfig(
         eos_token_id=[ids[END_OF_TURN], ids[PAD]], pad_token_id=ids[PAD]

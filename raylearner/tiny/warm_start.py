@@ -1,4 +1,4 @@
-"""Supervised steps on demonstrations, so that a tiny model has something to reinforce."""
+"""Supervised steps on demonstrations, so that a tiny model has some behaviour to reinforce."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ WARMUP_STEPS = 20
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
 NUM_LAST_STEPS = 20
-"""The loss that is reported is the mean over so many."""
+"""Number of last steps whose mean loss is reported."""
 
 
 def warm_start(
@@ -30,10 +30,10 @@ def warm_start(
     *,
     seed: int,
 ) -> float:
-    """Train the model in `folder` in place, in float32; returns the mean loss of the last steps.
+    """Train the model in `folder` in place, in float32; return the mean loss of the last steps.
 
-    What the loss masks cover is imitated. Demonstrations are dealt in a seeded order, again and
-    again if there are too few. The images they show train the vision tower too.
+    Tokens under the loss masks are imitated. Demonstrations come in a seeded order, repeated if there
+    are too few. Images train the vision tower too.
     """
     model = load_model(str(folder), dtype=torch.float32)
     reader = ImageReader.from_pretrained(str(folder))

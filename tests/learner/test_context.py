@@ -112,12 +112,12 @@ def test_any_grouping_of_four_ranks_equals_one_rank(
 
 def test_padding_is_a_sequence_of_its_own() -> None:
     tokens = PackedTokens.of([np.arange(5), np.arange(4)], [np.arange(5) > 1, np.arange(4) > 0])
-    padded = tokens.padded(4)
+    padded = tokens.pad(4)
     assert padded.input_ids.tolist() == [*range(5), *range(4), 0, 0, 0]
     assert padded.position_ids.tolist() == [*range(5), *range(4), 0, 1, 2]
     assert padded.cu_seqlens.tolist() == [0, 5, 9, 12]
     assert torch.equal(padded.scored, tokens.scored)
-    assert tokens.padded(3) is tokens
+    assert tokens.pad(3) is tokens
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_features_and_placeholders_that_disagree_are_refused(qwen2_5_folder: Pat
     ids = np.array([30, *vision.block(large), 31])
     with pytest.raises(RenderError, match="4 placeholders for 2 image features"):
         reader.positions(ids, [small])
-    with pytest.raises(ValueError, match="reads text alone"):
+    with pytest.raises(ValueError, match="image"):
         PackedTokens.of([ids], [ids < 0], images=[(large,)])
 
 
@@ -356,13 +356,13 @@ def test_a_model_of_text_cannot_be_given_the_policys_images(
         reference = {"kind": "frozen", "path": str(tiny_folder)}
         settings["kl"] = {"coefficient": 0.1, "reference": reference}
     section = LearnerSection.model_validate(settings)
-    with pytest.raises(ConfigError, match=rf"learner\.{key}\.path: .* reads text alone, and the"):
+    with pytest.raises(ConfigError, match=rf"learner\.{key}\.path"):
         learners.make_learner(qwen2_5_folder, section, num_steps=1)
 
 
 def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> None:
     section = LearnerSection(vision_learning_rate=1e-3)
-    with pytest.raises(ConfigError, match=r"vision_learning_rate: .* reads text alone"):
+    with pytest.raises(ConfigError, match=r"learner\.vision_learning_rate"):
         learners.make_learner(tiny_folder, section, num_steps=1)
 
 
@@ -378,17 +378,17 @@ def test_pixel_values_made_ahead_change_no_bit_and_are_made_once(
         if not is_ahead:
             monkeypatch.setattr(PixelLoader, "expect", lambda loader, line: list(line))
         loaded: list[bytes] = []
-        make = images_module._pixels
+        make = images_module._load_pixels
 
         def count(processor: Any, image: bytes, make: Any = make, loaded: Any = loaded) -> Tensor:
             loaded.append(image)
             return make(processor, image)
 
-        monkeypatch.setattr(images_module, "_pixels", count)
+        monkeypatch.setattr(images_module, "_load_pixels", count)
         section = LearnerSection.model_validate(config)
         learner = learners.make_learner(qwen2_5_folder, section, num_steps=2)
         metrics = step(learner, groups, max_tokens_per_micro_batch=64).metrics
-        monkeypatch.setattr(images_module, "_pixels", make)
+        monkeypatch.setattr(images_module, "_load_pixels", make)
         assert metrics["learner/pixel_wait_s"] > 0
         assert len(loaded) == len(set(loaded)) == 2  # the one image of all groups, and the dummy
         results.append(weights_of(learner))

@@ -180,7 +180,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(
     assert (good.policy_version, good.is_skipped) == (1, False)
     again = replace(broken, policy_version=1)
     learner.step(again)
-    with pytest.raises(LearnerError, match="2 steps in a row were skipped"):
+    with pytest.raises(LearnerError, match="2 steps"):
         learner.step(again)
 
 
@@ -234,18 +234,18 @@ def test_a_batch_of_another_version_is_refused(tiny_folder: Path, make_groups: M
 def test_a_model_directory_that_cannot_be_trained_is_a_config_error(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError, match=r"model\.path"):
         make_learner(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         make_learner(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+    with pytest.raises(ConfigError, match="safetensors"):
         make_learner(tmp_path)
     quantised = json.loads((tiny_folder / "config.json").read_text())
     quantised["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="is quantised"):
+    with pytest.raises(ConfigError, match=r"model\.path"):
         make_learner(tmp_path)
 
 
@@ -253,10 +253,8 @@ def test_a_model_without_room_is_refused_before_it_is_loaded(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1 kB\n")
-    monkeypatch.setattr("raylearner.learner.model.memory_check.MEMORY", tmp_path / "meminfo")
-    with pytest.raises(
-        ConfigError, match=r"model.path: .* does not fit: .* 0\.0 GiB of its device"
-    ):
+    monkeypatch.setattr("raylearner.learner.model.models.MEMORY", tmp_path / "meminfo")
+    with pytest.raises(ConfigError, match=r"model\.path: .* 0\.0 GiB"):
         make_learner(tiny_folder)
 
 

@@ -104,7 +104,7 @@ def test_resume_is_exact_and_holds_adapters_only(
     size = sum(f.stat().st_size for f in (tmp_path / "learner" / "tensors").glob("*.safetensors"))
     whole = sum(weight.numel() for weight in left.values()) * 8
     assert size < whole  # three copies of everything would be more than that
-    with pytest.raises(CheckpointError, match="checkpoint of another model"):
+    with pytest.raises(CheckpointError, match="lora_A"):
         make_learner(tiny_folder, lora={"rank": 8, "alpha": 8}).restore(tmp_path)
 
 
@@ -187,20 +187,20 @@ def test_reference_and_critic_start_as_the_policy_that_goes_on_from_an_adapter(
 def test_what_cannot_be_adapted_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*wq"):
         make_learner(tiny_folder, lora={"target_modules": ["wq"]})
-    with pytest.raises(ConfigError, match=r"embed_tokens is a Embedding"):
+    with pytest.raises(ConfigError, match="embed_tokens"):
         make_learner(tiny_folder, lora={"target_modules": ["embed_tokens"]})
-    with pytest.raises(ConfigError, match=r"learner\.lora\.path: .* is no adapter in peft's form"):
+    with pytest.raises(ConfigError, match=r"learner\.lora\.path"):
         make_learner(tiny_folder, lora={"path": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_layers": 1}, "the model has nothing for its .*layers.1.*q_proj"),
-        ({"num_layers": 3}, "it has no .*layers.2.*q_proj"),
+        ({"num_layers": 1}, "layers.1.*q_proj"),
+        ({"num_layers": 3}, "layers.2.*q_proj"),
         (
             {"hidden_size": 32, "num_heads": 1},
-            r"q_proj.lora_A.weight is \(4, 64\), this model needs \(4, 32\)",
+            r"q_proj.lora_A.weight.*\(4, 64\).*\(4, 32\)",
         ),
     ],
 )
@@ -213,8 +213,6 @@ def test_an_adapter_made_for_another_base_is_refused(
     other = make_tiny_model(
         TinyModel.model_validate({"kind": "tiny", **sizes}), tmp_path / "other", seed=0
     )
-    with pytest.raises(
-        ConfigError, match=f"{words}.*; the adapter was made for another base, "
-    ) as no:
+    with pytest.raises(ConfigError, match=words) as no:
         make_learner(other, lora={"path": str(tmp_path / "saved" / "adapter")})
     assert str(tiny_folder) in str(no.value)

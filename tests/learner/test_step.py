@@ -71,7 +71,7 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_learner_that_has_one(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     make_learner(tiny_folder).save(tmp_path)
-    with pytest.raises(CheckpointError, match="without a critic"):
+    with pytest.raises(CheckpointError, match="critic"):
         make_learner(tiny_folder, **GAE).restore(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_no_reference_is_loaded_at_coefficient_0(tiny_folder: Path, tmp_path: Pa
     frozen.save(tmp_path)
     assert not (tmp_path / "reference").exists()
     for reference in (None, {"kind": "adapter_off"}):
-        with pytest.raises(ConfigError, match=r"use \{kind: frozen\}"):
+        with pytest.raises(ConfigError, match=r"learner\.kl\.reference"):
             make_learner(tiny_folder, kl={"reference": reference})
 
 
@@ -163,7 +163,7 @@ def test_skipped_steps_are_counted_and_the_last_one_leaves_its_trajectories(
     before = weights_of(learner)
     output = step(learner, groups)
     assert (output.is_skipped, output.metrics["learner/skipped_steps"]) == (True, 1)
-    with pytest.raises(LearnerError, match=r"2 steps in a row.*norm nan.*skipped/rank_\*/step_0"):
+    with pytest.raises(LearnerError, match=r"2 steps.*norm nan.*skipped/rank_\*/step_0"):
         step(learner, groups)
     lines = (tmp_path / "skipped" / "rank_0" / "step_000002.jsonl").read_text().splitlines()
     written = {json.loads(line)["group_id"] for line in lines}

@@ -82,9 +82,7 @@ def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
 
 def test_narrow_heads_are_refused(tmp_path: Path) -> None:
     config = TinyModel(kind="tiny", hidden_size=64, num_heads=4)
-    with pytest.raises(
-        ConfigError, match=r"^model\.num_heads: gives heads 16 wide .* must be >= 32; set it to 2"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.num_heads: .* 32; set it to 2"):
         make_tiny_model(config, tmp_path, seed=0)
 
 

@@ -57,7 +57,7 @@ async def test_a_share_guesses(renderer: Renderer) -> None:
 
 
 async def test_a_column_that_is_not_there_is_named(renderer: Renderer) -> None:
-    with pytest.raises(ConfigError, match=r"names nonsense, and prompt .* has answer, expression"):
+    with pytest.raises(ConfigError, match=r"nonsense.* answer, expression"):
         await written(renderer, right_fraction=1.0, turns=["<calc>{nonsense}</calc>"])
 
 
@@ -75,5 +75,5 @@ async def test_the_answer_of_a_row_without_one_is_never_written(renderer: Render
 
 
 async def test_turns_that_do_not_end_the_episode_are_refused(renderer: Renderer) -> None:
-    with pytest.raises(ConfigError, match=r"goes on after the last of model\.warm_start\.turns"):
+    with pytest.raises(ConfigError, match=r"model\.warm_start\.turns"):
         await written(renderer, right_fraction=1.0, turns=["<calc>{expression}</calc>"])

@@ -1,8 +1,8 @@
-"""Metrics that combine: what a micro-batch measures, kept as sums and extremes until all are in.
+"""Metrics that can be combined over micro-batches and ranks, kept as sums and extremes until then.
 
-Rule: sums add, extremes take the extreme, over micro-batches and over ranks alike, and only then
-is `value()` asked. `flatten` turns a dict of metrics into two vectors, one to all-reduce by sum and
-one by max; `unflatten` puts the reduced vectors back. Every part is float64 and detached.
+Sums add and extremes take the extreme; `value()` is called only after that. `flatten` turns a dict of
+metrics into two vectors, one to all-reduce by sum and one by max; `unflatten` puts the reduced vectors
+back. Every part is float64 and detached.
 """
 
 import math
@@ -14,24 +14,24 @@ from raylearner.learner.lazy_torch import Tensor, torch
 
 
 class Metric(Protocol):
-    """One measured quantity that can be combined with the same quantity of another micro-batch."""
+    """A quantity that can be combined with that of another micro-batch."""
 
     def combine(self, other: Self) -> Self: ...
 
     def value(self) -> float:
-        """The finished number; NaN when nothing was counted."""
+        """Return the number; NaN if nothing was counted."""
         ...
 
     def sums(self) -> Tensor:
-        """The parts that add, float64 `[k]`."""
+        """Return the parts that add, float64 `[k]`."""
         ...
 
     def maxima(self) -> Tensor:
-        """The parts of which the largest survives, float64 `[k]`."""
+        """Return the parts that take the maximum, float64 `[k]`."""
         ...
 
     def rebuild(self, sums: Tensor, maxima: Tensor) -> Self:
-        """The same metric from reduced parts."""
+        """Return the same metric with reduced parts."""
         ...
 
 
@@ -58,7 +58,7 @@ class _Sums:
 
 
 def _power_sums(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Count, sum and sum of squares of the selected values, float64 `[3]`."""
+    """Return count, sum and sum of squares of the selected values, float64 `[3]`."""
     values = values.detach().double()
     if mask is None:
         count = values.new_tensor(float(values.numel()))
@@ -87,7 +87,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None, *, offset: float = 0.0) -> Self:
-        """Mean of `values` where `mask` is True; a bool tensor gives a fraction."""
+        """Return the mean of `values` where `mask` is True; a bool tensor gives a fraction."""
         count, total, _ = _power_sums(values, mask).unbind()
         return cls(total, count, offset)
 
@@ -185,7 +185,7 @@ class LogQuantile(_Sums):
 
     @classmethod
     def of(cls, log_ratios: Tensor, mask: Tensor, *, quantile: float) -> Self:
-        """`log_ratios` in nats; what lies beyond plus or minus 20 counts in the outermost bin."""
+        """Count `log_ratios` in nats; those beyond plus or minus 20 are in the outermost bin."""
         place = torch.asinh(log_ratios.detach().double() / _HISTOGRAM_KNEE) / _HISTOGRAM_REACH
         bins = ((place + 1) / 2 * _HISTOGRAM_BINS).nan_to_num(0.0)
         bins = bins.clamp(0, _HISTOGRAM_BINS - 1).long()
@@ -207,7 +207,7 @@ class LogQuantile(_Sums):
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen; NaN when none was."""
+    """The largest value; NaN without any."""
 
     extreme: Tensor  # [] float64
 
@@ -237,7 +237,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min(Max):
-    """The smallest value seen, kept as the largest of the negated values."""
+    """The smallest value, kept as the largest of the negated values."""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> Self:
@@ -249,7 +249,7 @@ class Min(Max):
 
 
 def summary(name: str, values: Tensor, mask: Tensor | None = None) -> Metrics:
-    """Mean, max and min of one quantity under `name/...`."""
+    """Return mean, max and min of one quantity under `name/...`."""
     return {
         f"{name}/mean": Mean.of(values, mask),
         f"{name}/max": Max.of(values, mask),
@@ -267,14 +267,14 @@ def combine(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Finish every metric; call it once, after all are combined."""
+    """Return every metric's number; call it once, after all are combined."""
     return {key: metric.value() for key, metric in metrics.items()}
 
 
 def flatten(metrics: Mapping[str, Metric]) -> tuple[Tensor, Tensor]:
-    """All parts that add and all that take the maximum, keys sorted: two float64 vectors.
+    """Return all parts that add and all that take the maximum, keys sorted: two float64 vectors.
 
-    Ranks must hold the same keys. All-reduce the first by SUM, the second by MAX.
+    Ranks must have the same keys. All-reduce the first by SUM, the second by MAX.
     """
     ordered = [metrics[key] for key in sorted(metrics)]
     if not ordered:
@@ -284,7 +284,7 @@ def flatten(metrics: Mapping[str, Metric]) -> tuple[Tensor, Tensor]:
 
 
 def unflatten(metrics: Mapping[str, Metric], sums: Tensor, maxima: Tensor) -> Metrics:
-    """The metrics again, with the reduced vectors in the place of their own parts."""
+    """Return the metrics with the reduced vectors in place of their own parts."""
     out: Metrics = {}
     for key in sorted(metrics):
         num_sums, num_maxima = len(metrics[key].sums()), len(metrics[key].maxima())

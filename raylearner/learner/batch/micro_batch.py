@@ -19,15 +19,15 @@ from raylearner.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """What the model reads."""
+    """Input of the model: sequences end to end. The learner, probes and warm starts all pack with `of`."""
 
     input_ids: Tensor  # [T]
-    position_ids: Tensor  # [T], or [3, T] for a model that sees images
+    position_ids: Tensor  # [T], or [3, T] for a vision-language model
     cu_seqlens: Tensor  # [R + 1] int32
     max_length: int
-    scored: Tensor  # [N] int64 places in T to be scored, never the first of a sequence
+    scored: Tensor  # [N] int64 positions in T to score, never a sequence's first
     images: PackedImages | None = None
-    """Of a model that sees them."""
+    """Images of a vision-language model."""
 
     @classmethod
     def of(
@@ -40,15 +40,15 @@ class PackedTokens:
         names: Sequence[str] | None = None,
         device: torch.device | str = "cpu",
     ) -> "PackedTokens":
-        """Sequences end to end; `scored` is a bool array for each, False at its first token.
+        """Pack sequences; `scored` is a bool array for each, False at its first token.
 
-        `reader` is that of a model that sees, and `images` those of each sequence, if there are any.
-        `names` tell the sequences apart in errors; by default they are numbered.
-        Without any sequence there is one dummy token, of which nothing is scored.
+        A vision-language model needs its `reader`, and the `images` of each sequence. `names` identify
+        the sequences in errors; by default they are numbered. Without sequences there is one dummy token
+        without a score.
         """
         images = images if images is not None else [()] * len(sequences)
         if reader is None and any(images):
-            raise ValueError("a trajectory shows images to a model that reads text alone")
+            raise ValueError("a trajectory shows images to a text-only model")
         if not sequences:
             sequences, scored = [np.zeros(1, np.int64)], [np.zeros(1, np.bool_)]
             images = [()]
@@ -77,8 +77,8 @@ class PackedTokens:
             ),
         )
 
-    def padded(self, multiple: int) -> "PackedTokens":
-        """With one more sequence at the end that makes `T` a multiple, and nothing of it scored."""
+    def pad(self, multiple: int) -> "PackedTokens":
+        """Add an unscored sequence at the end that makes `T` a multiple."""
         num_tokens = len(self.input_ids)
         missing = -num_tokens % multiple
         if not missing:
@@ -97,7 +97,7 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward needs, besides advantages and proximal log-probabilities."""
+    """Tensors of one forward and backward, besides advantages and proximal log-probabilities."""
 
     tokens: PackedTokens
     rows: Rows
@@ -109,7 +109,7 @@ class MicroBatch:
     token_versions: Tensor  # [T] -1 where not sampled
     train_mask: Tensor  # [T] bool
     sampled_mask: Tensor  # [T] bool, of the same rows
-    on_policy_mask: Tensor  # [T] bool, sampled by the version that the learner holds
+    on_policy_mask: Tensor  # [T] bool, sampled by the learner's present version
     behavior_logprobs: Tensor  # [T] NaN where not sampled
 
     @classmethod
@@ -122,7 +122,7 @@ class MicroBatch:
         reader: ImageReader | None = None,
         device: torch.device | str = "cpu",
     ) -> "MicroBatch":
-        """An empty one becomes a row with one token that neither trains nor counts anywhere."""
+        """Pack rows; without any, make a row with one token that neither trains nor counts."""
         trajectories = [row.trajectory for row in rows]
         tokens = PackedTokens.of(
             [trajectory.token_ids for trajectory in trajectories],

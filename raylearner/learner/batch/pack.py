@@ -1,6 +1,6 @@
-"""Lays trajectories out for the learner: token-budget micro-batches without padding, even over ranks.
+"""Pack trajectories into the learner's batches: unpadded micro-batches of similar cost on every rank.
 
-Everything here is deterministic: the same groups give the same layout on every machine.
+Packing is deterministic: the same groups give the same layout on every machine.
 """
 
 import hashlib
@@ -15,58 +15,55 @@ from numpy.typing import NDArray
 from raylearner.types import PolicyVersion, StopReason, Trajectory, TrajectoryGroup
 
 QUADRATIC_TOKENS = 24_576
-"""Length at which attention costs as much as everything else: 12 x hidden size, here of 2,048."""
+"""Length at which attention costs as much as everything else: 12 x hidden size, for 2,048."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
-    """One packed sequence of a micro-batch on its way to the learner."""
+    """One packed sequence of a micro-batch."""
 
     episode: int
     trajectory: Trajectory
     turns: NDArray[np.int32]  # [T] number of the token's turn, -1 before the first
     anchors: tuple[int, ...]
-    """By turn: equal where turns start from the same state, below 2^48."""
+    """Number below 2^48 for each turn; equal where turns start from the same state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer update sees: one rank's micro-batches, and counts over all ranks."""
+    """Data of one optimizer update: one rank's micro-batches, and counts over all ranks."""
 
     micro_batches: tuple[tuple[TokenRow, ...], ...]
     num_episodes: int
-    """Episodes over all ranks that have at least one trained token."""
+    """Number of episodes over all ranks that have a trained token."""
     num_rows: int
-    """Rows over all ranks that have at least one trained token."""
+    """Number of rows over all ranks that have a trained token."""
     num_trained_tokens: int
-    """Trained tokens over all ranks."""
+    """Number of trained tokens over all ranks."""
     num_tokens: int
-    """All tokens over all ranks."""
+    """Number of tokens over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerBatch:
-    """One take, laid out for one learner rank.
+    """The groups of one step, packed for one learner rank.
 
-    The episode table (all that is `[E]`) is whole on every rank, since baselines need whole groups;
-    the mini-batches hold this rank's rows, each row's `episode`
-    indexing the table. Every rank has the same number of micro-batches in each mini-batch; an empty
-    one runs a dummy forward and backward.
+    The episode table (all `[E]` arrays) is complete on every rank, since baselines need whole groups.
+    Mini-batches have this rank's rows, whose `episode` indexes the table. Every rank has the same number
+    of micro-batches in each mini-batch; an empty one runs a dummy forward and backward.
     """
 
     policy_version: PolicyVersion
-    rewards: NDArray[np.float64]  # [E] NaN where no reward applies
+    rewards: NDArray[np.float64]  # [E] NaN without a reward
     groups: NDArray[np.int64]  # [E] group ids
-    num_episode_tokens: NDArray[
-        np.int64
-    ]  # [E] trained tokens of the episode, over all its segments
+    num_episode_tokens: NDArray[np.int64]  # [E] trained tokens over all segments
     num_episode_rows: NDArray[np.int64]  # [E] segments that train
-    greedy_rewards: NDArray[np.float64]  # [E] NaN where no greedy episode was played
+    greedy_rewards: NDArray[np.float64]  # [E] NaN without a greedy episode
     parts: Mapping[str, NDArray[np.float64]]
     """Unweighted rewards by function, each `[E]`."""
     num_sampled_tokens: int
     num_masked_tokens: Mapping[str, int]
-    """Sampled tokens that do not train, by the rule that keeps them from it."""
+    """Sampled tokens that do not train, by the rule that excludes them."""
     mini_batches: tuple[MiniBatch, ...]
 
     @property
@@ -109,19 +106,18 @@ def pack(
     num_mini_batches: int = 1,
     should_mask_truncated: bool = False,
 ) -> list[LearnerBatch]:
-    """One batch per rank. What trains no token makes no row, but its reward stays in the table.
+    """Return one batch per rank. A segment without trained tokens makes no row, but its reward counts.
 
-    An episode without a finite reward trains nothing, and neither does one that ran out of tokens
-    with `should_mask_truncated`.
-    Mini-batches divide the episodes that train evenly, in order, and are never empty: a take of
-    fewer such episodes gives fewer of them. Raises ValueError for a row longer than the budget.
+    An episode without a finite reward trains nothing; with `should_mask_truncated` the same holds for
+    truncated episodes. Mini-batches divide the trained episodes evenly, in order, and are never empty:
+    fewer episodes give fewer mini-batches. Raises ValueError for a row longer than the budget.
     """
     if num_ranks < 1 or max_tokens_per_micro_batch < 1 or num_mini_batches < 1:
         raise ValueError(
             f"num_ranks, max_tokens_per_micro_batch and num_mini_batches must be >= 1, got "
             f"{num_ranks}, {max_tokens_per_micro_batch} and {num_mini_batches}"
         )
-    groups, num_masked_tokens = _masked(groups, should_mask_truncated=should_mask_truncated)
+    groups, num_masked_tokens = _mask(groups, should_mask_truncated=should_mask_truncated)
     episodes = _episodes(groups)
     trained = [episode for episode in episodes if episode.num_trained_tokens]
     bounds = np.linspace(0, len(trained), min(num_mini_batches, len(trained)) + 1).round()
@@ -152,22 +148,24 @@ def pack(
 
 
 def row_cost(num_tokens: int) -> float:
-    """What a row costs, in tokens of a short row: linear, plus attention's quadratic part."""
+    """Return a row's cost, in tokens of a short row: linear, plus attention's quadratic part."""
     return num_tokens + num_tokens * num_tokens / QUADRATIC_TOKENS
 
 
-def _masked(
+def _mask(
     groups: Sequence[TrajectoryGroup], *, should_mask_truncated: bool
 ) -> tuple[list[TrajectoryGroup], dict[str, int]]:
-    """The groups as they train, and how many sampled tokens do not, by the first rule that says so."""
+    """Mask what must not train; return the groups, and excluded tokens by the first rule that applies."""
     counts = Counter({"error": 0, "stale": 0, "unscored": 0, "truncated": 0})
     masked: list[TrajectoryGroup] = []
     for group in groups:
         trajectories: list[Trajectory] = []
         rewards = group.rewards
         for trajectory in group.trajectories:
-            num_lost = trajectory.num_sampled_tokens - trajectory.num_trained_tokens
-            counts["error" if trajectory.stop_reason is StopReason.ERROR else "stale"] += num_lost
+            num_excluded = trajectory.num_sampled_tokens - trajectory.num_trained_tokens
+            counts["error" if trajectory.stop_reason is StopReason.ERROR else "stale"] += (
+                num_excluded
+            )
             reward = rewards[trajectory.sample_index]
             is_unscored = reward is None or not math.isfinite(reward)
             if is_unscored or (should_mask_truncated and trajectory.is_truncated):
@@ -180,13 +178,13 @@ def _masked(
 
 
 def _part(episodes: Sequence[_Episode], name: str) -> NDArray[np.float64]:
-    """One function's rewards; a part that only some episodes have, such as a penalty, is 0 for others."""
+    """Return one function's rewards; one that only some episodes have, such as a penalty, is 0 for others."""
     values = [e.parts.get(name, 0.0 if e.parts else None) for e in episodes]
-    return np.array([_known(value) for value in values], np.float64)
+    return np.array([_finite_or_nan(value) for value in values], np.float64)
 
 
-def _known(reward: float | None) -> float:
-    """NaN stands for every reward that means nothing."""
+def _finite_or_nan(reward: float | None) -> float:
+    """Replace missing and infinite rewards by NaN."""
     return reward if reward is not None and math.isfinite(reward) else math.nan
 
 
@@ -201,9 +199,9 @@ def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
             episodes.append(
                 _Episode(
                     index=len(episodes),
-                    reward=_known(reward),
+                    reward=_finite_or_nan(reward),
                     parts=segments[sample_index][0].rewards,
-                    greedy_reward=_known(group.greedy_reward),
+                    greedy_reward=_finite_or_nan(group.greedy_reward),
                     group_id=group.group_id,
                     segments=tuple(sorted(segments[sample_index], key=lambda s: s.segment)),
                 )
@@ -212,7 +210,7 @@ def _episodes(groups: Sequence[TrajectoryGroup]) -> list[_Episode]:
 
 
 def _row(episode: _Episode, trajectory: Trajectory, numbers: dict[bytes, int]) -> TokenRow:
-    """The arrays up to the last trained token: what follows it can change nothing that is learned."""
+    """Cut the arrays after the last trained token; later tokens cannot change any gradient."""
     end = int(np.flatnonzero(trajectory.train_mask)[-1]) + 1
     if trajectory.train_mask[0]:
         raise ValueError(
@@ -240,10 +238,10 @@ def _row(episode: _Episode, trajectory: Trajectory, numbers: dict[bytes, int]) -
 def _turns(
     trajectory: Trajectory, numbers: dict[bytes, int]
 ) -> tuple[NDArray[np.int32], tuple[int, ...]]:
-    """Each token's turn, and what the turn starts from: the reply before it, the prompt for the first.
+    """Return each token's turn, and a hash of what each turn starts from: the previous reply or the prompt.
 
-    Images of replies go by their `numbers`, which new ones are given here. A trajectory that names
-    no turns has one for each run of sampled tokens, all of unlike state.
+    Images in replies are identified by `numbers`, to which new ones are added. A trajectory without
+    turns gets one for each run of sampled tokens, each with a unique hash.
     """
     starts = np.zeros(trajectory.num_tokens, np.int32)
     if trajectory.turns:
@@ -287,14 +285,14 @@ def _pack_mini_batch(
                 f"{max_tokens} of max_tokens_per_micro_batch; raise that or shorten responses"
             )
     lengths = [row.trajectory.num_tokens for row in rows]
-    shares: list[list[tuple[TokenRow, ...]]] = [[] for _ in range(num_ranks)]
+    by_rank: list[list[tuple[TokenRow, ...]]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
     for bins in _rounds(lengths, num_ranks, max_tokens):
-        # Micro-batches of one round run at once, so they are of similar cost; the rank that has
-        # had least so far gets the largest.
+        # Micro-batches of one round run at the same time, so they have similar cost; the rank with
+        # the least work so far gets the largest.
         order = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
         for rank, indices in zip(order, bins, strict=True):
-            shares[rank].append(tuple(rows[index] for index in sorted(indices)))
+            by_rank[rank].append(tuple(rows[index] for index in sorted(indices)))
             totals[rank] += sum(row_cost(lengths[index]) for index in indices)
     return [
         MiniBatch(
@@ -304,12 +302,12 @@ def _pack_mini_batch(
             num_trained_tokens=sum(episode.num_trained_tokens for episode in episodes),
             num_tokens=sum(lengths),
         )
-        for share in shares
+        for share in by_rank
     ]
 
 
 def _rounds(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Row indices as rounds of `num_ranks` bins each, costly bins first, as few rounds as fit."""
+    """Return row indices in rounds of `num_ranks` bins, expensive bins first, in as few rounds as fit."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     num_rounds = max(1, math.ceil(sum(lengths) / (max_tokens * num_ranks)))
     while (bins := _fill(order, lengths, num_rounds * num_ranks, max_tokens)) is None:
@@ -321,17 +319,17 @@ def _rounds(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[lis
 def _fill(
     order: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; if that does not fit, into the fullest one."""
+    """Fill bins with the longest rows first: into the cheapest bin with space, else into the fullest."""
     for prefers_cheapest in (True, False):
         bins: list[list[int]] = [[] for _ in range(num_bins)]
         tokens = np.zeros(num_bins, np.int64)
         costs = np.zeros(num_bins)
         for index in order:
-            has_room = tokens + lengths[index] <= max_tokens
-            if not has_room.any():
+            has_space = tokens + lengths[index] <= max_tokens
+            if not has_space.any():
                 break
             key = costs if prefers_cheapest else -tokens
-            chosen = int(np.argmin(np.where(has_room, key, np.inf)))
+            chosen = int(np.argmin(np.where(has_space, key, np.inf)))
             bins[chosen].append(index)
             tokens[chosen] += lengths[index]
             costs[chosen] += row_cost(lengths[index])

@@ -15,22 +15,22 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Says which row each of `T` packed tokens belongs to; promises tokens of a row are contiguous."""
+    """The row of each of `T` packed tokens; promises that tokens of a row are contiguous."""
 
     index: Tensor  # [T] int64, non-decreasing, in 0..num_rows-1
     num_rows: int
-    """Rows of this micro-batch; a row may have no token at all."""
+    """Number of rows; a row may have no tokens."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor) -> Self:
-        """Rows laid end to end; `lengths [R]` counts all tokens of each row."""
+        """Lay rows end to end; `lengths [R]` counts all tokens of each row."""
         counts = torch.as_tensor(lengths, dtype=torch.int64)
         index = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         return cls(index=index, num_rows=len(counts))
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens, trained or not."""
+        """Number of packed tokens, trained or not."""
         return self.index.shape[0]
 
     def spread(self, values: Tensor) -> Tensor:
@@ -38,35 +38,35 @@ class Rows:
         return values[self.index]
 
     def sum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Per-row sum of the selected tokens, 0 for a row without any: `[T] -> [R]`."""
+        """Return the sum over each row's selected tokens, 0 without any: `[T] -> [R]`."""
         if mask is not None:
             values = select(values, mask)
         out = values.new_zeros(self.num_rows)
         return out.index_add(0, self.index, values)
 
     def count(self, mask: Tensor) -> Tensor:
-        """Selected tokens of each row: `[T] bool -> [R] int64`."""
+        """Count the selected tokens of each row: `[T] bool -> [R] int64`."""
         return self.sum(mask.to(torch.int64))
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Per-row mean over the selected tokens, 0 for a row without any: `[T] -> [R]`."""
+        """Return the mean over each row's selected tokens, 0 without any: `[T] -> [R]`."""
         return self.sum(values, mask) / self.count(mask).clamp(min=1)
 
     def max(self, values: Tensor, mask: Tensor, *, empty: float) -> Tensor:
-        """Per-row maximum over the selected tokens, `empty` for a row without any: `[T] -> [R]`."""
+        """Return the maximum over each row's selected tokens, `empty` without any: `[T] -> [R]`."""
         out = values.new_full((self.num_rows,), -torch.inf)
         out = out.scatter_reduce(0, self.index, torch.where(mask, values, -torch.inf), "amax")
         return torch.where(self.count(mask) > 0, out, empty)
 
     def last(self, mask: Tensor) -> Tensor:
-        """Position in `[T]` of each row's last selected token, -1 for a row without any: `[R]`."""
+        """Return the position in `[T]` of each row's last selected token, -1 without any: `[R]`."""
         positions = torch.arange(self.num_tokens, device=self.index.device)
         out = positions.new_full((self.num_rows,), -1)
         return out.scatter_reduce(0, self.index, torch.where(mask, positions, -1), "amax")
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where the mask is True, else 0; whatever is masked, NaN included, never leaks out."""
+    """Return `values` where the mask is True, else 0, also in place of masked NaN."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -76,16 +76,16 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def dense_ids(ids: Tensor) -> tuple[Tensor, int]:
-    """Any integers renumbered 0, 1, ... in ascending order, and how many there are: `[N] -> [N]`."""
+    """Renumber integers 0, 1, ... in ascending order; return `[N]` and how many there are."""
     found: tuple[Tensor, Tensor] = torch.unique(ids, return_inverse=True)
     return found[1], len(found[0])
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor, rows: Rows) -> Tensor:
-    """Put each row's outcome `rewards [R]` on its last selected token, 0 elsewhere: `[T]`.
+    """Put each row's reward `[R]` on its last selected token, 0 elsewhere: `[T]`.
 
-    With the mask of sampled tokens this is where every token-level estimator here expects it.
-    A row without a selected token loses its reward.
+    Token-level estimators expect it there, with the mask of sampled tokens. The reward of a row without
+    a selected token is dropped.
     """
     last = rows.last(mask)  # [R]
     out = rewards.new_zeros(rows.num_tokens)

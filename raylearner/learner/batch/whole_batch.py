@@ -1,8 +1,8 @@
-"""Tokens of all ranks in one place, in an order that no layout changes.
+"""Tokens of all ranks in one place, in an order that does not depend on packing.
 
-What needs a whole batch (whitening, baselines per token, sums over an episode's rows) is computed
-here by every rank alike, so the number of ranks and micro-batches cannot matter. Only the span of a
-row from its first to its last trained token travels.
+Computations on a whole batch (whitening, baselines per token, sums over an episode's rows) run here on
+every rank, so the number of ranks and micro-batches does not matter. Ranks exchange only the span of a
+row from its first to its last trained token.
 
 Waits for: the other ranks, in `WholeBatch.gather`.
 Legend: `T` tokens of the spans, `R` rows, both of all ranks; `t` packed tokens of one micro-batch.
@@ -28,8 +28,8 @@ class WholeBatch:
     mask: Tensor  # [T] bool, trained tokens
     of_rows: dict[str, Tensor]  # [R] each
     of_tokens: dict[str, Tensor]  # [T] each
-    _mine: Tensor  # places in T of this rank's tokens, in its own order
-    _places: tuple[Tensor, ...]  # by micro-batch: where these tokens stand in its [t]
+    _mine: Tensor  # positions in T of this rank's tokens, in its own order
+    _places: tuple[Tensor, ...]  # by micro-batch: positions of these tokens in its [t]
     _micros: tuple[MicroBatch, ...]
 
     @classmethod
@@ -41,9 +41,9 @@ class WholeBatch:
         of_rows: Sequence[dict[str, Tensor]],
         group: dist.ProcessGroup,
     ) -> "WholeBatch":
-        """`of_tokens` (`[t]` each) and `of_rows` hold the same names for each micro-batch.
+        """Exchange values of tokens (`[t]` each) and rows, with the same names for each micro-batch.
 
-        The ranks of `group` hold each micro-batch of the batch once.
+        The ranks of `group` together hold each micro-batch of the batch once.
         """
         spans = [_span(micro) for micro in micros]
         row_names, token_names = sorted(of_rows[0]), sorted(of_tokens[0])
@@ -76,7 +76,7 @@ class WholeBatch:
         all_rows, _ = _all_gather(rows, group)
         all_tokens, my_start = _all_gather(tokens, group)
         lengths = all_rows[:, 2].long()
-        # By episode, then segment; stable, and rows without a token sort wherever they like.
+        # By episode, then segment; the order of rows without a token does not matter.
         order = torch.argsort(all_rows[:, 1], stable=True)
         order = order[torch.argsort(all_rows[order, 0], stable=True)]
         rank_of_row = torch.empty_like(order)
@@ -98,7 +98,7 @@ class WholeBatch:
         )
 
     def scatter(self, values: Tensor) -> list[Tensor]:
-        """This rank's part of `values [T]`, by micro-batch `[t]`; 0 outside of the spans."""
+        """Return this rank's part of `values [T]`, by micro-batch `[t]`; 0 outside of the spans."""
         parts = values[self._mine].split([len(place) for place in self._places])
         return [
             part.new_zeros(micro.rows.num_tokens).index_copy(0, place, part)
@@ -107,7 +107,7 @@ class WholeBatch:
 
 
 def _span(micro: MicroBatch) -> Tensor:  # [t] bool
-    """From the first trained token of each row to the last."""
+    """Select each row from its first to its last trained token."""
     positions = torch.arange(micro.rows.num_tokens, device=micro.rows.index.device)
     last = micro.rows.last(micro.train_mask)
     absent = micro.rows.num_tokens
@@ -119,7 +119,7 @@ def _span(micro: MicroBatch) -> Tensor:  # [t] bool
 
 
 def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Rows of all ranks, one rank after the other, and where this rank's begin."""
+    """Return the rows of all ranks in order, and the start of this rank's."""
     size = torch.tensor([len(mine)], device=mine.device)
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
     dist.all_gather(sizes, size, group=group)

@@ -1,4 +1,4 @@
-"""The value of each prefix, from a transformer of its own.
+"""The value of each prefix, from a separate transformer.
 
 Waits for: the other ranks, in every forward and update.
 Legend: `T` packed tokens, `R` rows.
@@ -22,7 +22,7 @@ from raylearner.learner.objective.value_loss import value_loss
 
 
 class Critic:
-    """Owns a sharded model with a value head, and its optimizer. Its language head goes unused."""
+    """Owns a sharded model with a value head, and its optimizer. Its language head is unused."""
 
     def __init__(self, config: CriticSection, model: PackedModel) -> None:
         self._config = config
@@ -35,14 +35,14 @@ class Critic:
         )
 
     def state_values(self, tokens: PackedTokens) -> Tensor:
-        """The value of the state after each token: `[T]`."""
+        """Return the value of the state after each token: `[T]`."""
         scores = self._model(replace(tokens, scored=tokens.scored[:0]))
         assert scores.state_values is not None
         return scores.state_values
 
     @torch.no_grad()
     def score(self, tokens: PackedTokens) -> Tensor:  # [T]
-        """The same without gradient."""
+        """Return the same without gradients."""
         values = self.state_values(tokens)
         self._model.reshard()
         return values
@@ -51,7 +51,7 @@ class Critic:
         return optimizer.global_grad_norm(self._model.parameters())
 
     def step(self, *, norm: float) -> None:
-        """One optimizer update from the gradients so far, clipped from their global `norm`."""
+        """Make one optimizer update from the accumulated gradients, clipped by their global `norm`."""
         optimizer.scale_grads(
             self._model.parameters(), norm=norm, max_norm=self._config.max_grad_norm
         )
@@ -70,12 +70,12 @@ class Critic:
 
 
 def prefix_values(state_values: Tensor) -> Tensor:
-    """The value before each token, as estimators want it; means nothing at the first of a row: `[T]`."""
+    """Return the value before each token, for estimators; undefined at a row's first token: `[T]`."""
     return torch.cat([state_values.new_zeros(1), state_values[:-1]])
 
 
 def end_values(state_values: Tensor, micro: MicroBatch) -> Tensor:
-    """The value after a row's last token where the row was cut off, else 0: `[R]`."""
+    """Return the value after a row's last token if the row was cut off, else 0: `[R]`."""
     everywhere = torch.ones_like(micro.train_mask)
     ends = state_values[micro.rows.last(everywhere)]
     return torch.where(micro.is_truncated, ends, torch.zeros_like(ends))
@@ -92,9 +92,9 @@ def value_share(
     num_targets: float,
     row_copies: Tensor | None = None,  # [R]
 ) -> tuple[Tensor, Metrics]:
-    """A micro-batch's share of the mean value loss over the `num_targets` of all ranks.
+    """Return a micro-batch's share of the mean value loss over the `num_targets` of all ranks.
 
-    With `row_copies` a row counts as often as it was drawn, which `num_targets` must do as well.
+    With `row_copies` a row counts as often as it was drawn, in `num_targets` as well.
     """
     values, metrics = value_loss(
         prefix_values(state_values),

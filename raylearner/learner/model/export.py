@@ -1,6 +1,6 @@
-"""What others load: the policy as a `from_pretrained` directory, adapters as peft's.
+"""Export for other programs: the policy as a `from_pretrained` directory, adapters in peft's format.
 
-Waits for the other ranks, which must call the same: weights are gathered for it.
+Waits for: the other ranks, which must make the same calls, because weights are gathered.
 """
 
 import json
@@ -21,14 +21,14 @@ from raylearner.learner.model.policy import PackedModel
 from raylearner.types import PolicyVersion
 
 MAX_SHARD_BYTES = 4_000_000_000
-"""Size of one safetensors file."""
+"""Maximum size of one safetensors file."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 @dataclass(slots=True)
 class _File:
-    """A file's tensors, by name their bytes."""
+    """Size of each tensor in a file, by name."""
 
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -46,27 +46,27 @@ def export_model(
     dtype: torch.dtype,
     policy_version: PolicyVersion,
 ) -> None:
-    """A `from_pretrained` directory: weights, config, the source's tokenizer files, a model card.
+    """Write a `from_pretrained` directory: weights, config, the source's tokenizer files, a model card.
 
-    Ranks take turns with the files of the weights, and hold and write only their own.
+    Ranks take turns with the weight files; each keeps and writes only its own.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    files = _files(
+    files = _split_into_files(
         (name, torch.Size(shape).numel() * dtype.itemsize) for name, shape in model.weight_shapes()
     )
     if rank == 0:
         save.add(partial(_write_rest, folder, source, files, dtype, policy_version))
     weights = model.named_weights(dtype)
     for number, file in enumerate(files):
-        tensors = _next(weights, file, should_keep=number % num_ranks == rank)
+        tensors = _take_next(weights, file, should_keep=number % num_ranks == rank)
         if tensors:
-            held = save.copy_to_host(tensors)
-            save.add(partial(_write, folder / _name(number, len(files)), held))
-    assert next(weights, None) is None, "shapes and weights come from the same parameters"
+            copies = save.copy_to_host(tensors)
+            save.add(partial(_write, folder / _name(number, len(files)), copies))
+    assert next(weights, None) is None, "more weights than shapes"
 
 
 def export_adapter(folder: Path, model: PackedModel, save: Save, *, source: Path) -> None:
-    """The adapters as peft saves them, for the model in `source`."""
+    """Write the adapters in peft's format, for the model in `source`."""
     weights = save.copy_to_host(dict(lora.adapter_weights(model.causal_lm, torch.float32)))
     if dist.get_rank() == 0:
         save.add(partial(_write, folder / lora.WEIGHTS_FILE, weights))
@@ -75,8 +75,8 @@ def export_adapter(folder: Path, model: PackedModel, save: Save, *, source: Path
         save.add(lambda: (folder / lora.CONFIG_FILE).write_text(text))
 
 
-def _files(sizes: Iterable[tuple[str, int]]) -> list[_File]:
-    """In order, each file of at most `MAX_SHARD_BYTES`, or of one larger tensor."""
+def _split_into_files(sizes: Iterable[tuple[str, int]]) -> list[_File]:
+    """Split tensors in order into files of at most `MAX_SHARD_BYTES`, or of one larger tensor."""
     files = [_File()]
     for name, num_bytes in sizes:
         if files[-1].sizes and files[-1].num_bytes + num_bytes > MAX_SHARD_BYTES:
@@ -85,10 +85,10 @@ def _files(sizes: Iterable[tuple[str, int]]) -> list[_File]:
     return files
 
 
-def _next(
+def _take_next(
     weights: Iterator[tuple[str, Tensor]], file: _File, *, should_keep: bool
 ) -> dict[str, Tensor]:
-    """The tensors of the next file, each already off the device; none where they are not ours."""
+    """Return the next file's tensors in host memory, or none if another rank writes the file."""
     kept: dict[str, Tensor] = {}
     for expected in file.sizes:
         name, tensor = next(weights)
@@ -116,7 +116,7 @@ def _write_rest(
     dtype: torch.dtype,
     policy_version: PolicyVersion,
 ) -> None:
-    """All but the weights."""
+    """Write everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and not any(path.match(pattern) for pattern in WEIGHT_FILES):

@@ -1,9 +1,9 @@
-"""Whether packed rows score as the model itself scores them, measured at load before anything trains.
+"""A check at load that packed rows score as by the model's own forward.
 
-Families change logits behind the head, attention or positions in ways of their own, and no list of
-configuration keys knows the next one. Three short rows are scored by the model's own forward, one by
-one by ours, and packed: each must come out the same. The middle one is packed once more, between other
-rows: nothing of what computes it has another shape then, so that no rounding hides what they do to it.
+Model families change logits after the head, attention or positions in their own ways, and no list of
+configuration keys covers the next family. Three short rows are scored by the model's own forward, one
+by one by ours, and packed; all must agree. The middle row is packed once more between other rows: its
+computation then has the same shapes, so rounding cannot hide an influence of its neighbours.
 """
 
 import logging
@@ -25,18 +25,18 @@ from raylearner.learner.model.policy import PackedModel
 log = logging.getLogger(__name__)
 
 ROW_LENGTHS = (19, 12, 9)
-"""Rows that are packed: the middle one has neighbours on both sides, the last one far positions."""
+"""Lengths of the packed rows: the middle one has neighbours on both sides, the last one far positions."""
 
 TOLERANCES = {"exact": 1e-4, "gpu": 0.02, "half": 0.25}
-"""Mean |difference| over a row's tokens, in nats: float32 and finer on CPUs, on GPUs, whose kernels may
-use TF32, and half precision."""
+"""Maximum mean |difference| over a row's tokens, in nats: float32 and finer on CPUs, on GPUs, whose
+kernels may use TF32, and half precision."""
 
 QUIET = {"exact": 1e-4, "gpu": 1e-3, "half": 0.005}
-"""The same where nothing but neighbours differs; or what was found between ours and the model's own
-forward, where that is more: the rounding of a mixture's experts depends on how many tokens each has."""
+"""The same where only neighbours differ. If ours and the model's own forward differ by more, that is
+allowed: the rounding of a mixture's experts depends on how many tokens each has."""
 
 Eager = Callable[[], AbstractContextManager[None]]
-"""Inside, the model's own attention is the plain one."""
+"""A context in which the model uses eager attention."""
 
 
 @torch.no_grad()
@@ -48,28 +48,28 @@ def refuse_unfaithful(
     compute_dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Raises `ConfigError` naming the model's family where its packed rows score otherwise.
+    """Raise `ConfigError` naming the model's family if its packed rows score differently.
 
-    Every rank must call it. Takes eight passes over at most forty tokens.
+    Every rank must call it. It takes eight passes over at most forty tokens.
     """
     config: Any = model.causal_lm.config
     text: Any = config.get_text_config()
     what = f"model.path: {folder} ({config.model_type})"
     rows, others = (_rows(model, text, config, seed=seed) for seed in (0, 1))
-    sees = vision_tower(model.causal_lm) is not None
+    is_vision = vision_tower(model.causal_lm) is not None
     try:
         with model.plain_blocks():
-            alone = [_score(model, [row], device, sees) for row in rows]
+            alone = [_score(model, [row], device, is_vision) for row in rows]
             far = _far_start(text) - ROW_LENGTHS[-1]
-            packed = _score(model, rows, device, sees, far=far)
-            mixed = _score(model, [others[0], rows[1], others[2]], device, sees)
+            packed = _score(model, rows, device, is_vision, far=far)
+            mixed = _score(model, [others[0], rows[1], others[2]], device, is_vision)
             with eager():
-                plain = [_score(model, [row], device, sees, is_plain=True) for row in rows]
+                plain = [_score(model, [row], device, is_vision, is_plain=True) for row in rows]
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"{what}: the learner cannot score packed rows of it: {type(error).__name__}: {error};"
+            f"{what}: the learner cannot score packed rows of this model: {type(error).__name__}: {error};"
             " use a model of another family"
         ) from error
     precision = (
@@ -81,29 +81,29 @@ def refuse_unfaithful(
     )
     tolerance = TOLERANCES[precision]
     own = max(_gap(a, b) for a, b in zip(alone, plain, strict=True))
-    # Far positions are the last row's own affair; what they do to its neighbours is not.
+    # Far positions may change the last row itself, but not its neighbours.
     starts = np.cumsum([0, *ROW_LENGTHS])
     beside = max(_gap(alone[i], packed[starts[i] : starts[i + 1]]) for i in range(len(rows) - 1))
     middle = slice(starts[1], starts[2])
     moved, quiet = _gap(packed[middle], mixed[middle]), max(QUIET[precision], own)
-    log.info("%s: rows score as by the model's own forward within %.2g nats", what, own)
+    log.info("%s: rows score as by the model's own forward, within %.2g nats", what, own)
     if not own <= tolerance:
         raise ConfigError(
             f"{what}: the learner's log-probabilities differ by {own:.3g} nats from those of the"
-            f" model's own forward, allowed are {tolerance:g}: it changes its logits, attention or"
-            " positions in a way that the learner does not follow; use a model of another family"
+            f" model's own forward, more than {tolerance:g}: it changes its logits, attention or"
+            " positions in a way that the learner does not implement; use a model of another family"
         )
     if not (beside <= tolerance and moved <= quiet):
         found, allowed = (moved, quiet) if beside <= tolerance else (beside, tolerance)
         raise ConfigError(
             f"{what}: a row's log-probabilities change by {found:.3g} nats with the rows that are"
-            f" packed beside it, allowed are {allowed:.3g}, as with rotary embeddings that depend on"
+            f" packed beside it, more than {allowed:.3g}, as with rotary embeddings that depend on"
             " the longest row or layers that keep a state; use a model of another family"
         )
 
 
 def _rows(model: PackedModel, text: Any, config: Any, *, seed: int) -> list[np.ndarray]:
-    """Ordinary tokens: none that stands for something else."""
+    """Draw rows of ordinary tokens, without special ones."""
     special: set[int] = set(model.banned_token_ids)
     for values in (config.to_dict(), text.to_dict()):
         for key, value in values.items():
@@ -115,7 +115,7 @@ def _rows(model: PackedModel, text: Any, config: Any, *, seed: int) -> list[np.n
 
 
 def _far_start(text: Any) -> int:
-    """Past the last position: twice the model's length where positions are rotated, else its last."""
+    """Return a far position: twice the model's length with rotary embeddings, else its length."""
     length: int = getattr(text, "max_position_embeddings", None) or 2048
     return 2 * length if getattr(text, "rope_parameters", None) else length
 
@@ -124,7 +124,7 @@ def _score(
     model: PackedModel,
     rows: list[np.ndarray],
     device: torch.device | str,
-    sees: bool,
+    is_vision: bool,
     *,
     far: int | None = None,
     is_plain: bool = False,
@@ -133,12 +133,12 @@ def _score(
     positions = tokens.position_ids
     if far is not None:
         positions[-len(rows[-1]) :] += max(far, 0)
-    if sees:
+    if is_vision:
         positions = positions.expand(3, -1)
     tokens = replace(tokens, position_ids=positions)
     return model.score(tokens, has_bans=False, is_plain=is_plain).logprobs
 
 
 def _gap(left: Tensor, right: Tensor) -> float:
-    """Mean |difference| over a row's tokens but the first, of which nothing is scored."""
+    """Return the mean |difference| over a row's tokens but the first, which has no score."""
     return float((left[1:] - right[1:]).abs().mean())

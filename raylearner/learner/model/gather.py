@@ -1,6 +1,6 @@
-"""Full tensors of a sharded model, some layers at a time: one collective for many parameters.
+"""Full tensors of a sharded model, several layers at a time: one collective for many parameters.
 
-Waits for the other ranks, which must iterate the same parameters to the end.
+Waits for: the other ranks, which must iterate over the same parameters to the end.
 """
 
 import math
@@ -16,39 +16,39 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from raylearner.weights.checksums import MODULUS, NOTHING, Checksum, Checksums, whole
 
 MAX_GATHER_BYTES = 256 * 1024**2
-"""Parameters are gathered together up to this size, or one by one where larger."""
+"""Maximum size of parameters gathered together; larger ones are gathered one by one."""
 
 
-def gathered(
+def gather(
     named_parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each name with its full tensor in `dtype`, in order; cast before it is gathered.
+    """Yield each name with its full tensor in `dtype`, in order; cast before it is gathered.
 
-    Never holds more full tensors than `MAX_GATHER_BYTES`, or one larger one. What is yielded may
-    share storage with the parameters.
+    Full tensors in memory never exceed `MAX_GATHER_BYTES`, or one larger tensor. They may share
+    storage with the parameters.
     """
-    held: list[tuple[str, DTensor]] = []
+    pending: list[tuple[str, DTensor]] = []
     num_bytes = 0
     for name, parameter in named_parameters:
         tensor = parameter.detach()
         if not isinstance(tensor, DTensor):
-            yield from _gather(held, dtype)
-            held, num_bytes = [], 0
+            yield from _gather(pending, dtype)
+            pending, num_bytes = [], 0
             yield name, tensor.to(dtype)
             continue
         size = tensor.numel() * dtype.itemsize
-        if held and num_bytes + size > MAX_GATHER_BYTES:
-            yield from _gather(held, dtype)
-            held, num_bytes = [], 0
-        held.append((name, tensor))
+        if pending and num_bytes + size > MAX_GATHER_BYTES:
+            yield from _gather(pending, dtype)
+            pending, num_bytes = [], 0
+        pending.append((name, tensor))
         num_bytes += size
-    yield from _gather(held, dtype)
+    yield from _gather(pending, dtype)
 
 
-def gathered_checksums(
+def gather_checksums(
     named_parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Checksum]:
-    """Those of what `gathered` yields; each rank reads its own part and nothing else travels."""
+    """Return the checksums of what `gather` yields; ranks exchange only their parts' checksums."""
     sums, everywhere = Checksums(), Checksums()
     sizes: dict[str, int] = {}
     group, device_type = None, "cpu"
@@ -76,7 +76,7 @@ def gathered_checksums(
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as torch counts them."""
+    """Return the same 64 bits as a signed integer."""
     return number - MODULUS if number >= MODULUS // 2 else number
 
 
@@ -86,13 +86,13 @@ def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[
     mesh = tensors[0][1].device_mesh
     *copies, shards = range(mesh.ndim)
     cut = (*(Replicate() for _ in copies), Shard(0))
-    assert all(tensor.placements == cut for _, tensor in tensors), "as FSDP cuts them"
+    assert all(tensor.placements == cut for _, tensor in tensors), "FSDP shards by rows"
     num_ranks = mesh.size(shards)
     if num_ranks == 1:
         for name, tensor in tensors:
             yield name, tensor.to_local().to(mesh.device_type, dtype)
         return
-    # Every rank's part of each tensor has as many rows as the first rank's, as FSDP cuts them.
+    # FSDP gives every rank as many rows as the first rank, padding included.
     rows = [math.ceil(tensor.shape[0] / num_ranks) for _, tensor in tensors]
     sizes = [
         count * math.prod(tensor.shape[1:])
@@ -109,7 +109,7 @@ def _gather(tensors: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[
     arrived = torch.cuda.current_stream().record_event() if everyone.is_cuda else None
     for start, size, count, (name, tensor) in zip(starts, sizes, rows, tensors, strict=False):
         if arrived is not None:
-            # Whoever iterates may have gone on to another stream since.
+            # The caller may iterate on another stream by now.
             arrived.wait()
             everyone.record_stream(torch.cuda.current_stream())
         whole = everyone[:, start : start + size].reshape(num_ranks * count, *tensor.shape[1:])

@@ -25,19 +25,19 @@ from raylearner.images import decode_fitted
 from raylearner.tokenization.vision import Vision, load_image_processor
 
 PROBE_SHAPE = (2, 3)
-"""Rows and columns of tokens of the least image of a probe."""
+"""Minimum rows and columns of tokens of a probe's image."""
 
 NUM_WORKERS = 2
-"""Threads of a rank; decoding and resizing leave the interpreter to others."""
+"""Threads of a rank; decoding and resizing release the interpreter lock."""
 MAX_KEPT_BYTES = 512 * 1024**2
-"""Pixel values that stay for later, since groups are shown the same pages; what two micro-batches need
-always does."""
+"""Maximum size of cached pixel values, beyond those that two micro-batches need. Episodes of a group
+show the same pages."""
 
 
 class PixelLoader:
-    """Owns pixel values of the images asked for now and next, and of as many others as have room.
+    """Owns pixel values of the images requested now and next, and a bounded cache of others.
 
-    One thread asks. An image is loaded once for as long as its pixel values are kept.
+    One thread requests. An image is loaded once while its pixel values are cached.
     """
 
     def __init__(
@@ -47,22 +47,25 @@ class PixelLoader:
         max_kept_bytes: int = MAX_KEPT_BYTES,
         num_workers: int = NUM_WORKERS,
     ) -> None:
-        """`load` makes pixel values of one image, in several threads at once."""
+        """`load` computes pixel values of one image; it runs in several threads at once."""
         self._load = load
         self._max_kept_bytes = max_kept_bytes
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="pixels")
-        self._futures: dict[bytes, Future[Tensor]] = {}  # least lately asked for first
-        self._line: list[Sequence[bytes]] = []
+        self._futures: dict[bytes, Future[Tensor]] = {}  # least recently requested first
+        self._expected: list[Sequence[bytes]] = []
         self._waited_s = 0.0
 
-    def expect(self, line: Iterable[Sequence[bytes]]) -> None:
-        """What is asked for from now on: each in turn, again from the start. Begins the first."""
-        self._line = list(line)
-        if self._line:
-            self._begin(self._line[0])
+    def expect(self, requests: Iterable[Sequence[bytes]]) -> None:
+        """Announce the requests from now on, in order and repeated; start loading the first."""
+        self._expected = list(requests)
+        if self._expected:
+            self._begin(self._expected[0])
 
     def pixels(self, images: Sequence[bytes]) -> list[Future[Tensor]]:
-        """Of each image, all done: `result()` raises what its loading raised. Begins those expected next."""
+        """Return a finished future for each image, and start loading those expected next.
+
+        `result()` raises the error of a failed image.
+        """
         started = time.monotonic()
         futures = self._begin(images)
         following = self._following(images)
@@ -74,7 +77,7 @@ class PixelLoader:
         return futures
 
     def drain_waited_s(self) -> float:
-        """Time that `pixels` took since the last call."""
+        """Return the time spent in `pixels` since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
@@ -83,9 +86,9 @@ class PixelLoader:
         return sum(_num_bytes(future) for future in self._futures.values())
 
     def _following(self, images: Sequence[bytes]) -> Sequence[bytes]:
-        for place, expected in enumerate(self._line):
+        for place, expected in enumerate(self._expected):
             if expected is images:
-                return self._line[(place + 1) % len(self._line)]
+                return self._expected[(place + 1) % len(self._expected)]
         return ()
 
     def _begin(self, images: Sequence[bytes]) -> list[Future[Tensor]]:
@@ -107,24 +110,24 @@ class PixelLoader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedImages:
-    """The images of packed sequences, each distinct one once."""
+    """The images of packed sequences, each distinct image once."""
 
     encoded: tuple[bytes, ...]
-    """The distinct images. Sequences of text alone have a dummy here, so that every rank runs the tower."""
+    """The distinct images, or a dummy for text-only sequences, so that every rank runs the tower."""
     names: tuple[str, ...]
-    """Of each, which trajectory shows it first."""
+    """Name of the first trajectory that shows each image."""
     grids: Tensor  # [distinct images, 3] int64: time, rows, columns in patches
     order: tuple[int, ...]
-    """Which distinct image each run of placeholders shows; empty for sequences of text alone."""
+    """Index of the distinct image that each run of placeholders shows; empty for text-only sequences."""
     loader: PixelLoader
 
     def pixels(self) -> Tensor:  # [P, D]
-        """Raises `LearnerError` naming the trajectory of an image that does not decode."""
+        """Return all patches. Raises `LearnerError` naming the trajectory of an undecodable image."""
         parts: list[Tensor] = []
         for name, future in zip(self.names, self.loader.pixels(self.encoded), strict=True):
             try:
                 parts.append(future.result())
-            except Exception as error:  # codecs raise whatever they like
+            except Exception as error:  # codecs raise errors of any type
                 raise LearnerError(
                     f"{name}: an image does not decode: {type(error).__name__}: {error}"
                 ) from error
@@ -137,17 +140,17 @@ def vision_tower(causal_lm: PreTrainedModel) -> nn.Module | None:
 
 
 class ImageReader:
-    """A model's image processor, and its way to number positions."""
+    """Converts images and their placeholders into the input of one model."""
 
     def __init__(self, vision: Vision, processor: Any) -> None:
         self._vision = vision
-        self._loader = PixelLoader(partial(_pixels, processor))
+        self._loader = PixelLoader(partial(_load_pixels, processor))
         side = vision.unit * math.ceil(math.sqrt(vision.min_pixels) / vision.unit)
-        self._dummy = _encoded(Image.new("RGB", (side, side)))
+        self._dummy = _encode(Image.new("RGB", (side, side)))
 
     @classmethod
     def from_pretrained(cls, path: str) -> Self | None:
-        """Of the model in that directory; None for one that reads text alone.
+        """Return the reader of the model in that directory; None for a text-only model.
 
         Raises `ConfigError` for a vision model that is not supported.
         """
@@ -155,33 +158,33 @@ class ImageReader:
         return None if vision is None else cls(vision, load_image_processor(path))
 
     def positions(self, token_ids: np.ndarray, images: Sequence[bytes]) -> Tensor:  # [3, T]
-        """Raises `RenderError` when placeholders and images differ, with both numbers."""
+        """Return positions. Raises `RenderError` with both numbers if placeholders and images differ."""
         grids = [self._vision.grid(image) for image in images]
         return torch.from_numpy(self._vision.positions(token_ids, grids))
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """What engines must not sample."""
+        """Tokens that engines must not sample."""
         return self._vision.banned_token_ids
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> np.ndarray:  # [T] int64
-        """From the engine's form of a sequence. Raises `RenderError` when counts differ."""
+        """Convert from the engine's form of a sequence. Raises `RenderError` if counts differ."""
         return np.asarray(self._vision.expand(token_ids, images), np.int64)
 
-    def behind_images(self, token_ids: np.ndarray) -> int:
-        """The first place behind all images, in the learner's form; 1 without any."""
+    def end_of_images(self, token_ids: np.ndarray) -> int:
+        """Return the first position after all images, in the learner's form; 1 without images."""
         return max([1, *self._vision.image_ends(token_ids.tolist())])
 
     def probe(self, seed: Sequence[int]) -> tuple[bytes, list[int]]:
-        """A small image of noise, and the tokens that show it, as engines take them.
+        """Return a small image of noise, and its tokens in the engines' form.
 
-        It has rows and columns of tokens, and not as many of either, so that it tells the two apart.
+        It has unequal numbers of token rows and columns, so that swapping them is detected.
         """
         height, width = (side * self._vision.unit for side in PROBE_SHAPE)
         scale = math.ceil(math.sqrt(self._vision.min_pixels / (height * width)))
         size = (scale * height, scale * width, 3)
         noise = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-        image = _encoded(Image.fromarray(noise))
+        image = _encode(Image.fromarray(noise))
         return image, self._vision.collapse(self._vision.block(image))
 
     def pack(
@@ -191,7 +194,7 @@ class ImageReader:
         names: Sequence[str],
         device: torch.device | str = "cpu",
     ) -> PackedImages:
-        """`names` are those of the trajectories that show the images, for errors."""
+        """Collect the distinct images; `names` are the trajectories that show them, for errors."""
         first_name: dict[bytes, str] = {}
         for image, name in zip(images, names, strict=True):
             first_name.setdefault(image, name)
@@ -205,27 +208,27 @@ class ImageReader:
             loader=self._loader,
         )
 
-    def expect(self, line: Iterable[PackedImages]) -> None:
-        """The images of micro-batches in the order in which they will be run, again and again."""
-        self._loader.expect([images.encoded for images in line])
+    def expect(self, batches: Iterable[PackedImages]) -> None:
+        """Announce the images of micro-batches in the order in which they will run, repeated."""
+        self._loader.expect([images.encoded for images in batches])
 
     def drain_waited_s(self) -> float:
-        """How long the model waited for pixel values since the last call."""
+        """Return how long the model waited for pixel values since the last call."""
         return self._loader.drain_waited_s()
 
 
-def _pixels(processor: Any, encoded: bytes) -> Tensor:  # [P, D] of one image
+def _load_pixels(processor: Any, encoded: bytes) -> Tensor:  # [P, D] of one image
     return processor(images=[decode_fitted(encoded)], return_tensors="pt")["pixel_values"]
 
 
-def _encoded(image: Image.Image) -> bytes:
+def _encode(image: Image.Image) -> bytes:
     buffer = BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _num_bytes(future: Future[Tensor]) -> int:
-    """0 until it is done, or where it failed."""
+    """Return 0 until it is done, or if it failed."""
     if not future.done() or future.exception() is not None:
         return 0
     return future.result().nbytes

@@ -1,10 +1,10 @@
-"""Log-probabilities and entropy of chosen tokens, without logits of all of them at once.
+"""Log-probabilities and entropy of scored tokens, without logits of all of them at once.
 
 Legend: `N` scored tokens, `H` hidden width, `V` vocab. Logits exist for one chunk of tokens at a
 time, in the forward and again in the backward; memory is linear in `N` apart from one chunk.
 
-liger-kernel's fused linear losses save the same memory, but give one loss each, whose gradient they
-compute in the forward: no log-probability and no entropy that an objective could use.
+liger-kernel's fused linear losses save the same memory, but each returns one loss whose gradient is
+computed in the forward: no log-probabilities and no entropy that an objective could use.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOWEST_SCORE = -1e30
-"""Stands for log 0 of a token that cannot be sampled: finite, so that 0 times it is 0."""
+"""Log-probability of a token that cannot be sampled: finite, so that 0 times it is 0."""
 
 
 def chunked_logprobs(
@@ -30,14 +30,14 @@ def chunked_logprobs(
     is_exact: bool = True,
     should_compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and the entropy of the distribution at `temperature`: `[N]` each.
+    """Return log p(target) and the entropy of the distribution at `temperature`: `[N]` each.
 
-    Computed in float32, or in float64 where the hidden states are. `is_exact` keeps logits in
-    float32 from the matrix product on; otherwise they are rounded to the states' precision first.
-    `should_compile` fuses what is done to a chunk of logits.
+    Computed in float32, or in float64 for float64 states. `is_exact` keeps logits in float32 from the
+    matrix product on; otherwise they are rounded to the states' precision first. `should_compile`
+    fuses the operations on a chunk of logits.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature: want > 0, got {temperature!r}")
+        raise ValueError(f"temperature must be > 0, got {temperature!r}")
     return _ChunkedLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden, weight, bias, targets, temperature, chunk_tokens, is_exact, should_compile
     )
@@ -52,7 +52,7 @@ def chunked_squared_probs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """Sum of squared probabilities of each token's distribution: `[N]`, without gradient."""
+    """Return the sum of squared probabilities of each token's distribution: `[N]`, without gradient."""
     squares = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
@@ -83,7 +83,7 @@ def _measure(
     targets: Tensor,  # [n]
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and log-sum of exponentials: `[n]` each."""
+    """Return log-probability, entropy and log-sum of exponentials: `[n]` each."""
     scores = logits / temperature
     total = scores.logsumexp(1)
     logprobs = scores.gather(1, targets[:, None]).squeeze(1) - total
@@ -100,7 +100,7 @@ def _grad_logits(
     grad_entropy: Tensor,  # [n]
     temperature: float,
 ) -> Tensor:  # [n, V]
-    """d logp/dz = onehot - p; dH/dz = -p (log p + H); z are the logits over temperature."""
+    """Return gradients: d logp/dz = onehot - p; dH/dz = -p (log p + H); z are logits / temperature."""
     scores = (logits / temperature - total[:, None]).clamp(min=LOWEST_SCORE)
     factor = (scores + entropy[:, None]) * grad_entropy[:, None] + grad_logprobs[:, None]
     grad = -(scores.exp() * factor) / temperature
@@ -113,7 +113,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Summed in full precision: bfloat16 would lose what single chunks add."""
+    """Multiply with sums in full precision: bfloat16 would lose the contributions of single chunks."""
     accurate = _accurate(left.dtype)
     if left.is_cuda and left.dtype != accurate:
         return torch.mm(left, right, out_dtype=accurate)

@@ -1,4 +1,4 @@
-"""LoRA through peft: adapters inside a sharded model, merged or alone on their way out.
+"""LoRA through peft: adapters in a sharded model, exported merged or on their own.
 
 A model with adapters has, in place of a linear layer's `weight`, `base_layer.weight`, which is
 frozen, and `lora_A.default.weight` [r, in] and `lora_B.default.weight` [out, r], which are trained.
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from raylearner.config.learner import LoraSection, lora_rank
 from raylearner.errors import ConfigError
-from raylearner.learner.model.gather import gathered
+from raylearner.learner.model.gather import gather
 
 if TYPE_CHECKING:  # peft takes a second to import: only learners with adapters do
     from peft import LoraConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # peft takes a second to import: only learners with adapters 
 ADAPTER = "default"
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-"""What peft puts before the names in its files."""
+"""Prefix of names in peft's files."""
 
 ItemT = TypeVar("ItemT")
 
@@ -41,12 +41,11 @@ def inject(
     base_dtype: torch.dtype,
     excluded: str | None = None,
 ) -> None:
-    """Adapters where `section` wants them; all other weights are frozen and kept in `base_dtype`.
+    """Add adapters as `section` says; freeze all other weights and keep them in `base_dtype`.
 
-    None that begins here is put into modules whose names match `excluded`, a regular expression.
-
-    Raises `ConfigError` for modules that the model has not, and for adapters of a kind whose
-    weights are more than two products.
+    New adapters leave out modules whose names match the regular expression `excluded`. Raises
+    `ConfigError` for modules that the model does not have, and for other kinds of adapters than plain
+    LoRA.
     """
     from peft import inject_adapter_in_model
 
@@ -72,7 +71,7 @@ def has_adapters(causal_lm: nn.Module) -> bool:
 
 @torch.no_grad()
 def initialize(causal_lm: nn.Module, section: LoraSection, *, seed: int) -> None:
-    """The weights of `section.path`, or else A drawn alike on any number of ranks and B zero."""
+    """Load the weights of `section.path`, or draw A (the same on any number of ranks) and zero B."""
     reader = None if section.path is None else _AdapterReader(Path(section.path).expanduser())
     for index, (name, parameter) in enumerate(causal_lm.named_parameters()):
         if not is_adapter(name):
@@ -93,9 +92,9 @@ def initialize(causal_lm: nn.Module, section: LoraSection, *, seed: int) -> None
 
 @torch.no_grad()
 def add_initial(causal_lm: nn.Module, section: LoraSection) -> None:
-    """Make a model of full weights the initial policy, by adding what `section.path` goes on from.
+    """Add the adapter in `section.path` to a model of full weights, which makes it the initial policy.
 
-    Raises `ConfigError` for an adapter that does not fit. Without a path the model is it already.
+    Without a path it does nothing. Raises `ConfigError` for an adapter that does not fit.
     """
     if section.path is None:
         return
@@ -120,15 +119,15 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name that a weight has in a checkpoint without adapters."""
+    """Return the weight's name in a checkpoint without adapters."""
     return name.replace(".base_layer.", ".")
 
 
-def merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by their transformers names, each adapter added to its layer in float32 or finer.
+def merge(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield full tensors by their transformers names, each adapter added to its layer.
 
-    Every rank must iterate to the end. Raises `ConfigError` for less than float32, whose steps are wider
-    than what an adapter adds at first: most of it would be rounded away.
+    Every rank must iterate to the end. Raises `ConfigError` for less than float32, which would round off
+    most of a small update.
     """
     if torch.finfo(dtype).bits < 32:
         raise ConfigError(
@@ -136,12 +135,12 @@ def merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tens
             " rounding would lose most of a small update; use weights.transport 'adapter', or"
             " actors.engine.dtype 'float32'"
         )
-    return _merged(causal_lm, dtype)
+    return _iterate_merged(causal_lm, dtype)
 
 
-def _merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _iterate_merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     scaling = {name: layer.scaling[ADAPTER] for name, layer in _layers(causal_lm)}
-    for name, parts in _by_layer(gathered(causal_lm.named_parameters(), dtype)):
+    for name, parts in _by_layer(gather(causal_lm.named_parameters(), dtype)):
         if len(parts) == 1:
             yield name, parts[0]
             continue
@@ -149,37 +148,37 @@ def _merged(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         yield name, torch.addmm(base, second, first, alpha=scaling[name.removesuffix(".weight")])
 
 
-def merged_shapes(causal_lm: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and full shapes of what `merged` yields, in its order."""
+def merge_shapes(causal_lm: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and full shapes of what `merge` yields, in its order."""
     shapes = ((name, tuple(p.shape)) for name, p in causal_lm.named_parameters())
     return [(name, parts[0]) for name, parts in _by_layer(shapes)]
 
 
 def adapter_weights(causal_lm: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of the adapters alone, by peft's names. Every rank must iterate to the end."""
-    mine = ((name, p) for name, p in causal_lm.named_parameters() if is_adapter(name))
-    for name, tensor in gathered(mine, dtype):
+    """Yield full tensors of the adapters, by peft's names. Every rank must iterate to the end."""
+    adapters = ((name, p) for name, p in causal_lm.named_parameters() if is_adapter(name))
+    for name, tensor in gather(adapters, dtype):
         yield _PREFIX + name.replace(f".{ADAPTER}.", "."), tensor
 
 
 def adapter_config(causal_lm: Any, *, base: str) -> dict[str, Any]:
-    """What peft writes to adapter_config.json, for the model directory or hub id `base`."""
+    """Return the content of adapter_config.json, for the model directory or hub id `base`."""
     config = causal_lm.peft_config[ADAPTER].to_dict()
     config |= {"base_model_name_or_path": base, "inference_mode": True}
     return json.loads(json.dumps(config, default=_as_json))
 
 
 @contextmanager
-def switched_off(causal_lm: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one that its adapters were put on."""
+def disable_adapters(causal_lm: nn.Module) -> Iterator[None]:
+    """Use the model without its adapters in this context."""
     layers = [layer for _, layer in _layers(causal_lm)]
-    held = [layer.scaling[ADAPTER] for layer in layers]
+    scales = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[ADAPTER] = 0.0
     try:
         yield
     finally:
-        for layer, scale in zip(layers, held, strict=True):
+        for layer, scale in zip(layers, scales, strict=True):
             layer.scaling[ADAPTER] = scale
 
 
@@ -190,7 +189,7 @@ def _config(section: LoraSection, excluded: str | None) -> "LoraConfig":
         modules = section.target_modules
         return LoraConfig(
             r=section.rank,
-            lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType] - a factor like any
+            lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType] - peft accepts floats
             target_modules=modules if isinstance(modules, str) else list(modules),
             exclude_modules=excluded,
             task_type="CAUSAL_LM",
@@ -208,7 +207,7 @@ def _config(section: LoraSection, excluded: str | None) -> "LoraConfig":
     if not isinstance(config, LoraConfig) or found or config.bias != "none":
         what = ", ".join(found) or f"type {config.peft_type}, bias {getattr(config, 'bias', None)}"
         raise ConfigError(
-            f"learner.lora.path: {section.path!r}: only plain LoRA adapters can be gone on from, "
+            f"learner.lora.path: {section.path!r}: only plain LoRA adapters can be trained further, "
             f"this one has {what}"
         )
     config.inference_mode, config.lora_dropout = False, 0.0
@@ -224,16 +223,16 @@ def _layers(causal_lm: nn.Module) -> Iterator[tuple[str, "LoraLayer"]]:
 
 
 def _by_layer(items: Iterable[tuple[str, ItemT]]) -> Iterator[tuple[str, list[ItemT]]]:
-    """Each weight by its name without adapters: itself alone, or base, A and B together."""
-    held: dict[str, list[ItemT]] = {}
+    """Yield each weight by its name without adapters: `[weight]`, or `[base, A, B]`."""
+    pending: dict[str, list[ItemT]] = {}
     for name, item in items:
         if name.endswith(".base_layer.weight"):
-            held[base_name(name)] = [item]
+            pending[base_name(name)] = [item]
         elif is_adapter(name):
             weight = name[: name.index(".lora_")] + ".weight"
-            held[weight].append(item)
+            pending[weight].append(item)
             if ".lora_B." in name:
-                yield weight, held.pop(weight)
+                yield weight, pending.pop(weight)
         else:
             yield base_name(name), [item]
 
@@ -244,7 +243,7 @@ def _copy(parameter: nn.Parameter, whole: Tensor) -> None:
 
 
 def _own_rows(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """What this rank holds of a parameter, and the first of its rows."""
+    """Return this rank's rows of a parameter, and the index of the first."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
     local = parameter.to_local()
@@ -259,7 +258,7 @@ def _as_json(value: object) -> object:
 
 
 class _AdapterReader:
-    """Tensors of a file that peft wrote, by the names they have in the model."""
+    """Reads tensors of a file that peft wrote, by their names in the model."""
 
     def __init__(self, folder: Path) -> None:
         from peft import PeftConfig
@@ -274,7 +273,7 @@ class _AdapterReader:
 
     @property
     def layers(self) -> set[str]:
-        """Names of the linear layers that it adapts."""
+        """Names of the adapted linear layers."""
         ends = (".lora_A.weight", ".lora_B.weight")
         return {
             name.removeprefix(_PREFIX).removesuffix(end)
@@ -284,9 +283,9 @@ class _AdapterReader:
         }
 
     def refuse_leftovers(self) -> None:
-        """Raises `ConfigError` where the file adapts what the model does not have."""
+        """Raise `ConfigError` if the file adapts layers that the model does not have."""
         if self._unread:
-            raise self._misfit(f"the model has nothing for its {min(self._unread)}")
+            raise self._misfit(f"the model has no layer for its {min(self._unread)}")
 
     def _misfit(self, what: str) -> ConfigError:
         return ConfigError(

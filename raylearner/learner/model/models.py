@@ -1,4 +1,4 @@
-"""The models of one learner rank: the policy with its optimizer, and a critic and reference where asked for."""
+"""The models of one learner rank: the policy with its optimizer, and a critic and reference if configured."""
 
 import logging
 from dataclasses import dataclass
@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.image_checks import BLIND_BESIDE
+from raylearner.config.memory import estimate_of
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
@@ -19,7 +21,6 @@ from raylearner.learner.model.critic import Critic
 from raylearner.learner.model.export import export_adapter, export_model
 from raylearner.learner.model.images import ImageReader, vision_tower
 from raylearner.learner.model.loading import load_sharded, model_directory
-from raylearner.learner.model.memory_check import refuse_without_room
 from raylearner.learner.model.mesh import ContextGroup
 from raylearner.learner.model.policy import DTYPES, ModelOptions, PackedModel
 from raylearner.learner.model.reference import Reference, reference_path
@@ -27,20 +28,22 @@ from raylearner.learner.objective.kl import AdapterOffReference
 
 log = logging.getLogger(__name__)
 
+MEMORY = Path("/proc/meminfo")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Saves and restores all of them together; every rank calls the same, in the same order."""
+    """The models, saved and restored together; every rank makes the same calls in the same order."""
 
     folder: Path
-    """The directory that the policy came from."""
+    """Directory that the policy was loaded from."""
     export_dtype: torch.dtype
     policy: PackedModel
     optimizer: torch.optim.AdamW
     critic: Critic | None
     reference: Reference | None
     reader: ImageReader | None
-    """Of a policy that sees images."""
+    """Image reader of a vision-language policy."""
 
     @classmethod
     def load(
@@ -52,12 +55,12 @@ class Models:
         seed: int,
         context: ContextGroup | None = None,
     ) -> "Models":
-        """Sharded over the mesh; ranks of a context group score the same tokens together.
+        """Load the models sharded over the mesh; ranks of a context group score the same tokens together.
 
-        Raises `ConfigError` naming the key of a path that does not load, or has no room.
+        Raises `ConfigError` naming the key of a path that does not load or does not fit into memory.
         """
         folder = model_directory(model_path)
-        refuse_without_room(config, folder, device_type=mesh.device_type)
+        _check_memory(config, folder, device_type=mesh.device_type)
         load = partial(
             load_sharded,
             mesh=mesh,
@@ -85,25 +88,25 @@ class Models:
         critic = reference = None
         if config.critic is not None and trunk == "own":
             path = config.critic.path or str(folder)
-            of_critic = load(path, has_value_head=True, banned_token_ids=policy.banned_token_ids)
+            critic_model = load(path, has_value_head=True, banned_token_ids=policy.banned_token_ids)
             if config.critic.path is None and config.lora is not None:
-                lora.add_initial(of_critic.causal_lm, config.lora)
-            _refuse_blind(of_critic, policy, key="learner.critic.path", path=path)
-            critic = Critic(config.critic, of_critic)
+                lora.add_initial(critic_model.causal_lm, config.lora)
+            _refuse_text_only(critic_model, policy, key="learner.critic.path", path=path)
+            critic = Critic(config.critic, critic_model)
         if config.kl is not None and config.kl.coefficient > 0:
             if isinstance(config.kl.reference, AdapterOffReference):
                 reference = Reference(config.kl.reference, policy)
             else:
                 own_path = reference_path(config.kl.reference)
                 path = own_path or str(folder)
-                # Beside its base, as in the policy, and not merged: the same numbers to the last bit.
+                # Not merged into its base, as in the policy: this gives the same numbers to the last bit.
                 starts_adapted = own_path is None and config.lora and config.lora.path
                 frozen = load(
                     path,
                     adapters=config.lora if starts_adapted else None,
                     banned_token_ids=policy.banned_token_ids,
                 )
-                _refuse_blind(frozen, policy, key="learner.kl.reference.path", path=path)
+                _refuse_text_only(frozen, policy, key="learner.kl.reference.path", path=path)
                 reference = Reference(config.kl.reference, frozen)
         return cls(
             folder=folder,
@@ -122,8 +125,8 @@ class Models:
         )
 
     def save(self, folder: Path, progress: Progress, save: Save) -> None:
-        """Shards under `learner/`, `critic/` and, if it changes, `reference/`; what others load under
-        `model/` (`from_pretrained`) and `adapter/` (peft). What all ranks write together is first."""
+        """Write shards under `learner/`, `critic/` and, if it changes, `reference/`, and what others load
+        under `model/` (`from_pretrained`) and `adapter/` (peft). Writes of all ranks together are first."""
         save_tensors(folder / "learner", self.policy.own_parameters(), self.optimizer, save)
         if self.critic is not None:
             self.critic.save(folder / "critic", save)
@@ -141,7 +144,7 @@ class Models:
         )
 
     def restore(self, folder: Path, progress: Progress) -> None:
-        """Exactly what `save` wrote; the number of ranks may differ."""
+        """Restore exactly what `save` wrote; the number of ranks may differ."""
         restore_tensors(
             folder / "learner",
             self.policy.own_parameters(),
@@ -155,20 +158,20 @@ class Models:
 
 
 def _export_dtype(config: LearnerSection) -> torch.dtype:
-    """Of `model/`. Merged adapters need float32, whatever their base is kept in."""
+    """Return the precision of `model/`; merged adapters need float32, whatever their base has."""
     if config.compute_dtype != "bfloat16":
         return torch.float32
     if config.lora is None:
         return torch.bfloat16
     log.info(
-        "checkpoints: model/ has the adapters merged, in float32: bfloat16 would round most of a small"
-        " update away; adapter/ has them alone"
+        "checkpoints: model/ has the adapters merged, in float32, because bfloat16 would round off most"
+        " of a small update; adapter/ has only the adapters"
     )
     return torch.float32
 
 
-def _refuse_blind(model: PackedModel, policy: PackedModel, *, key: str, path: str) -> None:
-    """What is given the policy's images must see them."""
+def _refuse_text_only(model: PackedModel, policy: PackedModel, *, key: str, path: str) -> None:
+    """Refuse a text-only model beside a vision-language policy."""
     if vision_tower(model.causal_lm) is None and vision_tower(policy.causal_lm) is not None:
         raise ConfigError(f"{key}: {path!r} {BLIND_BESIDE}")
 
@@ -181,7 +184,35 @@ def _vision_rates(
         return {}
     if tower is None:
         raise ConfigError(
-            f"learner.vision_learning_rate: {folder} reads text alone and has no vision tower; "
-            "remove it"
+            f"learner.vision_learning_rate: {folder} is text-only and has no vision tower; remove it"
         )
     return dict.fromkeys(tower.parameters(), rate)
+
+
+def _check_memory(config: LearnerSection, folder: Path, *, device_type: str) -> None:
+    """Log the memory estimate. Raises `ConfigError` if not even an empty micro-batch would fit.
+
+    Memory of engines on the same GPU counts if they have started.
+    """
+    estimate = estimate_of(config, folder)
+    if estimate is None:
+        return
+    on_host = _free_on_host()
+    free = torch.cuda.mem_get_info()[0] if device_type == "cuda" else on_host
+    refusal = estimate.refusal(free, free_on_host=on_host)
+    if refusal is not None:
+        raise ConfigError(f"model.path: {folder}: {refusal}")
+    if dist.get_rank() == 0:
+        log.info("learner memory: %s", estimate)
+        advice = estimate.advice(free)
+        if advice is not None:
+            log.warning("learner memory: %s", advice)
+
+
+def _free_on_host() -> int:
+    """Return the memory that Linux can give without swapping; a huge number where unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**62

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import attention, lora
 from raylearner.learner.model.attention import Backend
-from raylearner.learner.model.gather import gathered, gathered_checksums
+from raylearner.learner.model.gather import gather, gather_checksums
 from raylearner.learner.model.images import PackedImages, vision_tower
 from raylearner.learner.model.logprobs import chunked_logprobs, chunked_squared_probs
 from raylearner.learner.model.mesh import ContextGroup
@@ -39,21 +39,21 @@ DTYPES = {
 }
 
 MAX_RECOMPILATIONS = 64
-"""Blocks share their code, and each counts as a recompilation of the first."""
+"""Maximum recompilations: blocks share code, and each counts as a recompilation of the first."""
 
 
 class Scores(NamedTuple):
-    """What a forward pass says of its tokens. Log-probabilities and entropy are 0 where not scored."""
+    """Results of a forward pass. Log-probabilities and entropy are 0 where not scored."""
 
     logprobs: Tensor  # [T] of the token given its prefix
-    entropy: Tensor  # [T] of the distribution that it comes from
+    entropy: Tensor  # [T] of the token's distribution
     state_values: Tensor | None = None  # [T] of the state after the token, with a value head
-    squared_probs: Tensor | None = None  # [T] sum of squares of that distribution, where asked for
+    squared_probs: Tensor | None = None  # [T] sum of squared probabilities, if requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How the model computes; what it computes is the same with all of them."""
+    """How the model computes; results are the same with all options."""
 
     chunk_tokens: int = 1024
     attention: Literal["auto"] | Backend = "auto"
@@ -61,19 +61,19 @@ class ModelOptions:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     should_compile: bool = False
     should_reshard: bool = True
-    """Whether a block's weights are freed between its forward and its backward."""
+    """Whether to free a block's gathered weights between its forward and backward."""
     should_offload: bool = False
-    """Whether shards live in host memory, with what the optimizer keeps of them and their gradients."""
+    """Whether shards live in host memory, with their gradients and optimizer state."""
     is_tower_frozen: bool = False
-    """Of a model that sees: whether its vision tower stays as it is."""
+    """Whether the vision tower of a vision-language model is frozen."""
     context: ContextGroup | None = None
-    """Ranks that call the model with the same tokens, and share the work on them."""
+    """Ranks that call the model with the same tokens and share the work."""
 
 
 class PackedModel(nn.Module):
-    """Owns the causal language model; promises log-probabilities of one sequence at a time.
+    """Owns the causal language model; promises log-probabilities equal to one sequence at a time.
 
-    The head belongs to this module's own FSDP unit, so that its weight is whole in `forward`.
+    The head belongs to this module's own FSDP unit, so that its weight is complete in `forward`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PackedModel(nn.Module):
         banned_token_ids: Sequence[int] = (),
         context: ContextGroup | None = None,
     ) -> None:
-        """`banned_token_ids` are what the engines must not sample."""
+        """`banned_token_ids` are the tokens that engines must not sample."""
         super().__init__()
         self.banned_token_ids = tuple(banned_token_ids)
         self._context = context
@@ -94,14 +94,14 @@ class PackedModel(nn.Module):
         self.chunk_tokens = chunk_tokens
         self._is_head_exact, self._should_compile = is_head_exact, should_compile
         names = set(causal_lm._no_split_modules or ())
-        # A tuple, which torch does not take for submodules.
+        # A tuple, because torch would register a list's modules as submodules.
         self.blocks = tuple(m for m in causal_lm.modules() if type(m).__name__ in names)
         """The transformer blocks, outermost first."""
         self.value_head: nn.Linear | None = None
         self.has_adapters = lora.has_adapters(causal_lm)
 
     def add_value_head(self, dtype: torch.dtype) -> None:
-        """One more output on the same trunk. It starts at 0 everywhere, on every rank."""
+        """Add one more output on the same trunk, initialised to 0."""
         self.value_head = value_head(self.causal_lm, dtype)
 
     def forward(
@@ -113,10 +113,10 @@ class PackedModel(nn.Module):
         needs_squared_probs: bool = False,
         is_plain: bool = False,
     ) -> Scores:
-        """The scored tokens under the distribution at `temperature`, as engines sample from it.
+        """Score tokens under the distribution at `temperature` that engines sample from.
 
-        Without `has_bans` as if nothing were banned. Ranks of a context group all find the whole.
-        `is_plain` is for one sequence, and by the model's own forward, its logits included.
+        Without `has_bans` no token is banned. Every rank of a context group gets the full result.
+        `is_plain` scores a single sequence by the model's own forward, logits included.
         """
         if is_plain:
             return self._plain(tokens)
@@ -176,7 +176,7 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def score(self, tokens: PackedTokens, temperature: float = 1.0, **options: bool) -> Scores:
-        """`forward` without gradients, after which no parameters stay gathered."""
+        """Run `forward` without gradients, and free gathered parameters afterwards."""
         scores = self(tokens, temperature, **options)
         self.reshard()
         return scores
@@ -192,35 +192,35 @@ class PackedModel(nn.Module):
         return bans if bias is None else bias + bans
 
     def reshard(self) -> None:
-        """Free gathered parameters, as a backward would: they must not outlive an update."""
+        """Free gathered parameters, as a backward would; they must not survive an update."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @contextmanager
     def plain_blocks(self) -> Iterator[None]:
-        """Inside, blocks are neither compiled nor recomputed, for passes of odd sizes."""
-        held = {block: block.__dict__.pop("forward", None) for block in self.blocks}
+        """Disable compilation and recomputation of blocks in this context, for passes of unusual sizes."""
+        saved = {block: block.__dict__.pop("forward", None) for block in self.blocks}
         try:
             yield
         finally:
-            for block, forward in held.items():
+            for block, forward in saved.items():
                 if forward is not None:
                     block.forward = forward
 
     def prepare_blocks(self, options: ModelOptions) -> None:
-        """Compile blocks and let them recompute in the backward; before they are sharded.
+        """Set up compilation and recomputation of blocks, before they are sharded.
 
-        What the compiler fuses it recomputes by itself, so that `selective` adds nothing to it. It
-        leaves a vision tower alone, whose blocks it would compile anew for each number of images.
+        The compiler recomputes what it fuses, so `selective` adds nothing to it. A vision tower is not
+        compiled, because its blocks would be recompiled for each number of images.
         """
         kind = options.activation_checkpointing
         context = keep_products() if kind == "selective" else noop_context_fn
         tower = vision_tower(self.causal_lm)
-        of_tower = set() if tower is None else set(tower.modules())
+        tower_modules = set() if tower is None else set(tower.modules())
         for block in self.blocks:
             forward = block.forward
-            should_compile = options.should_compile and block not in of_tower
+            should_compile = options.should_compile and block not in tower_modules
             if should_compile:
                 torch._dynamo.config.recompile_limit = MAX_RECOMPILATIONS
                 forward = torch.compile(forward)
@@ -235,28 +235,26 @@ class PackedModel(nn.Module):
             block.forward = forward
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by their transformers names, adapters merged; a tied head is left out.
+        """Yield full tensors by their transformers names, adapters merged, without a tied head.
 
-        Every rank must iterate to the end. What is yielded may share storage with the masters.
+        Every rank must iterate to the end. The tensors may share storage with the masters.
         """
         if self.has_adapters:
-            return lora.merged(self.causal_lm, dtype)
-        return gathered(self.causal_lm.named_parameters(), dtype)
+            return lora.merge(self.causal_lm, dtype)
+        return gather(self.causal_lm.named_parameters(), dtype)
 
     def weight_checksums(self, dtype: torch.dtype) -> dict[str, Checksum]:
-        """Of what `named_weights` yields. Every rank must call it, and finds the same."""
+        """Return checksums of what `named_weights` yields. Every rank must call it and gets the same."""
         if self.has_adapters:
             sums = Checksums()
-            for name, tensor in lora.merged(self.causal_lm, dtype):
+            for name, tensor in lora.merge(self.causal_lm, dtype):
                 sums.add(name, tensor)
             return sums.result()
-        return gathered_checksums(self.causal_lm.named_parameters(), dtype)
+        return gather_checksums(self.causal_lm.named_parameters(), dtype)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """By their transformers names all parameters, or the adapters where there are any.
-
-        Those of a value head are `value_head.*`.
-        """
+        """Return the trained parameters by their transformers names; those of a value head are
+        `value_head.*`."""
         parameters = {
             name: parameter
             for name, parameter in self.causal_lm.named_parameters()
@@ -268,29 +266,29 @@ class PackedModel(nn.Module):
         return parameters
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and full shapes of what `named_weights` yields, in its order."""
+        """Return names and full shapes of what `named_weights` yields, in its order."""
         if self.has_adapters:
-            return lora.merged_shapes(self.causal_lm)
+            return lora.merge_shapes(self.causal_lm)
         return [(name, tuple(p.shape)) for name, p in self.causal_lm.named_parameters()]
 
 
 def hidden_states(
     causal_lm: PreTrainedModel, tokens: PackedTokens, context: ContextGroup | None = None
 ) -> Tensor:  # [T, H]
-    """What the trunk makes of packed sequences, and of the images whose placeholders they hold.
+    """Return the trunk's last hidden states for packed sequences and their images.
 
-    With a context group of this rank's slice: `[t, H]`.
+    With a context group these are for this rank's slice: `[t, H]`.
     """
     images = tokens.images
-    seen: dict[str, Any] = {}
+    image_inputs: dict[str, Any] = {}
     input_ids, position_ids, shared = tokens.input_ids, tokens.position_ids, {}
     if context is not None:
-        tokens = tokens.padded(context.size)
+        tokens = tokens.pad(context.size)
         input_ids, position_ids = map(context.slice, (tokens.input_ids, tokens.position_ids))
         shared["context_group"] = context
     features = None if images is None else _features(causal_lm, images)
     if images is not None and images.order:
-        seen["mm_encoder_outputs"] = {"image": features}
+        image_inputs["mm_encoder_outputs"] = {"image": features}
     states = causal_lm.base_model(
         input_ids=input_ids[None],
         position_ids=position_ids[..., None, :],
@@ -299,18 +297,18 @@ def hidden_states(
         max_length_q=tokens.max_length,
         max_length_k=tokens.max_length,
         use_cache=False,
-        **seen,
+        **image_inputs,
         **shared,
     ).last_hidden_state[0]
-    if features is not None and not seen:
-        # A dummy takes part with weight 0: ranks gather and reduce all of the tower's shards alike.
+    if features is not None and not image_inputs:
+        # A dummy image with weight 0: all ranks must gather and reduce the tower's shards together.
         layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
         states = states + 0.0 * sum(feature.sum() for layer in layers for feature in layer)
     return states
 
 
 def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
-    """Of the distinct images, dealt out to their runs of placeholders."""
+    """Return features of the distinct images, repeated for each run of placeholders."""
     trunk: Any = causal_lm.base_model
     features = trunk.get_image_features(images.pixels(), images.grids, return_dict=True)
     if images.order:
@@ -319,7 +317,7 @@ def _features(causal_lm: PreTrainedModel, images: PackedImages) -> Any:
 
 
 def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:
-    """One output for each hidden state, 0 at the start."""
+    """Return a head with one output for each hidden state, initialised to 0."""
     weight = causal_lm.get_input_embeddings().get_parameter("weight")
     head = nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
     nn.init.zeros_(head.weight)
@@ -328,6 +326,6 @@ def value_head(causal_lm: PreTrainedModel, dtype: torch.dtype) -> nn.Linear:
 
 
 def keep_products() -> Callable[[], Any]:
-    """Contexts of selective recomputation: results of matrix products and attention are kept."""
+    """Return contexts of selective recomputation, which keep results of matrix products and attention."""
     products: list[Any] = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     return partial(create_selective_checkpoint_contexts, products + attention.kernels())

@@ -1,4 +1,4 @@
-"""The policy that a KL penalty pulls to: a copy that stands still or follows slowly, or its own base.
+"""The policy that a KL penalty pulls towards: a frozen or slowly updated copy, or the policy's own base.
 
 Waits for: the other ranks, in every forward.
 """
@@ -24,35 +24,35 @@ from raylearner.learner.optimizer import local
 
 
 class Reference:
-    """Owns a sharded model without gradients. One that never changes is not checkpointed."""
+    """Owns a sharded model without gradients. A frozen one is not checkpointed."""
 
     def __init__(self, config: ReferenceSection | None, model: PackedModel) -> None:
-        """`model` holds the weights of `reference_path`, or else of the initial policy.
+        """`model` has the weights of `reference_path`, or else of the initial policy.
 
         With `adapter_off` it is the policy itself. Raises `ConfigError` if that has no adapter.
         """
         if isinstance(config, AdapterOffReference) and not model.has_adapters:
             raise ConfigError(
-                "learner.kl.reference: 'adapter_off' is the policy without its LoRA adapter, and it "
-                "has none; use {kind: frozen}, or add `learner.lora: {}`"
+                "learner.kl.reference: 'adapter_off' is the policy without its LoRA adapter, but it "
+                "has no adapter; use {kind: frozen}, or add `learner.lora: {}`"
             )
         self._config = config
         self._model = model
 
     def score(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
-        """Log-probabilities at the policy's temperature."""
+        """Return log-probabilities at the policy's temperature."""
         is_policy = isinstance(self._config, AdapterOffReference)
-        with lora.switched_off(self._model.causal_lm) if is_policy else nullcontext():
+        with lora.disable_adapters(self._model.causal_lm) if is_policy else nullcontext():
             return self._model.score(tokens, temperature).logprobs
 
     @torch.no_grad()
     def follow(self, policy: PackedModel, *, policy_version: int) -> None:
-        """Mix the policy in, if a new version is one at which that is due."""
+        """Mix the policy in, if that is due at this version."""
         config = self._config
         if isinstance(config, RefreshedReference) and policy_version % config.every_steps == 0:
-            theirs = policy.own_parameters()
+            current = policy.own_parameters()
             for name, parameter in self._model.own_parameters().items():
-                local(parameter.detach()).lerp_(local(theirs[name].detach()), config.mix)
+                local(parameter.detach()).lerp_(local(current[name].detach()), config.mix)
 
     def save(self, folder: Path, save: Save) -> None:
         if isinstance(self._config, RefreshedReference):
@@ -64,12 +64,14 @@ class Reference:
 
 
 def reference_path(config: ReferenceSection | None) -> str | None:
-    """Where its first weights lie, None for the initial policy; ConfigError where there is none."""
+    """Return the path of its first weights, None for the initial policy.
+
+    Raises `ConfigError` if no reference is configured.
+    """
     if isinstance(config, FrozenReference):
         return config.path
     if isinstance(config, RefreshedReference):
         return None
     raise ConfigError(
-        "learner.kl.reference: a coefficient above 0 needs one, and none is configured; use "
-        "{kind: frozen}"
+        "learner.kl.reference is missing, and a coefficient above 0 needs it; use {kind: frozen}"
     )
