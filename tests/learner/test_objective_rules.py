@@ -9,6 +9,7 @@ import learners
 import numpy as np
 import pytest
 import torch
+from episodes import make_trajectory, make_turn
 from learners import step, weights_of
 
 from raylearner.config.schema import LearnerSection
@@ -20,7 +21,7 @@ from raylearner.learner.learner import Learner
 from raylearner.learner.objective import estimate
 from raylearner.learner.objective.episodes import EpisodeTable
 from raylearner.learner.objective.returns import GaeAdvantage
-from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
+from raylearner.types import Trajectory, TrajectoryGroup
 
 
 def make_learner(folder: Path, *, num_steps: int = 10, **keys: Any) -> Learner:
@@ -45,33 +46,17 @@ def make_row(
     """Two tokens of a prompt, then sampled ones in one turn."""
     num_tokens = 2 + num_sampled
     rng = np.random.default_rng([sample, segment, group])
-    loss_mask = np.arange(num_tokens) >= 2
-    return Trajectory(
+    return make_trajectory(
+        [-1, -1] + [0] * num_sampled,
+        logprob=logprob,
         group_id=group,
         sample_index=sample,
-        attempt=0,
         segment=segment,
         prompt_id=str(group),
         token_ids=rng.integers(10, 200, num_tokens).astype(np.int32),
-        loss_mask=loss_mask,
-        train_mask=loss_mask.copy(),
-        behavior_logprobs=np.where(loss_mask, logprob, np.nan).astype(np.float32),
-        policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
-        claim_policy_version=0,
         reward=reward,
         rewards=rewards or {},
-        turns=(
-            Turn(
-                start=2,
-                end=num_tokens,
-                reply_end=num_tokens,
-                text="t",
-                reply="r",
-                stop_reason=CompletionStop.END,
-                min_policy_version=0,
-                max_policy_version=0,
-            ),
-        ),
+        turns=(make_turn("t", start=2, end=num_tokens, reply="r"),),
     )
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from episodes import make_trajectory
 
 from raylearner.actors.rollout_worker import Outbox
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import TooManyFailures
 from raylearner.replay.replay_actor import ReplayActor
-from raylearner.types import Claim, Prompt, StopReason, Trajectory
+from raylearner.types import Claim, Prompt, Trajectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -40,22 +41,12 @@ def replay(request: pytest.FixtureRequest) -> Iterator["ray.actor.ActorHandle"]:
 def make_episode(
     claim: Claim, *, num_tokens: int = 4, version: int = 0, error: str | None = None
 ) -> list[Trajectory]:
-    mask = np.arange(num_tokens) > 0
-    trajectory = Trajectory(
-        group_id=claim.group_id,
-        sample_index=claim.sample_index,
-        attempt=claim.attempt,
-        prompt_id=claim.prompt.prompt_id,
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        loss_mask=mask,
-        train_mask=mask,
-        behavior_logprobs=np.where(mask, -1, np.nan).astype(np.float32),
-        policy_versions=np.where(mask, version, -1).astype(np.int32),
-        claim_policy_version=claim.policy_version,
+    trajectory = make_trajectory(
+        [-1] + [version] * (num_tokens - 1),
+        claim=claim,
         images=(b"image" * 100,),
         image_token_id=0,
         reward=float(claim.sample_index),
-        stop_reason=StopReason.END if error is None else StopReason.ERROR,
         error=error,
     )
     return [trajectory]

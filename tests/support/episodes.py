@@ -1,4 +1,4 @@
-"""Episodes as rewards see them."""
+"""Turns, trajectories and episodes for rewards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 
 from raylearner.rewards.functions import EpisodeView
 from raylearner.types import (
+    Claim,
     CompletionStop,
     Message,
     Prompt,
@@ -17,21 +18,54 @@ from raylearner.types import (
 )
 
 
-def make_turn(
-    text: str, *, reply: str = "", tool: str | None = None, is_valid: bool = True
-) -> Turn:
-    return Turn(
-        start=0,
-        end=1,
-        reply_end=1,
-        text=text,
-        reply=reply,
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-        tool=tool,
-        is_valid=is_valid,
-    )
+def make_turn(text: str = "x", *, start: int = 1, end: int = 2, **changes: Any) -> Turn:
+    """A turn of the tokens from `start` to `end`."""
+    values: dict[str, Any] = {
+        "start": start,
+        "end": end,
+        "reply_end": end,
+        "text": text,
+        "reply": "",
+        "stop_reason": CompletionStop.END,
+        "min_policy_version": 0,
+        "max_policy_version": 0,
+    }
+    return Turn(**values | changes)
+
+
+def make_trajectory(
+    versions: Sequence[int] = (-1, 0),
+    *,
+    claim: Claim | None = None,
+    logprob: float = -0.5,
+    **changes: Any,
+) -> Trajectory:
+    """Tokens of these policy versions, -1 for those that were not sampled; all sampled ones train."""
+    loss_mask = np.array(versions) >= 0
+    values: dict[str, Any] = {
+        "group_id": 0,
+        "sample_index": 0,
+        "attempt": 0,
+        "prompt_id": "p",
+        "token_ids": np.arange(len(versions), dtype=np.int32),
+        "loss_mask": loss_mask,
+        "train_mask": loss_mask.copy(),
+        "behavior_logprobs": np.where(loss_mask, logprob, np.nan).astype(np.float32),
+        "policy_versions": np.array(versions, np.int32),
+        "claim_policy_version": 0,
+    }
+    if claim is not None:
+        values |= {
+            "group_id": claim.group_id,
+            "sample_index": claim.sample_index,
+            "attempt": claim.attempt,
+            "prompt_id": claim.prompt.prompt_id,
+            "source": claim.prompt.source,
+            "claim_policy_version": claim.policy_version,
+        }
+    if changes.get("error"):
+        values["stop_reason"] = StopReason.ERROR
+    return Trajectory(**values | changes)
 
 
 def make_view(
@@ -61,18 +95,5 @@ def make_view(
 
 def make_group(turns: Sequence[Turn]) -> TrajectoryGroup:
     """A group of one episode with these turns."""
-    mask = np.array([False, True])
-    trajectory = Trajectory(
-        group_id=0,
-        sample_index=0,
-        attempt=0,
-        prompt_id="p",
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=mask,
-        train_mask=mask,
-        behavior_logprobs=np.array([np.nan, -1], np.float32),
-        policy_versions=np.array([-1, 0], np.int32),
-        claim_policy_version=0,
-        turns=tuple(turns),
-    )
+    trajectory = make_trajectory(turns=tuple(turns))
     return TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(trajectory,))

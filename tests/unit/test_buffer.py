@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from episodes import make_trajectory, make_turn
 
 from raylearner.codec import ARRAY_TYPES
 from raylearner.config.schema import ReplaySection
@@ -15,12 +16,10 @@ from raylearner.replay.buffer import ReplayBuffer, Take
 from raylearner.replay.groups import SampleState
 from raylearner.types import (
     Claim,
-    CompletionStop,
     Prompt,
     StopReason,
     Trajectory,
     TrajectoryGroup,
-    Turn,
 )
 
 PROMPTS = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(4)]
@@ -54,34 +53,22 @@ def make_episode(
 ) -> list[Trajectory]:
     prompt = [0, *[IMAGE, 0] * len(images)]
     start, size = len(prompt), len(prompt) + len(versions)
-    loss_mask = np.arange(size) >= start
-    turn = Turn(
+    turn = make_turn(
+        "42",
         start=start,
         end=size,
-        reply_end=size,
-        text="42",
-        reply="",
-        stop_reason=CompletionStop.END,
         min_policy_version=min(versions, default=0),
         max_policy_version=max(versions, default=0),
     )
-    segment = Trajectory(
-        group_id=claim.group_id,
-        sample_index=claim.sample_index,
-        attempt=claim.attempt,
-        prompt_id=claim.prompt.prompt_id,
+    segment = make_trajectory(
+        [-1] * start + list(versions),
+        claim=claim,
         token_ids=np.array([*prompt, *range(1, 1 + len(versions))], np.int32),
-        loss_mask=loss_mask,
-        train_mask=loss_mask.copy(),
-        behavior_logprobs=np.where(loss_mask, -0.5, np.nan).astype(np.float32),
-        policy_versions=np.array([-1] * start + list(versions), np.int32),
-        claim_policy_version=claim.policy_version,
         turns=(turn,),
         images=images,
         image_token_id=IMAGE,
         reward=reward,
         rewards={"exact_answer": reward, "format": None},
-        stop_reason=StopReason.END if error is None else StopReason.ERROR,
         error=error,
         error_kind=(error or "other").partition(":")[0],
         metrics={"num_calls": 1.0},

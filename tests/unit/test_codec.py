@@ -7,42 +7,21 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from episodes import make_trajectory, make_turn
 
 from raylearner.codec import ARRAY_TYPES, EpisodeBatch, pack, unpack
 from raylearner.replay.validation import trajectory_error
-from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
+from raylearner.types import CompletionStop, StopReason, Trajectory
 
 
 def make_segment(group_id: int, size: int = 2, **values) -> Trajectory:
-    mask = np.arange(size) > 0
-    return Trajectory(
-        group_id=group_id,
-        sample_index=0,
-        attempt=0,
-        prompt_id="p",
-        token_ids=np.arange(size, dtype=np.int32),
-        loss_mask=mask,
-        train_mask=mask.copy(),
-        behavior_logprobs=np.where(mask, -0.5, np.nan).astype(np.float32),
-        policy_versions=np.where(mask, 3, -1).astype(np.int32),
-        claim_policy_version=3,
-        **values,
-    )
+    versions = [-1] + [3] * (size - 1)
+    return make_trajectory(versions, group_id=group_id, claim_policy_version=3, **values)
 
 
 @pytest.fixture
 def batch() -> EpisodeBatch:
-    turn = Turn(
-        start=1,
-        end=2,
-        reply_end=2,
-        text="<think>4</think>4",
-        reply="",
-        stop_reason=CompletionStop.LENGTH,
-        min_policy_version=0,
-        max_policy_version=0,
-        thoughts=((0, 16),),
-    )
+    turn = make_turn("<think>4</think>4", stop_reason=CompletionStop.LENGTH, thoughts=((0, 16),))
     long = make_segment(
         1, 10, turns=(turn, turn), images=(b"png",), rewards={"format": None}, shown=("a", "b")
     )

@@ -4,46 +4,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from episodes import make_trajectory, make_turn
 
 from raylearner.config.schema import CompletionsSection
 from raylearner.observability import completions, transcripts
 from raylearner.observability.metrics import undocumented
 from raylearner.observability.rollout_metrics import rollout_metrics
-from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
+from raylearner.types import Trajectory, TrajectoryGroup
 
 
-def make_trajectory(reward: float | None, *, sample: int = 0, **changes: Any) -> Trajectory:
-    turn = Turn(
-        start=1,
-        end=2,
-        reply_end=2,
-        text="an <answer> | of\ntwo lines",
-        reply="",
-        stop_reason=CompletionStop.END,
-        min_policy_version=3,
-        max_policy_version=3,
-    )
+def make_episode(reward: float | None, *, sample: int = 0, **changes: Any) -> Trajectory:
+    turn = make_turn("an <answer> | of\ntwo lines", min_policy_version=3, max_policy_version=3)
     values: dict[str, Any] = {
         "group_id": 7,
         "sample_index": sample,
-        "attempt": 0,
-        "prompt_id": "p",
         "prompt_text": "what?",
         "token_ids": np.array([5, 6], np.int32),
-        "loss_mask": np.array([0, 1], np.bool_),
-        "train_mask": np.array([0, 1], np.bool_),
-        "behavior_logprobs": np.array([np.nan, -0.1], np.float32),
-        "policy_versions": np.array([-1, 3], np.int32),
         "claim_policy_version": 3,
         "turns": (turn,),
         "reward": reward,
         "rewards": {"exact": reward},
     }
-    return Trajectory(**values | changes)
+    return make_trajectory([-1, 3], logprob=-0.1, **values | changes)
 
 
 def test_rows_go_from_the_worst_reward_to_the_best() -> None:
-    trajectories = [make_trajectory(r, sample=i) for i, r in enumerate((0.5, 1.0, 0.0, None, 0.25))]
+    trajectories = [make_episode(r, sample=i) for i, r in enumerate((0.5, 1.0, 0.0, None, 0.25))]
     config = CompletionsSection(num_completions=3)
     rows = completions.rows(trajectories, config, advantages={(7, 1, 0, 0): 1.5})
     assert [row["reward"] for row in rows] == ["-", "0.25", "1"]
@@ -53,9 +39,9 @@ def test_rows_go_from_the_worst_reward_to_the_best() -> None:
 
 def test_unique_prompts_show_one_completion_each_and_logged_numbers_have_columns() -> None:
     trajectories = [
-        make_trajectory(0.1, metrics={"length": 4.0}),
-        make_trajectory(0.9, sample=1),
-        make_trajectory(0.5, prompt_id="q", metrics={"length": 2.0}),
+        make_episode(0.1, metrics={"length": 4.0}),
+        make_episode(0.9, sample=1),
+        make_episode(0.5, prompt_id="q", metrics={"length": 2.0}),
     ]
     config = CompletionsSection(unique_prompts=True)
     rows = completions.rows(trajectories, config)
@@ -63,7 +49,7 @@ def test_unique_prompts_show_one_completion_each_and_logged_numbers_have_columns
 
 
 def test_a_table_survives_what_completions_say() -> None:
-    rows = completions.rows([make_trajectory(1.0)], CompletionsSection(max_characters=20))
+    rows = completions.rows([make_episode(1.0)], CompletionsSection(max_characters=20))
     _, _, line = completions.markdown(rows).splitlines()
     assert "an &lt;answer ... <br>two lines" in line
     assert line.count("|") == 6
@@ -72,7 +58,7 @@ def test_a_table_survives_what_completions_say() -> None:
 
 
 def test_samples_hold_staleness_by_the_version_that_trained() -> None:
-    samples = completions.samples([make_trajectory(1.0), make_trajectory(None)], policy_version=5)
+    samples = completions.samples([make_episode(1.0), make_episode(None)], policy_version=5)
     assert samples["buffer/staleness"].tolist() == [2, 2]
     assert samples["rollout/reward"].tolist() == [1.0]
 
@@ -101,7 +87,7 @@ def test_weight_shares_add_up_and_name_their_bins() -> None:
 
 
 def test_what_rewards_logged_stands_in_the_table_and_in_the_transcript() -> None:
-    trajectory = make_trajectory(1.0, columns={"given": "46", "is_right": True, "score": 0.25})
+    trajectory = make_episode(1.0, columns={"given": "46", "is_right": True, "score": 0.25})
     (row,) = completions.rows([trajectory], CompletionsSection())
     assert (row["given"], row["is_right"], row["score"]) == ("46", "True", "0.25")
     assert transcripts.transcript(trajectory)["columns"] == {
@@ -114,7 +100,7 @@ def test_what_rewards_logged_stands_in_the_table_and_in_the_transcript() -> None
 def test_a_step_reports_each_source_and_each_function_apart() -> None:
     def group(source: str, *rewards: float | None) -> TrajectoryGroup:
         trajectories = tuple(
-            make_trajectory(reward, sample=i, source=source) for i, reward in enumerate(rewards)
+            make_episode(reward, sample=i, source=source) for i, reward in enumerate(rewards)
         )
         return TrajectoryGroup(
             group_id=7, prompt_id="p", policy_version=3, trajectories=trajectories

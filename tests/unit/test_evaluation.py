@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from episodes import make_trajectory
 
 from raylearner.config.schema import EvaluationSection, SamplingSection
 from raylearner.errors import EngineError, RaylearnerError, ToolError
@@ -20,19 +20,11 @@ PROMPTS += [Prompt(prompt_id="b0", messages=(), source="b")]
 
 
 def played(prompt: Prompt, *, version: int, segment: int = 0, reward: float = 1.0) -> Trajectory:
-    mask = np.array([False, True])
-    return Trajectory(
-        group_id=0,
-        sample_index=0,
-        attempt=0,
+    return make_trajectory(
+        [-1, version],
         segment=segment,
         prompt_id=prompt.prompt_id,
         source=prompt.source,
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=mask,
-        train_mask=mask,
-        behavior_logprobs=np.array([np.nan, -1], np.float32),
-        policy_versions=np.array([-1, version], np.int32),
         claim_policy_version=version,
         reward=reward,
     )

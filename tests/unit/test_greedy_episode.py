@@ -1,12 +1,12 @@
 """One greedy episode per prompt: played, never trained, its reward the group's baseline."""
 
-import numpy as np
 import pytest
+from episodes import make_trajectory
 
 from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.types import Claim, Prompt, StopReason, Trajectory
+from raylearner.types import Claim, Prompt, Trajectory
 
 PROMPTS = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(4)]
 
@@ -19,24 +19,8 @@ def make_buffer(**values: object) -> ReplayBuffer:
 def make_episode(
     claim: Claim, *, reward: float | None = 1.0, error: str | None = None
 ) -> list[Trajectory]:
-    loss_mask = np.array([False, True, True])
-    return [
-        Trajectory(
-            group_id=claim.group_id,
-            sample_index=claim.sample_index,
-            attempt=claim.attempt,
-            prompt_id=claim.prompt.prompt_id,
-            token_ids=np.array([1, 2, 3], np.int32),
-            loss_mask=loss_mask,
-            train_mask=loss_mask.copy(),
-            behavior_logprobs=np.array([np.nan, -1, -1], np.float32),
-            policy_versions=np.array([-1, 0, 0], np.int32),
-            claim_policy_version=0,
-            reward=None if error else reward,
-            stop_reason=StopReason.ERROR if error else StopReason.END,
-            error=error,
-        )
-    ]
+    reward = None if error else reward
+    return [make_trajectory([-1, 0, 0], claim=claim, reward=reward, error=error)]
 
 
 def test_a_group_waits_for_its_greedy_episode_and_carries_its_reward_only() -> None:

@@ -7,8 +7,8 @@ import types
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from episodes import make_trajectory, make_turn
 
 from raylearner.config.rewards import RewardSection
 from raylearner.config.schema import ReplaySection
@@ -19,43 +19,16 @@ from raylearner.replay.closing import ScoreRequest
 from raylearner.rewards.scorer import GroupScorer
 from raylearner.types import (
     Claim,
-    CompletionStop,
     EpisodeScore,
     Prompt,
-    StopReason,
     Trajectory,
-    Turn,
 )
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=(), columns={"level": i}) for i in range(3)]
 
 
-def make_trajectory(claim: Claim, text: str = "x", **fields: Any) -> Trajectory:
-    mask = np.array([False, True])
-    turn = Turn(
-        start=1,
-        end=2,
-        reply_end=2,
-        text=text,
-        reply="",
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
-    values: dict[str, Any] = {
-        "group_id": claim.group_id,
-        "sample_index": claim.sample_index,
-        "attempt": claim.attempt,
-        "prompt_id": claim.prompt.prompt_id,
-        "token_ids": np.array([1, 2], np.int32),
-        "loss_mask": mask,
-        "train_mask": mask.copy(),
-        "behavior_logprobs": np.array([np.nan, -0.5], np.float32),
-        "policy_versions": np.array([-1, 0], np.int32),
-        "claim_policy_version": 0,
-        "turns": (turn,),
-    }
-    return Trajectory(**values | fields)
+def make_played(claim: Claim, text: str = "x", **fields: Any) -> Trajectory:
+    return make_trajectory(claim=claim, turns=(make_turn(text),), **fields)
 
 
 def make_buffer(**config: Any) -> ReplayBuffer:
@@ -66,7 +39,7 @@ def make_buffer(**config: Any) -> ReplayBuffer:
 def play(buffer: ReplayBuffer, **fields: Any) -> ScoreRequest:
     """Plays one group without rewards of its own; returns what is asked for it."""
     for claim in buffer.claim("actor", 0, 2).claims:
-        assert buffer.put([make_trajectory(claim, **fields)]) == "accepted"
+        assert buffer.put([make_played(claim, **fields)]) == "accepted"
     (request,) = buffer.score_requests()
     return request
 
@@ -123,8 +96,8 @@ def test_too_many_failed_scores_end_the_run_with_their_cause() -> None:
 def test_members_that_failed_are_not_asked_about() -> None:
     buffer = make_buffer()
     first, second = buffer.claim("actor", 0, 2).claims
-    buffer.put([make_trajectory(first)])
-    buffer.put([make_trajectory(second, stop_reason=StopReason.ERROR, error="tool: x")])
+    buffer.put([make_played(first)])
+    buffer.put([make_played(second, error="tool: x")])
     (request,) = buffer.score_requests()
     assert [t.sample_index for t in request.trajectories] == [0]
     buffer.put_scores(request, {0: EpisodeScore(reward=0.5, rewards={"g": 0.5})})
@@ -136,7 +109,7 @@ def test_members_that_failed_are_not_asked_about() -> None:
 def test_a_group_that_failed_as_a_whole_is_never_asked_about() -> None:
     buffer = make_buffer()
     for claim in buffer.claim("actor", 0, 2).claims:
-        buffer.put([make_trajectory(claim, stop_reason=StopReason.ERROR, error="tool: x")])
+        buffer.put([make_played(claim, error="tool: x")])
     assert buffer.score_requests() == []
     assert buffer.metrics()["buffer/dropped/all_failed"] == 1
 
@@ -163,7 +136,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def make_group(*texts: str, **fields: Any) -> list[Trajectory]:
     return [
-        make_trajectory(
+        make_played(
             Claim(
                 group_id=4,
                 sample_index=i,

@@ -1,28 +1,15 @@
 import asyncio
 from itertools import chain
 
-import numpy as np
 import pytest
+from episodes import make_trajectory
 
 from raylearner.actors.rollout_worker import Outbox
 from raylearner.types import Trajectory
 
 
 def make_episode(index: int) -> list[Trajectory]:
-    mask = np.zeros(1, np.bool_)
-    trajectory = Trajectory(
-        group_id=0,
-        sample_index=index,
-        attempt=0,
-        prompt_id="p",
-        token_ids=np.zeros(1, np.int32),
-        loss_mask=mask,
-        train_mask=mask,
-        behavior_logprobs=np.full(1, np.nan, np.float32),
-        policy_versions=np.full(1, -1, np.int32),
-        claim_policy_version=0,
-    )
-    return [trajectory]
+    return [make_trajectory(sample_index=index)]
 
 
 class Replay:

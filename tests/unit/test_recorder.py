@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from episodes import make_trajectory, make_turn
 from rich.console import Console
 
 from raylearner.config.schema import ObservabilitySection, WandbSection
@@ -23,7 +24,7 @@ from raylearner.observability.recorder import Recorder
 from raylearner.observability.sinks.sink import StepRecord
 from raylearner.observability.sinks.wandb import WandbRun
 from raylearner.observability.spans import Tracer
-from raylearner.types import CompletionStop, StopReason, Trajectory, Turn
+from raylearner.types import CompletionStop, StopReason, Trajectory
 
 NO_EXTRAS = ObservabilitySection(tensorboard=False, trace=False)
 
@@ -45,12 +46,12 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def make_trajectory(**changes: Any) -> Trajectory:
-    turn = Turn(
+def make_episode(**changes: Any) -> Trajectory:
+    turn = make_turn(
+        "<calc>1+1</calc>",
         start=2,
         end=4,
         reply_end=5,
-        text="<calc>1+1</calc>",
         reply="2",
         stop_reason=CompletionStop.STOP_STRING,
         min_policy_version=3,
@@ -60,15 +61,11 @@ def make_trajectory(**changes: Any) -> Trajectory:
     values: dict[str, Any] = {
         "group_id": 7,
         "sample_index": 1,
-        "attempt": 0,
-        "prompt_id": "p",
         "prompt_text": "1+1?",
         "answer": "2",
         "token_ids": np.array([5, 6, 7, 8, 9], np.int32),
-        "loss_mask": np.array([0, 0, 1, 1, 0], np.bool_),
         "train_mask": np.array([0, 0, 0, 1, 0], np.bool_),
         "behavior_logprobs": np.array([np.nan, np.nan, -0.1, -1e-7, np.nan], np.float32),
-        "policy_versions": np.array([-1, -1, 3, 4, -1], np.int32),
         "claim_policy_version": 3,
         "turns": (turn,),
         "reward": 1.0,
@@ -76,7 +73,7 @@ def make_trajectory(**changes: Any) -> Trajectory:
         "stop_reason": StopReason.ANSWER,
         "metrics": {"x": math.nan},
     }
-    return Trajectory(**values | changes)
+    return make_trajectory([-1, -1, 3, 4, -1], **values | changes)
 
 
 def test_a_models_text_stays_on_its_line_for_every_reader(tmp_path: Path) -> None:
@@ -114,7 +111,7 @@ def test_a_rewind_forgets_later_steps_everywhere_and_says_so(
     with open_recorder(tmp_path) as recorder:
         for step in range(1, 6):
             recorder.step(step, {"policy_version": step})
-            recorder.trajectories(step, [make_trajectory()], policy_version=4)
+            recorder.trajectories(step, [make_episode()], policy_version=4)
         for step in (0, 5):
             recorder.evaluation({"step": step, "policy_version": step, "reward/mean": 0.5})
     with open_recorder(tmp_path) as recorder:
@@ -157,7 +154,7 @@ def test_a_transcript_has_equal_arrays_and_marks_what_was_not_sampled(tmp_path: 
     with open_recorder(tmp_path) as recorder:
         recorder.trajectories(
             12,
-            [make_trajectory()],
+            [make_episode()],
             policy_version=5,
             advantages={(7, 1, 0, 0): 0.25},
             learner_logprobs={(7, 1, 0, 0): np.array([0, 0, -0.5, -0.25, 0], np.float32)},
@@ -185,7 +182,7 @@ def test_trajectories_are_written_every_k_steps(tmp_path: Path) -> None:
         config = NO_EXTRAS.model_copy(update={"trajectories_every_steps": every})
         with Recorder(tmp_path / str(every), config, num_steps=5) as recorder:
             for step in range(1, 6):
-                recorder.trajectories(step, [make_trajectory()], policy_version=4)
+                recorder.trajectories(step, [make_episode()], policy_version=4)
         assert len(list((tmp_path / str(every)).glob("trajectories/*.jsonl"))) == expected
 
 
@@ -220,7 +217,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run", NO_EXTRAS, num_steps=10, sinks=[sink]) as recorder:
         recorder.step(1, {"policy_version": 1, "learner/loss": 0.5, "learner/kl": math.nan})
         recorder.step(2, {"policy_version": 2, "learner/loss": 0.25})
-        recorder.trajectories(2, [make_trajectory()], policy_version=5)
+        recorder.trajectories(2, [make_episode()], policy_version=5)
         recorder.evaluation({"step": 2, "policy_version": 2, "reward/mean": 0.75})
         recorder.rewind(1)
         recorder.step(
@@ -232,7 +229,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
                 "learner/importance_weight/share_9": 0.25,
             },
         )
-        recorder.trajectories(2, [make_trajectory()], policy_version=5)
+        recorder.trajectories(2, [make_episode()], policy_version=5)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -300,7 +297,7 @@ def test_wandb_keeps_an_evaluation_that_comes_late_and_what_it_comes_between(
             if step == 3:
                 for late in (1, 2):
                     recorder.evaluation({"step": late, "policy_version": late, "reward/mean": 0.5})
-            recorder.trajectories(step, [make_trajectory()], policy_version=4)
+            recorder.trajectories(step, [make_episode()], policy_version=4)
     assert run.points("learner/loss") == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
     assert run.points("evaluation/reward/mean") == [(1, 0.5), (2, 0.5)]
     assert [step for step, _ in run.points("rollout/reward")] == [1, 2, 3, 4]
@@ -326,7 +323,7 @@ def test_sinks_are_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
     sink = Slow()
     with Recorder(tmp_path / "run", NO_EXTRAS, num_steps=10, sinks=[sink]) as recorder:
         beside = threading.Thread(
-            target=lambda: recorder.trajectories(1, [make_trajectory()], policy_version=4)
+            target=lambda: recorder.trajectories(1, [make_episode()], policy_version=4)
         )
         beside.start()
         for step in range(5):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from episodes import make_trajectory
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -50,20 +51,11 @@ class Model:
 def make_episode(
     claim: Claim, serial: int, versions: list[int], reward: float | None, num_segments: int = 1
 ) -> list[Trajectory]:
-    loss_mask = np.array([False] + [True] * len(versions))
-    segment = Trajectory(
-        group_id=claim.group_id,
-        sample_index=claim.sample_index,
-        attempt=claim.attempt,
-        prompt_id=claim.prompt.prompt_id,
+    segment = make_trajectory(
+        [-1, *versions],
+        claim=claim,
         token_ids=np.array([serial] + [1] * len(versions), np.int32),
-        loss_mask=loss_mask,
-        train_mask=loss_mask.copy(),
-        behavior_logprobs=np.where(loss_mask, -1.0, np.nan).astype(np.float32),
-        policy_versions=np.array([-1, *versions], np.int32),
-        claim_policy_version=claim.policy_version,
         reward=reward,
-        stop_reason=StopReason.ERROR if reward is None else StopReason.END,
         error="tool: gone" if reward is None else None,
     )
     return [replace(segment, segment=i) for i in range(num_segments)]

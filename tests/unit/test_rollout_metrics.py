@@ -3,43 +3,22 @@
 from dataclasses import replace
 
 import numpy as np
+from episodes import make_trajectory, make_turn
 
 from raylearner.config.schema import CompletionsSection
 from raylearner.observability import completions
 from raylearner.observability.metrics import undocumented
 from raylearner.observability.rollout_metrics import rollout_metrics
-from raylearner.types import CompletionStop, StopReason, Trajectory, TrajectoryGroup, Turn
+from raylearner.types import StopReason, Trajectory, TrajectoryGroup
 
 
-def make_trajectory(
+def make_episode(
     turns: str, *, stop: StopReason, metrics: dict[str, float] | None = None
 ) -> Trajectory:
     """A letter for each turn: `t` calls a tool, `a` answers, `x` is invalid."""
-    mask = np.array([False, True])
-    return Trajectory(
-        group_id=0,
-        sample_index=0,
-        attempt=0,
-        prompt_id="p",
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=mask,
-        train_mask=mask,
-        behavior_logprobs=np.array([np.nan, -1], np.float32),
-        policy_versions=np.array([-1, 0], np.int32),
-        claim_policy_version=0,
+    return make_trajectory(
         turns=tuple(
-            Turn(
-                start=1,
-                end=2,
-                reply_end=2,
-                text=letter,
-                reply="",
-                stop_reason=CompletionStop.END,
-                min_policy_version=0,
-                max_policy_version=0,
-                tool="search" if letter == "t" else None,
-                is_valid=letter != "x",
-            )
+            make_turn(letter, tool="search" if letter == "t" else None, is_valid=letter != "x")
             for letter in turns
         ),
         stop_reason=stop,
@@ -52,10 +31,10 @@ def make_trajectory(
 def test_turns_actions_calls_and_ends_are_counted() -> None:
     counted = {"tool_calls": 3.0, "failed_tool_calls": 1.0}
     trajectories = (
-        make_trajectory("tta", stop=StopReason.ANSWER, metrics=counted),
-        make_trajectory("xta", stop=StopReason.END),
-        make_trajectory("x", stop=StopReason.MAX_TOKENS),
-        make_trajectory("", stop=StopReason.ERROR),
+        make_episode("tta", stop=StopReason.ANSWER, metrics=counted),
+        make_episode("xta", stop=StopReason.END),
+        make_episode("x", stop=StopReason.MAX_TOKENS),
+        make_episode("", stop=StopReason.ERROR),
     )
     group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
     metrics = rollout_metrics([group], [])
@@ -71,11 +50,11 @@ def test_turns_actions_calls_and_ends_are_counted() -> None:
 
 def test_segments_of_an_episode_count_as_one_episode() -> None:
     """An episode of three segments with reward 0 beside one of a single segment with reward 1."""
-    long = make_trajectory("tt", stop=StopReason.MAX_TOKENS, metrics={"tool_calls": 5.0, "x": 1.0})
+    long = make_episode("tt", stop=StopReason.MAX_TOKENS, metrics={"tool_calls": 5.0, "x": 1.0})
     long = replace(long, rewards={"f": 0.0}, started_at_s=1.0, finished_at_s=4.0)
-    short = make_trajectory("a", stop=StopReason.ANSWER, metrics={"x": 4.0})
+    short = make_episode("a", stop=StopReason.ANSWER, metrics={"x": 4.0})
     short = replace(short, sample_index=1, reward=1.0, rewards={"f": 1.0}, finished_at_s=1.0)
-    both = make_trajectory("t", stop=StopReason.MAX_TOKENS).turns[0]
+    both = make_episode("t", stop=StopReason.MAX_TOKENS).turns[0]
     several = replace(long, segment=2, turns=(replace(both, tool="search,open", number=4),))
     trajectories = (long, replace(long, segment=1), several, short)
     group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
@@ -110,8 +89,8 @@ def test_segments_of_an_episode_count_as_one_episode() -> None:
 
 
 def test_failed_episodes_count_in_the_mean_reward_alone() -> None:
-    good = replace(make_trajectory("a", stop=StopReason.ANSWER), reward=1.0, rewards={"f": 1.0})
-    bad = replace(make_trajectory("", stop=StopReason.ERROR), sample_index=1, reward=None)
+    good = replace(make_episode("a", stop=StopReason.ANSWER), reward=1.0, rewards={"f": 1.0})
+    bad = replace(make_episode("", stop=StopReason.ERROR), sample_index=1, reward=None)
     group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(good, bad))
     metrics = rollout_metrics([group], [], failed_reward=-1.0)
     assert metrics["rollout/reward/mean"] == 0.0
@@ -122,7 +101,7 @@ def test_failed_episodes_count_in_the_mean_reward_alone() -> None:
 
 
 def test_logged_columns_hide_no_others() -> None:
-    shown = make_trajectory("a", stop=StopReason.ANSWER, metrics={"prompt": 2.0})
+    shown = make_episode("a", stop=StopReason.ANSWER, metrics={"prompt": 2.0})
     shown = replace(shown, columns={"reward": "text", "prompt": "x"})
     (row,) = completions.rows([shown], CompletionsSection())
     assert (row["reward"], row["logged_reward"]) == ("0", "text")
@@ -133,7 +112,7 @@ def test_images_are_counted_where_the_model_sees() -> None:
     ids = np.array([7, 9, 9, 9, 8, 9, 8, 1], np.int32)
     blank = np.zeros(len(ids), np.bool_)
     seeing = replace(
-        make_trajectory("t", stop=StopReason.END),
+        make_episode("t", stop=StopReason.END),
         token_ids=ids,
         loss_mask=blank,
         train_mask=blank,

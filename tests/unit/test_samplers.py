@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from episodes import make_trajectory, make_turn
 
 from raylearner.config.data import ByDifficulty, Shuffle, UserSampler
 from raylearner.config.schema import ReplaySection
@@ -23,7 +24,7 @@ from raylearner.replay.sampler import (
     ShuffleSampler,
     make_sampler,
 )
-from raylearner.types import Claim, CompletionStop, Prompt, Trajectory, TrajectoryGroup, Turn
+from raylearner.types import Claim, Prompt, TrajectoryGroup
 
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.5}
 
@@ -36,40 +37,11 @@ def make_prompts(**counts: int) -> list[Prompt]:
     ]
 
 
-def make_trajectory(claim: Claim, reward: float | None) -> Trajectory:
-    mask = np.array([False, True])
-    turn = Turn(
-        start=1,
-        end=2,
-        reply_end=2,
-        text="x",
-        reply="",
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
-    return Trajectory(
-        group_id=claim.group_id,
-        sample_index=claim.sample_index,
-        attempt=claim.attempt,
-        prompt_id=claim.prompt.prompt_id,
-        source=claim.prompt.source,
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=mask,
-        train_mask=mask.copy(),
-        behavior_logprobs=np.array([np.nan, -0.5], np.float32),
-        policy_versions=np.array([-1, 0], np.int32),
-        claim_policy_version=0,
-        turns=(turn,),
-        reward=reward,
-    )
-
-
 def seen(index: int, *rewards: float | None) -> SeenGroup:
     prompt = Prompt(prompt_id=str(index), messages=())
     trajectories = tuple(
         make_trajectory(
-            Claim(
+            claim=Claim(
                 group_id=0,
                 sample_index=i,
                 attempt=0,
@@ -77,7 +49,8 @@ def seen(index: int, *rewards: float | None) -> SeenGroup:
                 policy_version=0,
                 seed=0,
             ),
-            reward,
+            turns=(make_turn(),),
+            reward=reward,
         )
         for i, reward in enumerate(rewards)
     )
@@ -226,7 +199,10 @@ def play(buffer: ReplayBuffer, *rewards: float) -> str:
     """One group with these rewards, trained; returns its prompt."""
     claims = buffer.claim("actor", 0, 2).claims
     for claim, reward in zip(claims, rewards, strict=True):
-        assert buffer.put([make_trajectory(claim, reward)]) == "accepted"
+        assert (
+            buffer.put([make_trajectory(claim=claim, turns=(make_turn(),), reward=reward)])
+            == "accepted"
+        )
     take = buffer.take(1, 0)
     if take is not None:
         buffer.commit([group.group_id for group in take.groups], 0)

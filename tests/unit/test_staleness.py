@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from episodes import make_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,24 +15,12 @@ from raylearner.replay.staleness import (
 from raylearner.types import Trajectory, TrajectoryGroup
 
 
-def make_trajectory(
+def make_tokens(
     versions: list[int], *, trained: list[bool] | None = None, index: int = 0, claim: int = 0
 ) -> Trajectory:
-    """Versions of the tokens, -1 for those of the prompt."""
-    policy_versions = np.array(versions, np.int32)
-    loss_mask = policy_versions >= 0
-    return Trajectory(
-        group_id=0,
-        sample_index=index,
-        attempt=0,
-        prompt_id="p",
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        loss_mask=loss_mask,
-        train_mask=loss_mask if trained is None else np.array(trained),
-        behavior_logprobs=np.where(loss_mask, -1, np.nan).astype(np.float32),
-        policy_versions=policy_versions,
-        claim_policy_version=claim,
-        reward=1.0,
+    mask = {} if trained is None else {"train_mask": np.array(trained)}
+    return make_trajectory(
+        versions, sample_index=index, claim_policy_version=claim, reward=1.0, **mask
     )
 
 
@@ -40,18 +29,18 @@ def make_group(*trajectories: Trajectory) -> TrajectoryGroup:
 
 
 def test_trained_versions_leave_out_what_does_not_train() -> None:
-    assert trained_versions(make_trajectory([-1, 3, 4])).tolist() == [3, 4]
-    partly = make_trajectory([-1, 3, 4], trained=[False, False, True])
+    assert trained_versions(make_tokens([-1, 3, 4])).tolist() == [3, 4]
+    partly = make_tokens([-1, 3, 4], trained=[False, False, True])
     assert trained_versions(partly).tolist() == [4]
 
 
 def test_the_bound_is_inclusive() -> None:
-    mask = over_stale(make_trajectory([-1, 2, 3, 4]), 5, max_staleness=2)
+    mask = over_stale(make_tokens([-1, 2, 3, 4]), 5, max_staleness=2)
     assert mask.tolist() == [False, True, False, False]
 
 
 def test_mask_takes_over_old_tokens_out_and_keeps_the_reward() -> None:
-    group = make_group(make_trajectory([-1, 1, 3]), make_trajectory([-1, 1, 1], index=1))
+    group = make_group(make_tokens([-1, 1, 3]), make_tokens([-1, 1, 1], index=1))
     ruling = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
     assert ruling.group is not None
     assert [t.train_mask.tolist() for t in ruling.group.trajectories] == [
@@ -64,26 +53,26 @@ def test_mask_takes_over_old_tokens_out_and_keeps_the_reward() -> None:
 
 
 def test_a_group_all_of_whose_tokens_are_masked_trains_nothing() -> None:
-    group = make_group(make_trajectory([-1, 0]), make_trajectory([-1, 1], index=1))
+    group = make_group(make_tokens([-1, 0]), make_tokens([-1, 1], index=1))
     ruling = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
     assert (ruling.group, ruling.num_masked_tokens) == (None, 2)
 
 
 def test_drop_takes_the_whole_group_for_one_old_trained_token() -> None:
-    old = make_trajectory([-1, 0, 4])
+    old = make_tokens([-1, 0, 4])
     assert decide_staleness(make_group(old), 4, max_staleness=2, on_stale="drop").group is None
-    harmless = make_group(make_trajectory([-1, 0, 4], trained=[False, False, True]))
+    harmless = make_group(make_tokens([-1, 0, 4], trained=[False, False, True]))
     assert decide_staleness(harmless, 4, max_staleness=2, on_stale="drop").group is harmless
 
 
 def test_train_changes_nothing_but_counts() -> None:
-    group = make_group(make_trajectory([-1, 0, 4]))
+    group = make_group(make_tokens([-1, 0, 4]))
     ruling = decide_staleness(group, 4, max_staleness=2, on_stale="train")
     assert (ruling.group, ruling.num_over_stale_tokens) == (group, 1)
 
 
 def test_wait_masks_what_waiting_could_not_save() -> None:
-    group = make_group(make_trajectory([-1, 0, 4]))
+    group = make_group(make_tokens([-1, 0, 4]))
     ruling = decide_staleness(group, 4, max_staleness=2, on_stale="wait")
     assert ruling.group is not None
     assert ruling.num_masked_tokens == 1
@@ -100,17 +89,17 @@ def test_waiting_is_for_what_the_step_would_push_over_the_bound(
 
 def test_histogram_counts_trained_tokens() -> None:
     trajectories = [
-        make_trajectory([-1, 1, 3, 3]),
-        make_trajectory([-1, 2, 3], trained=[False, False, True]),
+        make_tokens([-1, 1, 3, 3]),
+        make_tokens([-1, 2, 3], trained=[False, False, True]),
     ]
     assert staleness_histogram([trained_versions(t) for t in trajectories], 3) == [3, 0, 1]
     assert staleness_histogram([], 3) == []
 
 
 def test_mixed_versions_are_recognised() -> None:
-    assert is_mixed_version(make_trajectory([-1, 2, 3]))
-    assert not is_mixed_version(make_trajectory([-1, 3, 3]))
-    assert not is_mixed_version(make_trajectory([-1]))
+    assert is_mixed_version(make_tokens([-1, 2, 3]))
+    assert not is_mixed_version(make_tokens([-1, 3, 3]))
+    assert not is_mixed_version(make_tokens([-1]))
 
 
 @given(
@@ -122,7 +111,7 @@ def test_mixed_versions_are_recognised() -> None:
 def test_no_trained_token_exceeds_the_bound(
     versions: list[list[int]], policy_version: int, max_staleness: int, on_stale
 ) -> None:
-    group = make_group(*(make_trajectory(v, index=i) for i, v in enumerate(versions)))
+    group = make_group(*(make_tokens(v, index=i) for i, v in enumerate(versions)))
     ruling = decide_staleness(group, policy_version, max_staleness=max_staleness, on_stale=on_stale)
     if ruling.group is not None:
         histogram = staleness_histogram(

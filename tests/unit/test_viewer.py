@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+from episodes import make_trajectory
 
 from raylearner.errors import ConfigError
 from raylearner.observability import transcripts, viewer
-from raylearner.types import Trajectory
 
 
 def make_record(**changes: Any) -> dict[str, Any]:
@@ -89,20 +89,8 @@ def test_tokens_are_shown_as_text_where_the_run_has_a_tokenizer(run_dir: Path) -
 def test_images_are_written_once_and_shown_where_their_placeholders_stand(tmp_path: Path) -> None:
     pages = (b"one", b"two", b"one")
     token_ids = np.array([5, 9, 9, 6, 9, 6, 9, 7], np.int32)
-    is_sampled = token_ids == 7
-    trajectory = Trajectory(
-        group_id=0,
-        sample_index=0,
-        attempt=0,
-        prompt_id="p",
-        token_ids=token_ids,
-        loss_mask=is_sampled,
-        train_mask=is_sampled,
-        behavior_logprobs=np.where(is_sampled, -1.0, np.nan).astype(np.float32),
-        policy_versions=np.where(is_sampled, 0, -1).astype(np.int32),
-        claim_policy_version=0,
-        images=pages,
-        image_token_id=9,
+    trajectory = make_trajectory(
+        [-1] * 7 + [0], token_ids=token_ids, images=pages, image_token_id=9
     )
     for step in (1, 2):
         transcripts.write(tmp_path / "trajectories", step, [trajectory])
