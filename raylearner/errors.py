@@ -1,4 +1,4 @@
-"""Every error that raylearner raises on purpose; all of them pickle, since they cross Ray."""
+"""All errors that raylearner raises on purpose. They pickle, since they cross Ray."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from os import PathLike
 
 
 class RaylearnerError(Exception):
-    """Base of the family: the message alone tells what, where and what to do."""
+    """Base class. The message contains the problem, its place and what to do."""
 
 
 class ConfigError(RaylearnerError, ValueError):
@@ -14,8 +14,8 @@ class ConfigError(RaylearnerError, ValueError):
 
 
 class DialogueError(RaylearnerError, ValueError):
-    """Messages that do not make a dialogue: `where` in them, and what is wrong. `is_last` is set for
-    a last turn of the assistant where there may be none."""
+    """Messages that are not a valid dialogue: `where` in them, and the problem. `is_last` is set for a
+    final assistant turn where none is allowed."""
 
     def __init__(self, where: str, problem: str, is_last: bool = False) -> None:
         super().__init__(where, problem, is_last)
@@ -62,11 +62,11 @@ class RewardError(TrajectoryError):
 
 
 class JudgeRefused(RewardError):
-    """A judge's service refused a request in a way that no further request would change."""
+    """A judge's service refused a request, and would refuse it again."""
 
 
 class RenderError(TrajectoryError):
-    """Messages could not be turned into tokens, or do not fit."""
+    """Messages could not be rendered as tokens, or do not fit."""
 
     kind = "render"
 
@@ -76,7 +76,7 @@ class PromptTooLong(RenderError):
 
 
 class UserCodeStuck(RaylearnerError):
-    """Too many calls of users' code never ended; the process that they are stuck in has to end."""
+    """Too many calls of custom code never ended, so their process must end."""
 
 
 class ReplayError(RaylearnerError):
@@ -84,7 +84,7 @@ class ReplayError(RaylearnerError):
 
 
 class TooManyFailures(RaylearnerError):
-    """Too large a share of recent episodes failed for one cause, or too many groups were filtered."""
+    """Too many of the recent episodes failed, or too many groups were filtered."""
 
 
 class WeightTransferError(RaylearnerError):
@@ -92,19 +92,19 @@ class WeightTransferError(RaylearnerError):
 
 
 class PushBroken(WeightTransferError):
-    """An engine was left hanging in a push by another's failure, or by the learner's: not its fault."""
+    """An engine was blocked in a push by the failure of another engine or of the learner."""
 
 
 class CheckpointError(RaylearnerError):
-    """A checkpoint is missing, half-written or belongs to another run."""
+    """A checkpoint is missing, incomplete or belongs to another run."""
 
 
 class StalledError(RaylearnerError):
-    """Nobody made progress for `watchdog_s`; the message names who waits for whom."""
+    """No progress for `watchdog_s`; the message names what waits for what."""
 
 
 class LearnerError(RaylearnerError):
-    """A learner step failed in a way that no restart would mend."""
+    """A learner step failed, and a restart would not help."""
 
 
 class LearnerDied(RaylearnerError):
@@ -112,11 +112,11 @@ class LearnerDied(RaylearnerError):
 
 
 class EvaluationIncomplete(RaylearnerError):
-    """Held-out prompts were left unplayed, since the actors that were to play them died."""
+    """Held-out prompts were not played, since their actors died."""
 
 
 class StartError(RaylearnerError):
-    """Ray did not start, or this machine cannot hold what a run needs."""
+    """Ray did not start, or this machine lacks resources for the run."""
 
 
 class RunStopped(RaylearnerError):
@@ -124,7 +124,7 @@ class RunStopped(RaylearnerError):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """What lies inside task groups and inside Ray's errors, which carry the original as `cause`."""
+    """Yield the original errors inside exception groups and Ray's errors."""
     if isinstance(error, BaseExceptionGroup):
         inside: tuple[BaseException, ...] = error.exceptions  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         for inner in inside:
@@ -135,7 +135,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """One line without traces: the first cause, with the path where the system refused one."""
+    """Return the first cause as one line without a traceback, with the path of a failed file operation."""
     cause = next(causes(error))
     if isinstance(cause, RaylearnerError):
         return str(cause)
@@ -148,7 +148,7 @@ def summary(error: BaseException) -> str:
 
 @contextmanager
 def naming(path: str | PathLike[str]) -> Iterator[None]:
-    """Adds `path` to errors of the system that name none, as those of a write to an open file."""
+    """Add `path` to an `OSError` without one, as from writing to an open file."""
     try:
         yield
     except OSError as error:

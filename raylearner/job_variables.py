@@ -1,9 +1,9 @@
-"""Variables that `--env NAME` hands on to a job.
+"""Environment variables that `--env NAME` passes to a job.
 
 Values in a job's runtime environment are shown on the Jobs page, in its metadata and in Ray's logs. So
-they travel in a package of their own, of which those show the hash alone; every process of the job
-reads them at its start. Ray keeps the package in its store while the job lives, and unpacks it on the
-job's machines, readable by the user that Ray runs as: who may submit jobs there can read them.
+they travel in a separate package, of which only the hash is shown; every process of the job reads them
+at its start. Ray keeps the package in its store during the job, and unpacks it on the job's machines,
+readable by Ray's user: anyone who may submit jobs there can read them.
 """
 
 import importlib.util
@@ -27,9 +27,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @contextmanager
 def packed(names: Sequence[str], environment: Mapping[str, str]) -> Iterator[Path | None]:
-    """A directory to send with a job, None without names; it is deleted at the end.
+    """Yield a directory to send with a job, None without names; it is deleted at the end.
 
-    Raises `ConfigError` with every name that is not one, and every variable that is not set.
+    Raises `ConfigError` with every invalid name, and every variable that is not set.
     """
     problems = [problem for name in names if (problem := _problem(name, environment))]
     if problems:
@@ -41,7 +41,9 @@ def packed(names: Sequence[str], environment: Mapping[str, str]) -> Iterator[Pat
         package = Path(folder) / PACKAGE
         package.mkdir(mode=0o700)
         content = {
-            "salt": secrets.token_hex(16),  # the hash that others see says nothing of the values
+            "salt": secrets.token_hex(
+                16
+            ),  # so that the visible hash reveals nothing about the values
             "variables": {name: environment[name] for name in names},
         }
         descriptor = os.open(package / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -51,7 +53,7 @@ def packed(names: Sequence[str], environment: Mapping[str, str]) -> Iterator[Pat
 
 
 def take() -> None:
-    """Sets what was handed on to this job in this process; nothing where nothing was."""
+    """Set the variables that were passed to this job, if any, in this process."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / FILE

@@ -1,8 +1,8 @@
-"""One episode without a cluster or an engine: a policy that is written out plays environment, tools and
-rewards once, so that what is wrong with them shows before a run.
+"""The command `check --play`: one episode without a cluster or an engine, which shows errors of the
+environment, tools and rewards before a run.
 
-The policy calls each tool once, with arguments made up from the tool's schema, and then gives the row's
-own answer.
+A scripted policy calls each tool once, with arguments generated from the tool's schema, and then gives
+the row's own answer.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from raylearner.cleanup import clean_up
 from raylearner.config.environment import JsonCallsDialect, ToolUse
 from raylearner.config.rewards import RewardModel
 from raylearner.config.schema import RunConfig
-from raylearner.data import load_prompts
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import ConfigError
 from raylearner.observability.spans import Tracer
@@ -30,25 +29,19 @@ from raylearner.tools.protocol import Tool
 from raylearner.types import Claim, Prompt, Sampling, StopReason, Trajectory
 
 SHOWN_CHARACTERS = 2000
-"""Of a turn, a reply or an error that is printed."""
+"""Maximum length of a printed turn, reply or error."""
 
 
 def play_first_row(config: RunConfig, *, report: Callable[[str], None]) -> None:
-    """Plays the first training row and reports it turn by turn.
+    """Play the first training row and report it turn by turn.
 
-    Services behind tools and judges are asked for real; reward models, which need a cluster, are left
-    out. Raises `ConfigError` where the episode fails.
+    Tools and judges call their services; reward models, which need a cluster, are left out. Raises
+    `ConfigError` where the episode fails.
     """
     renderer = prompt_checks.make_renderer(config)
     if renderer is None:
-        raise ConfigError("--play: the tokenizer of a tiny vision model is made with the run")
-    data = config.data
-    prompt = load_prompts(
-        data.train,
-        system_prompt=data.system_prompt,
-        examples=data.examples,
-        max_images=config.renderer.images.max_images,
-    )[0]
+        raise ConfigError("--play: the tokenizer of a tiny vision model is created by the run")
+    prompt = prompt_checks.load_rows(config, config.data.train)[0]
     rewards = config.rewards
     functions = [f for f in rewards.functions if not isinstance(f, RewardModel)]
     if len(functions) < len(rewards.functions):
@@ -71,7 +64,7 @@ async def _play(config: RunConfig, prompt: Prompt, renderer: Renderer) -> list[T
     )
     scorer, groups = Scorer(config.rewards), GroupScorer(config.rewards)
     engine = ScriptedEngine(
-        WrittenOut(renderer, _turns(config, prompt, environments.tools)),
+        FixedTurns(renderer, _turns(config, prompt, environments.tools)),
         end_token_ids=renderer.end_token_ids,
     )
     agent: Agent | None = None
@@ -110,8 +103,8 @@ async def _play(config: RunConfig, prompt: Prompt, renderer: Renderer) -> list[T
         )
 
 
-class WrittenOut:
-    """A script of turns; the last one is repeated."""
+class FixedTurns:
+    """Replies with a fixed list of turns; the last one is repeated."""
 
     def __init__(self, renderer: Renderer, turns: Sequence[str]) -> None:
         self._renderer = renderer
@@ -148,7 +141,7 @@ def _turns(config: RunConfig, prompt: Prompt, tools: Sequence[Tool]) -> list[str
 
 
 def _arguments(schema: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
-    """Values of the types that the tool's schema asks for."""
+    """Generate arguments of the types in the tool's schema."""
     parameters = schema["function"]["parameters"]
     properties: Mapping[str, Any] = parameters.get("properties", {})
     required: Sequence[str] = parameters.get("required", list(properties))
@@ -172,7 +165,7 @@ def _arguments(schema: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
 
 
 def _text(name: str, question: str) -> str:
-    """What tools of the box take under these names, else the question."""
+    """Return a valid argument of a bundled tool under this name, else the question."""
     return {"code": "print(1 + 1)", "expression": "1 + 1"}.get(name, question)
 
 

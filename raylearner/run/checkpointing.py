@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 UNSET = "not set"
 FIXED = ("model.kind", "learner.lora", "learner.critic.trunk", "learner.vision_tower")
-"""Keys, and sections, that say which tensors a checkpoint holds and what they mean."""
+"""Keys and sections that determine the tensors of a checkpoint; they cannot change at a resume."""
 MOVABLE = ("learner.lora.path",)
-"""Paths below them: the same files may lie elsewhere."""
+"""Exceptions below `FIXED`: paths, since the same files may lie elsewhere."""
 FLOAT64 = "learner.compute_dtype"
-"""Tensors have one of two precisions, float64 with float64."""
+"""Can change, but not to or from float64, the only other precision of tensors."""
 
 
 class CheckpointWriter:
-    """Owns the checkpoint in flight. What went wrong with it is raised by the next call.
+    """Owns the checkpoint in flight. Its failure is raised by the next call.
 
     Raises `CheckpointError`, or `LearnerDied` where a rank is gone.
     """
@@ -69,13 +69,13 @@ class CheckpointWriter:
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
         self.step = -1
-        """Of the last checkpoint that was begun."""
+        """Step of the last checkpoint that was started, -1 before."""
 
     async def start(self, step: int) -> None:
-        """Begin the checkpoint of this step; no step may come before this returns."""
+        """Start the checkpoint of this step; the next step may start when this returns."""
         started = time.monotonic()
         await self.wait()
-        with self._failures_told(step), self._tracer.span("copy", step=step):
+        with self._naming_step(step), self._tracer.span("copy", step=step):
             async with AsyncExitStack() as stack:
                 partial = await stack.enter_async_context(
                     create_checkpoint(self._folder, step=step)
@@ -92,15 +92,15 @@ class CheckpointWriter:
         self._metrics["checkpoint/stall_s"] = time.monotonic() - started
 
     async def wait(self) -> None:
-        """Until the one in flight is whole."""
+        """Wait until the checkpoint in flight is complete."""
         running, self._running = self._running, None
         if running is None:
             return
-        with self._failures_told(self.step):
+        with self._naming_step(self.step):
             await running
 
     async def cancel(self) -> None:
-        """Give up the one in flight: ranks that wrote it are gone, or the run is to end at once."""
+        """Cancel the checkpoint in flight, as its ranks are gone or the run ends at once."""
         running, self._running = self._running, None
         self.step = -1
         if running is not None:
@@ -108,17 +108,17 @@ class CheckpointWriter:
             await asyncio.gather(running, return_exceptions=True)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Of what happened since the last call."""
+        """Return the metrics since the last call."""
         drained, self._metrics = self._metrics, {}
         return drained
 
     @contextmanager
-    def _failures_told(self, step: int) -> Iterator[None]:
-        """As those of the checkpoint of this step; a rank that died stays one that a restart mends."""
+    def _naming_step(self, step: int) -> Iterator[None]:
+        """Add the step to failures; `LearnerDied` is left as it is, since a restart handles it."""
         try:
             yield
         except (CheckpointError, LearnerError, OSError) as error:
-            cause = getattr(error, "cause", error)  # what crossed Ray says its traceback as well
+            cause = getattr(error, "cause", error)  # Ray's error includes a traceback
             raise CheckpointError(
                 f"the checkpoint of step {step} was not written: {cause};"
                 f" {suggest_other(self._folder / f'step_{step:06d}')}"
@@ -137,7 +137,7 @@ class CheckpointWriter:
             )
         self._metrics["checkpoint/write_s"] = time.monotonic() - started
         logger.info(
-            "checkpoint of step %d is whole, %.1f s after it was begun to be written",
+            "the checkpoint of step %d is complete, written in %.1f s",
             step,
             self._metrics["checkpoint/write_s"],
         )
@@ -147,29 +147,31 @@ class CheckpointWriter:
 def locked_checkpoint(
     folder: Path, *, restart_if_no_checkpoint: bool
 ) -> Iterator[Checkpoint | None]:
-    """Holds a run directory for this process and yields its last whole checkpoint.
+    """Lock a run directory for this process and yield its last complete checkpoint.
 
     Without one, `restart_if_no_checkpoint` sets the directory aside under a numbered name and yields None, with
-    an empty one in its place. Raises `ConfigError` otherwise, and where another run has it.
+    an empty one in its place. Raises `ConfigError` otherwise, and where another run uses it.
     """
     with run_directory.lock(folder, is_new=False):
         latest = find_latest(folder / "checkpoints")
         if latest is not None:
-            logger.info("going on from %s", latest.folder)
+            logger.info("resuming from %s", latest.folder)
             yield latest
             return
         if not restart_if_no_checkpoint:
-            raise ConfigError(_refusal(folder))
+            raise ConfigError(_no_checkpoint_message(folder))
         aside = run_directory.rename_aside(folder)
         logger.warning(
-            "%s held no whole checkpoint: it is now %s, and it starts over", folder, aside
+            "%s held no complete checkpoint: it was renamed to %s, and the run starts over",
+            folder,
+            aside,
         )
     with run_directory.lock(folder, is_new=True):
         yield None
 
 
-def is_done(folder: Path, *, num_steps: int) -> bool:
-    """Whether the last step of a run is on disk already. Reads no checkpoint of an earlier step."""
+def is_finished(folder: Path, *, num_steps: int) -> bool:
+    """Return whether the checkpoint of the last step is complete. Earlier ones are not read."""
     newest = find_newest(folder / "checkpoints")
     if newest is None or newest.step < num_steps:
         return False
@@ -177,32 +179,31 @@ def is_done(folder: Path, *, num_steps: int) -> bool:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raises `ConfigError` where `locked_checkpoint` would find nothing to go on from."""
+    """Raise `ConfigError` where `locked_checkpoint` would find no checkpoint."""
     if find_latest(folder / "checkpoints") is None:
-        raise ConfigError(_refusal(folder))
+        raise ConfigError(_no_checkpoint_message(folder))
 
 
-def _refusal(folder: Path) -> str:
-    found = [f"  {fault}" for fault in list_damage(folder / "checkpoints")]
+def _no_checkpoint_message(folder: Path) -> str:
+    damaged = [f"  {damage}" for damage in list_damage(folder / "checkpoints")]
     metrics = folder / "metrics.jsonl"
     num_rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
     return "\n".join(
         [
-            f"--resume {folder}: it holds no whole checkpoint to go on from, and {num_rows} steps in"
-            " metrics.jsonl; nothing was changed",
-            *(found or ["  no checkpoint was begun"]),
+            f"--resume {folder}: it holds no complete checkpoint to resume from, and {num_rows} steps"
+            " in metrics.jsonl; nothing was changed",
+            *(damaged or ["  no checkpoint was started"]),
             f"  to start over beside it: train {folder / 'config.yaml'} run.dir=ANOTHER",
-            f"  to start over in its place: train --resume {folder} {RESTART_OPTION}, which keeps what"
-            f" is there under a numbered name",
+            f"  to start over in its place: train --resume {folder} {RESTART_OPTION}, which keeps the"
+            " old directory under a numbered name",
         ]
     )
 
 
 def changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[object, object]]:
-    """Dotted keys whose value is another than in the directory's `config.yaml`: old and new value.
+    """Return the dotted keys that differ from the directory's `config.yaml`, with old and new value.
 
-    Empty where that file is missing. Raises `ConfigError` with every changed key that a checkpoint
-    does not let change.
+    Empty where that file is missing. Raises `ConfigError` with every changed key in `FIXED`.
     """
     path = folder / "config.yaml"
     if not path.is_file():
@@ -225,16 +226,16 @@ def changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[object, obj
                         f"{key}: cannot change at a resume, {_change(changed[key])}"
                         for key in refused
                     ),
-                    f"  the checkpoints of {folder} hold other tensors; leave it as it was, or start a"
-                    " new run",
+                    f"  the checkpoints of {folder} hold other tensors; restore the old value, or start"
+                    " a new run",
                 ]
             )
         )
     return changed
 
 
-def described(changed: Mapping[str, tuple[object, object]]) -> Iterator[str]:
-    """A line for each changed key."""
+def format_changes(changed: Mapping[str, tuple[object, object]]) -> Iterator[str]:
+    """Format each changed key as a line."""
     for key, values in changed.items():
         yield f"changed at this resume: {key}: {_change(values)}"
 

@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 def connect(config: ClusterSection) -> str:
-    """Joins the cluster of `RAY_ADDRESS` or `cluster.address`, or starts a local one.
+    """Join the cluster of `RAY_ADDRESS` or `cluster.address`, or start a local one.
 
     Returns the `host:port` of its dashboard, empty where it has none. Raises `ConfigError` when the cluster cannot be reached.
     """
     refuse_bad_authentication()
     address = os.environ.get("RAY_ADDRESS") or config.address
-    # What actors print stays in Ray's log files; what matters of it comes back as errors and metrics.
+    # The output of actors stays in Ray's log files; errors and metrics are returned.
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if address:
         try:
             check_reachable(address)
             url = ray.init(address=address, **common).dashboard_url or ""
-        except Exception as error:  # of many kinds, and all of them end here
+        except Exception as error:  # Ray raises many types
             key = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "cluster.address"
             raise ConfigError(
                 f"{key} {address!r} cannot be joined: {summary(error)}; start it with"
@@ -55,23 +55,23 @@ def connect(config: ClusterSection) -> str:
             _node_ip_address="127.0.0.1",
             **common,
         )
-    except Exception as error:  # of many kinds, and all of them end here
+    except Exception as error:  # Ray raises many types
         variable, folder = machine.ray_temp_dir()
         raise StartError(
             f"Ray did not start: {summary(error)}; its logs are in"
-            f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` looks at"
+            f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` checks"
             " the machine"
         ) from None
     return context.dashboard_url or ""
 
 
 def disconnect() -> None:
-    """Leaves the cluster, and ends a local one. What fails here replaces no other failure."""
+    """Leave the cluster, and end a local one. A failure here does not replace another."""
     clean_up_now(sys.exception(), ray.shutdown)
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Every `auto` as what this cluster makes of it, said once in the log."""
+    """Replace every `auto` by a value for this cluster, and log each decision."""
     resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
     for decision in resolved.decisions:
         logger.info("%s", decision)
@@ -82,7 +82,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """What a run reserves, and the keys that say so."""
+    """Resources that a run reserves."""
 
     cpus: float
     gpus: float
@@ -90,11 +90,11 @@ class RunSize:
     num_ranks: int
 
 
-def run_size(config: RunConfig, *, num_gpus: float, least_cpus: float = 0.0) -> RunSize:
-    """Of a run alone on a cluster with so many GPUs."""
+def run_size(config: RunConfig, *, num_gpus: float, min_cpus: float = 0.0) -> RunSize:
+    """Return the resources of a run alone on a cluster with `num_gpus` GPUs."""
     config = resources.resolve(config, num_gpus=num_gpus).config
     return RunSize(
-        cpus=max(config.cpus_needed, least_cpus),
+        cpus=max(config.cpus_needed, min_cpus),
         gpus=config.gpus_needed,
         num_actors=config.actors.num_actors,
         num_ranks=config.learner.num_ranks,
@@ -102,39 +102,39 @@ def run_size(config: RunConfig, *, num_gpus: float, least_cpus: float = 0.0) -> 
 
 
 def check_supply(config: RunConfig) -> None:
-    """Raises `ConfigError` with demand and supply when the cluster cannot hold the run."""
+    """Raise `ConfigError` with demand and supply when the cluster cannot hold the run."""
     check_fits(run_size(config, num_gpus=ray.cluster_resources().get("GPU", 0.0)))
 
 
 def check_variables(config: RunConfig) -> None:
-    """Raises `ConfigError` where machines of a cluster that was joined lack a variable that is named.
+    """Raise `ConfigError` where a configured environment variable is not set on a joined cluster.
 
-    A local cluster has those of this process.
+    A local cluster has the variables of this process.
     """
     named = dict(named_variables(config))
     if not named or not (os.environ.get("RAY_ADDRESS") or config.cluster.address):
         return
-    look: Any = _unset
-    unset = set(ray.get(look.remote(list(named.values()))))
+    find_unset: Any = _find_unset
+    unset = set(ray.get(find_unset.remote(list(named.values()))))
     problems = [
-        f"{key}: the environment variable {name} is not set on the cluster's machines; submit the run"
-        f" with {job_variables.OPTION} {name}, or set it where `ray start` runs"
-        for key, name in named.items()
-        if name in unset
+        f"{key}: the environment variable {variable} is not set on the cluster's machines; submit the run"
+        f" with {job_variables.OPTION} {variable}, or set it where `ray start` runs"
+        for key, variable in named.items()
+        if variable in unset
     ]
     if problems:
         raise ConfigError("\n".join([*problems, "nothing was started."]))
 
 
 @ray.remote(num_cpus=0)
-def _unset(names: list[str]) -> list[str]:
-    """Those that a worker's process does not have."""
+def _find_unset(names: list[str]) -> list[str]:
+    """Return the variables that are not set in a worker's process."""
     prepare_process()
     return [name for name in names if not os.environ.get(name)]
 
 
-def check_fits(size: RunSize, *, what: str = "") -> None:
-    """Raises `ConfigError` where the whole cluster has less; `what` names the run."""
+def check_fits(size: RunSize, *, name: str = "") -> None:
+    """Raise `ConfigError` where the whole cluster has less; `name` is that of the run."""
     supply = ray.cluster_resources()
     problems: list[str] = []
     for resource, needed, keys in (
@@ -144,7 +144,7 @@ def check_fits(size: RunSize, *, what: str = "") -> None:
         has = supply.get(resource, 0.0)
         if needed > has:
             problems.append(
-                f"{what + ': ' if what else ''}{needed:g} {resource}s are needed"
+                f"{name + ': ' if name else ''}{needed:g} {resource}s are needed"
                 f" ({size.num_actors} rollout actors and {size.num_ranks} learner ranks), the"
                 f" cluster has {has:g}; lower actors.num_actors, learner.num_ranks, {keys}, or add"
                 " nodes"

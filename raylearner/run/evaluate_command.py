@@ -1,6 +1,6 @@
-"""Evaluation alone: the engines of a configuration play its held-out prompts, and nothing is trained.
+"""The command `eval`: engines play the held-out prompts of a configuration, without training.
 
-What is evaluated is a checkpoint of a run, or the model of the configuration.
+It evaluates a checkpoint of a run, or the model of the configuration.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import refuse_blindness
 from raylearner.config.schema import RunConfig, TinyModel
-from raylearner.data import load_prompts
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint.directory import MANIFEST, find_damage
@@ -43,21 +42,16 @@ COLUMNS = (
 
 
 def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
-    """Plays `evaluation.num_prompts` prompts, prints a table by source, writes `eval.jsonl`.
+    """Play `evaluation.num_prompts` prompts, print a table by source, and write `eval.jsonl`.
 
-    Raises `ConfigError` for a configuration without held-out prompts and for a directory that is no
-    whole checkpoint, and what ended the evaluation.
+    Raises `ConfigError` for a configuration without held-out prompts and for a directory that is not a
+    complete checkpoint, and the cause of a failure.
     """
     if config.data.evaluation is None:
-        raise ConfigError("data.evaluation: required, since its prompts are what is played")
+        raise ConfigError("data.evaluation: required, since eval plays its prompts")
     if config.evaluation is None:
         raise ConfigError("evaluation: must not be null for eval")
-    prompts = load_prompts(
-        config.data.evaluation,
-        system_prompt=config.data.system_prompt,
-        examples=config.data.examples,
-        max_images=config.renderer.images.max_images,
-    )
+    prompts = prompt_checks.load_rows(config, config.data.evaluation)
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
     check_rows(config.rewards, prompts)
@@ -83,34 +77,34 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
             )
         finally:
             cluster.disconnect()
-    Console().print(table(record))
+    Console().print(make_table(record))
 
 
-def table(record: dict[str, Any]) -> Table:
-    """One row for all prompts, and one for each source."""
-    shown = Table(title=f"step {record['step']}, policy version {record['policy_version']}")
+def make_table(record: dict[str, Any]) -> Table:
+    """Return a table with a row for all prompts, and one for each source."""
+    result = Table(title=f"step {record['step']}, policy version {record['policy_version']}")
     for name in ("source", *COLUMNS):
-        shown.add_column(name, justify="left" if name == "source" else "right")
+        result.add_column(name, justify="left" if name == "source" else "right")
     sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
     for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
         values = (record.get(f"{prefix}{column}") for column in COLUMNS)
-        shown.add_row(Text(source), *("-" if v is None else f"{v:.4g}" for v in values))
-    return shown
+        result.add_row(Text(source), *("-" if v is None else f"{v:.4g}" for v in values))
+    return result
 
 
 def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, PolicyVersion]:
-    """Directory or hub id, learner step and policy version of what is evaluated."""
+    """Return directory or hub id, learner step and policy version of the evaluated model."""
     if checkpoint is None:
         if isinstance(config.model, TinyModel):
             raise ConfigError(
-                "model.kind: a 'tiny' model is made by its run; name a checkpoint of that with "
+                "model.kind: a 'tiny' model is created by its run; name a checkpoint of that run with "
                 "checkpoint=RUN_DIR/checkpoints/step_NNNNNN"
             )
         return config.model.path, 0, 0
     if not checkpoint.is_dir():
         raise ConfigError(f"checkpoint: no such directory {str(checkpoint)!r}")
-    if (fault := find_damage(checkpoint)) is not None:
-        raise ConfigError(f"checkpoint: {checkpoint} is not whole: {fault}")
+    if (damage := find_damage(checkpoint)) is not None:
+        raise ConfigError(f"checkpoint: {checkpoint} is not complete: {damage}")
     step = json.loads((checkpoint / MANIFEST).read_text())["step"]
     progress = json.loads((checkpoint / "learner" / "progress.json").read_text())
     return str((checkpoint / "model").absolute()), int(step), int(progress["policy_version"])
@@ -146,7 +140,7 @@ async def _evaluate(
             evaluator = Evaluator(
                 config.evaluation, prompts, failed_reward=config.rewards.reported_failed_reward
             )
-            # Engines count from 0: they loaded these weights, and none are pushed.
+            # Engines start at version 0: they loaded these weights, and none are pushed.
             record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
             record["policy_version"] = version
             recorder.evaluation(record)
@@ -156,8 +150,8 @@ async def _evaluate(
 
 
 async def _no_loss(actor_id: str) -> None:
-    """Nothing is claimed, so nothing is lost."""
+    """Do nothing: evaluation claims nothing."""
 
 
 async def _no_join(actor_id: str, receive: object) -> None:
-    """A replacement loads the same weights by itself."""
+    """Do nothing: a replacement loads the same weights itself."""

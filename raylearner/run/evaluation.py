@@ -56,15 +56,15 @@ class Evaluator:
         Raises `RaylearnerError` when an episode was sampled by another version, and
         `EvaluationIncomplete` when no actor lived long enough to play.
         """
-        left = self._prompts
+        remaining = self._prompts
         played: list[Trajectory] = []
         for _ in range(MAX_ROUNDS):
-            done, left = await self._play(left, actors())
+            done, remaining = await self._play(remaining, actors())
             played.extend(done)
-            if not left:
+            if not remaining:
                 return self._record(played, step=step, policy_version=policy_version)
         raise EvaluationIncomplete(
-            f"evaluation at step {step}: {len(left)} of {len(self._prompts)} prompts were not"
+            f"evaluation at step {step}: {len(remaining)} of {len(self._prompts)} prompts were not"
             f" played in {MAX_ROUNDS} rounds, since rollout actors kept dying"
         )
 
@@ -113,8 +113,8 @@ class Evaluator:
             "prompts_hash": self._prompts_hash,
             **_summary(episodes, prefix="", failed_reward=self._failed_reward),
         }
-        for source, found in sorted(by_source.items()):
-            record |= _summary(found, prefix=f"{source}/", failed_reward=self._failed_reward)
+        for source, members in sorted(by_source.items()):
+            record |= _summary(members, prefix=f"{source}/", failed_reward=self._failed_reward)
         return record
 
     def _warn_of_failures(self, episodes: Sequence[Episode], step: int) -> None:

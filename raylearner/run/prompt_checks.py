@@ -1,6 +1,6 @@
-"""The prompts that episodes open with, measured before anything starts.
+"""Checks of the prompts that episodes start from, made before Ray starts.
 
-A prompt that is longer than the budget, or that the chat template refuses, would fail every episode of
+A prompt that is longer than its limit, or that the chat template refuses, would fail every episode of
 its row, and end the run after a few steps.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raylearner.config.data import FileData
+from raylearner.config.data import DataSource, FileData
 from raylearner.config.environment import EnvironmentSection, SingleTurn, ToolUse
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.data import load_prompts
@@ -23,12 +23,12 @@ from raylearner.types import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 5
-"""Rows that a message names; the rest are counted."""
+"""Maximum number of rows that a message names; the others are counted."""
 UNBOUNDED = 2**31
 
 
 def make_renderer(config: RunConfig, *, model: str | None = None) -> Renderer | None:
-    """The renderer of a run before its model is made; None for a tiny vision-language model.
+    """Return the renderer of a run before its model exists; None for a tiny vision-language model.
 
     `model` stands in for `model.path`. Raises `ConfigError` where a tokenizer cannot be loaded.
     """
@@ -42,8 +42,18 @@ def make_renderer(config: RunConfig, *, model: str | None = None) -> Renderer | 
     return Renderer.from_pretrained(path, config.renderer)
 
 
+def load_rows(config: RunConfig, sources: Sequence[DataSource]) -> list[Prompt]:
+    """Load the rows of sources, with the system prompt and examples of the configuration."""
+    return load_prompts(
+        sources,
+        system_prompt=config.data.system_prompt,
+        examples=config.data.examples,
+        max_images=config.renderer.images.max_images,
+    )
+
+
 def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
-    """As `fitting`, of rows in files, where a tokenizer is at hand without a network."""
+    """Check rows in files as `select_fitting` does, where a tokenizer is available offline."""
     if not isinstance(config.model, TinyModel) and not Path(config.model.path).is_dir():
         return
     data = config.data
@@ -51,12 +61,7 @@ def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
         files = [source for source in sources if isinstance(source, FileData)]
         renderer = make_renderer(config) if files else None
         if renderer is not None:
-            prompts = load_prompts(
-                files,
-                system_prompt=data.system_prompt,
-                examples=data.examples,
-                max_images=config.renderer.images.max_images,
-            )
+            prompts = load_rows(config, files)
             check_rows(config.rewards, prompts)
             select_fitting(config, prompts, renderer, key=key, report=report)
 
@@ -69,12 +74,11 @@ def select_fitting(
     key: str,
     report: Callable[[str], None] = logger.warning,
 ) -> list[Prompt]:
-    """`prompts` without those that are too long, where `data.long_prompts` says so; `report` gets
-    their count and names.
+    """Return the prompts that fit; with `data.long_prompts: drop`, longer ones are reported and left out.
 
-    `key` is where they come from. Environments and programs of the user's own write what episodes
-    open with by themselves: their prompts are returned as they are. Raises `ConfigError` with every
-    count where a prompt is too long or refused by the template, and where none is left.
+    `key` is the key of their source. Custom environments and agent programs write their own first
+    messages, so their prompts are returned unchanged. Raises `ConfigError` with all counts where a
+    prompt is too long or refused by the template, and where none is left.
     """
     tools = _tools(config.environment)
     if tools is None:
@@ -97,28 +101,28 @@ def select_fitting(
     if refused:
         raise ConfigError(
             f"{key}: {len(refused)} of {len(prompts)} prompts cannot be rendered:"
-            f" {_named(refused, '; ')}"
+            f" {_list(refused, '; ')}"
         )
     if not long:
         return kept
-    found = (
+    message = (
         f"{key}: {len(long)} of {len(prompts)} prompts are longer than renderer.max_prompt_tokens ="
-        f" {limit} (tokens in brackets): {_named(long, ', ')}"
+        f" {limit} (tokens in brackets): {_list(long, ', ')}"
     )
     if config.data.long_prompts == "refuse" or not kept:
         raise ConfigError(
-            f"{found}; raise that, shorten them, or leave them out with data.long_prompts: drop"
+            f"{message}; raise that, shorten them, or leave them out with data.long_prompts: drop"
             if kept
-            else f"{found}; none is left, raise that or shorten them"
+            else f"{message}; none is left, raise that or shorten them"
         )
     needed = config.replay.groups_per_step if key == "data.train" else 0
     again = f", fewer than the {needed} of a step, so they repeat" if len(kept) < needed else ""
-    report(f"{found}; they are left out, {len(kept)} remain{again}")
+    report(f"{message}; they are left out, {len(kept)} remain{again}")
     return kept
 
 
 def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | None:
-    """What the prompt announces; None where it is not known what episodes open with."""
+    """Return the tools in the prompt; None where the first messages are not known."""
     if isinstance(environment, SingleTurn):
         return ()
     if not isinstance(environment, ToolUse):
@@ -127,8 +131,8 @@ def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | Non
         return ()
     try:
         factory = EnvironmentFactory(environment)
-    except ConfigError as error:  # of this machine perhaps, and not of those that run the tools
-        logger.warning("prompts are not measured, since a tool cannot be made here: %s", error)
+    except ConfigError as error:  # perhaps only on this machine, not on those that run the tools
+        logger.warning("prompts are not measured, since a tool cannot be created here: %s", error)
         return None
     try:
         return factory.make().tool_schemas
@@ -136,6 +140,6 @@ def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | Non
         asyncio.run(factory.close())
 
 
-def _named(found: Sequence[str], separator: str) -> str:
-    more = f"{separator}and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return separator.join(found[:MAX_NAMED]) + more
+def _list(items: Sequence[str], separator: str) -> str:
+    more = f"{separator}and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+    return separator.join(items[:MAX_NAMED]) + more

@@ -1,4 +1,4 @@
-"""A run from its configuration to its end: what is checked before Ray starts, and what ends it.
+"""A run from its configuration to its end: the checks before Ray starts, then the controller.
 
 Waits for services, for a cluster that holds the run, and for the controller; a stop is requested by
 SIGTERM or a deadline.
@@ -12,13 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import refuse_blindness, refuse_lost_adapters
 from raylearner.config.schema import RunConfig, TinyModel
-from raylearner.data import load_prompts
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import RunStopped, causes, summary
 from raylearner.learner.checkpoint.directory import Checkpoint
@@ -40,14 +38,14 @@ logger = logging.getLogger(__name__)
 def run(
     config: RunConfig, *, resume: Path | None = None, restart_if_no_checkpoint: bool = False
 ) -> None:
-    """Trains to `run.num_steps`. Raises what ended it; every child process is gone on return.
+    """Train to `run.num_steps`. Raises the cause of a failure; no child process is left on return.
 
-    `resume` is the run directory to go on in; without a whole checkpoint there, `restart_if_no_checkpoint` sets
+    `resume` is the run directory to resume; without a complete checkpoint there, `restart_if_no_checkpoint` sets
     it aside, and `ConfigError` is raised otherwise.
     """
-    if resume is not None and checkpointing.is_done(resume, num_steps=config.run.num_steps):
+    if resume is not None and checkpointing.is_finished(resume, num_steps=config.run.num_steps):
         logger.info(
-            "nothing is left to do: all %d steps of %s are done; raise run.num_steps to train on",
+            "nothing is left to do: all %d steps of %s are done; raise run.num_steps to continue",
             *(config.run.num_steps, resume),
         )
         return
@@ -73,20 +71,22 @@ def run(
     folder = Path(config.run.dir).absolute()
     machine.check_disk_space(folder)
     changed: Sequence[str] = ()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if resume is not None:
-            latest = held.enter_context(
+            latest = stack.enter_context(
                 checkpointing.locked_checkpoint(
                     folder, restart_if_no_checkpoint=restart_if_no_checkpoint
                 )
             )
             if latest is not None:
-                changed = list(checkpointing.described(checkpointing.changed_keys(folder, config)))
+                changed = list(
+                    checkpointing.format_changes(checkpointing.changed_keys(folder, config))
+                )
                 refuse_other_data(latest.folder / "replay", training)
         else:
-            latest = held.enter_context(run_directory.lock(folder, is_new=True))
+            latest = stack.enter_context(run_directory.lock(folder, is_new=True))
         cluster.connect(config.cluster)
-        held.callback(cluster.disconnect)
+        stack.callback(cluster.disconnect)
         config = cluster.resolve(config)
         cluster.check_supply(config)
         cluster.check_variables(config)
@@ -94,14 +94,8 @@ def run(
 
 
 def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    data = config.data
-    load = partial(
-        load_prompts,
-        system_prompt=data.system_prompt,
-        examples=data.examples,
-        max_images=config.renderer.images.max_images,
-    )
-    return load(data.train), [] if data.evaluation is None else load(data.evaluation)
+    train, evaluation = config.data.train, config.data.evaluation or ()
+    return prompt_checks.load_rows(config, train), prompt_checks.load_rows(config, evaluation)
 
 
 async def _train(

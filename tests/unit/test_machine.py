@@ -166,7 +166,7 @@ def test_the_margin_is_configured() -> None:
 
 @pytest.mark.parametrize("text", ["tomorrow", "nan", "18:00"])
 def test_what_is_no_time_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"run.deadline: '{text}' is no time"):
+    with pytest.raises(ConfigError, match=r"run\.deadline"):
         stop_time_s(RunSection(deadline=text), {})
     with pytest.raises(ConfigError, match="RAYLEARNER_DEADLINE: "):
         stop_time_s(RunSection(), {"RAYLEARNER_DEADLINE": text})

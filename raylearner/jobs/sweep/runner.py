@@ -58,11 +58,11 @@ def _run(plan: Plan, variables: Path | None) -> None:
         trial_jobs = TrialJobs(client, runtime_env(client, variables=variables))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         sizes = {
-            t.number: cluster.run_size(t.config, least_cpus=t.cpus, num_gpus=gpus)
+            t.number: cluster.run_size(t.config, min_cpus=t.cpus, num_gpus=gpus)
             for t in plan.trials
         }
         for trial in plan.trials:
-            cluster.check_fits(sizes[trial.number], what=f"trial {trial.number:03d}")
+            cluster.check_fits(sizes[trial.number], name=f"trial {trial.number:03d}")
         folder = run_directory.resolve(Path("runs/sweeps", plan.sweep.name)).absolute()
         check_folder(folder)
         with run_directory.lock(folder, is_new=False):
