@@ -1,4 +1,4 @@
-"""What travels in a weight push: the update, the probe that verifies it, and an engine's receipt."""
+"""Records of a push: the update, the probe that verifies it, and an engine's receipt."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ class Probe:
     token_ids: tuple[tuple[int, ...], ...]
     """Sequences of at least 2 tokens, as engines take them: one placeholder for each image."""
     logprobs: tuple[tuple[float, ...], ...]
-    """Of the last tokens of each sequence: all but the first, or those behind its images."""
+    """Log-probabilities of the last tokens of each sequence: all but the first, or those after its images."""
     tolerance: float
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Of each sequence, encoded; empty where none has any."""
+    """Encoded images of each sequence; empty if there are none."""
     statistic: Literal["max", "mean"] = "max"
-    """What of |engine - learner| over all tokens must be within `tolerance`."""
+    """Statistic of |engine - learner| over all tokens that must be within `tolerance`."""
 
     def prompts(self) -> Iterator[tuple[tuple[int, ...], tuple[bytes, ...], int]]:
-        """Token ids, images, and how many of the last tokens are to be scored."""
+        """Yield token ids, images, and the number of last tokens to score."""
         images = self.images or ((),) * len(self.token_ids)
         for ids, shown, scored in zip(self.token_ids, images, self.logprobs, strict=True):
             yield ids, shown, len(scored)
@@ -30,9 +30,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """One push: which version, how its tensors travel, and how the arrival is verified.
+    """One push: its version, its tensors in the form of a transport, and the probe.
 
-    The payload has the `checksums` of what is sent, by name.
+    The payload has the `checksums` of the tensors sent, by name.
     """
 
     policy_version: PolicyVersion
@@ -41,7 +41,7 @@ class WeightUpdate:
     probe: Probe
     should_clear_caches: bool = True
     is_collective: bool = False
-    """Whether it is made for the members of one push, which must all take it; joiners need another."""
+    """Whether it is made for the members of one push, who must all receive it; joiners need another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
