@@ -1,41 +1,18 @@
-"""Metric keys: each documented key is in the documentation."""
+"""Metrics: each key matches one entry of the table, Ray's names are unique, the dashboard's queries exist."""
 
 import re
-from pathlib import Path
+from typing import Any
 
-from raylearner.observability.metrics import METRICS, TABLE, markdown, spec_of, undocumented
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
-# docs of the run directory promise these to whoever reads metrics.jsonl.
-FIXED = [
-    "step",
-    "policy_version",
-    "time_s",
-    "rollout/reward/mean",
-    "rollout/turns/mean",
-    "rollout/tokens_per_s",
-    "rollout/idle_fraction",
-    "rollout/errors/tool",
-    "buffer/size",
-    "buffer/staleness/mean",
-    "buffer/staleness/max",
-    "buffer/dropped/late",
-    "learner/loss",
-    "learner/grad_norm",
-    "learner/clip_fraction",
-    "learner/entropy",
-    "learner/logprob_gap/mean",
-    "learner/importance_weight/ess",
-    "learner/tokens_per_s",
-    "learner/idle_fraction",
-    "weights/publish_s",
-    "weights/pause_s",
-    "weights/logprob_error",
-]
-
-
-def test_the_fixed_keys_are_documented() -> None:
-    assert undocumented(FIXED) == []
+from raylearner.observability.grafana import dashboard
+from raylearner.observability.metrics import (
+    METRICS,
+    TABLE,
+    entry_of,
+    gauge_names,
+    placeholders,
+    spec_of,
+    undocumented,
+)
 
 
 def test_patterns_cover_one_part_and_no_more() -> None:
@@ -54,5 +31,52 @@ def test_the_table_has_no_key_twice_and_every_key_reads_area_quantity() -> None:
         assert METRICS[key].description.endswith(".")
 
 
-def test_the_documentation_holds_the_table() -> None:
-    assert markdown() in DOCUMENT.read_text()
+def targets() -> list[dict[str, Any]]:
+    return [target for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+def test_every_entry_of_the_table_has_a_name_of_its_own() -> None:
+    names = gauge_names()
+    assert set(names) == set(METRICS)
+    assert len(set(names.values())) == len(names)
+    assert all(re.fullmatch(r"raylearner_[a-z0-9_]+", name) for name in names.values())
+    assert all(
+        not name.endswith(("_total", "_bucket", "_sum", "_count")) or "/" in key
+        for key, name in names.items()
+    )
+
+
+def test_placeholders_become_tags() -> None:
+    names = gauge_names()
+    assert entry_of("tools/search/latency_s/p99") == (
+        "tools/<name>/latency_s/<aggregate>",
+        {"name": "search", "aggregate": "p99"},
+    )
+    assert names["tools/<name>/latency_s/<aggregate>"] == "raylearner_tools_latency_s"
+    assert names["rollout/errors/<kind>"] == "raylearner_rollout_errors"
+    assert names["rollout/reward/mean"] == "raylearner_rollout_reward_mean"
+    assert names["rollout/reward/<part>/mean"] == "raylearner_rollout_reward_mean_by_part"
+    assert entry_of("no/such/key") is None
+
+
+def test_every_query_of_the_dashboard_names_a_metric_and_tags_that_exist() -> None:
+    entries = {f"ray_{name}": entry for entry, name in gauge_names().items()}
+    for target in targets():
+        match = re.fullmatch(r'(ray_[a-z0-9_]+)\{run=~"\$run"\}', target["expr"])
+        assert match is not None, target["expr"]
+        assert match[1] in entries, f"{match[1]} is no metric"
+        tags = {"run", *placeholders(entries[match[1]])}
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= tags, target
+
+
+def test_lines_of_one_panel_can_be_told_apart() -> None:
+    entries = {f"ray_{name}": entry for entry, name in gauge_names().items()}
+    for target in targets():
+        entry = entries[target["expr"].partition("{")[0]]
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert {"run", *placeholders(entry)} <= shown, target
+
+
+def test_panels_do_not_overlap() -> None:
+    cells = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard()["panels"]]
+    assert len(set(cells)) == len(cells)

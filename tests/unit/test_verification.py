@@ -2,16 +2,20 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raylearner.errors import WeightTransferError
 from raylearner.weights.checksums import checksum, read
 from raylearner.weights.trace import Trace
-from raylearner.weights.verification import verify_weights
+from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.update import Probe, WeightUpdate
+from raylearner.weights.verification import check_shapes, check_tensor_names, verify_weights
 
 DIM, ROWS = 8, 6
 
@@ -194,3 +198,44 @@ def test_what_a_loader_computes_is_verified_where_it_arrives() -> None:
         assert report["computed"] == ["scale"]
         assert verify_weights(sent(now), [report], policy_version=seed) == 1
         assert "scale" in refused({"scale": torch.randn(3)}, [report])
+
+
+MODEL = {"model.embed_tokens.weight": torch.zeros(100, 8), "model.norm.weight": torch.zeros(8)}
+LARGER = MODEL | {"model.embed_tokens.weight": torch.zeros(104, 8)}
+
+
+def make_update(payload: dict[str, Any], transport: str) -> WeightUpdate:
+    probe = Probe(token_ids=(), logprobs=(), tolerance=1.0)
+    return WeightUpdate(policy_version=1, transport=transport, payload=payload, probe=probe)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("transport", ["shared_files", "nccl"])
+def test_other_shapes_than_those_of_the_engines_model_are_refused(
+    tmp_path: Path, transport: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    save_file(MODEL, tmp_path / "model" / "model.safetensors")
+
+    def payload(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        if transport == "shared_files":
+            return write_weights(tensors.items(), tmp_path / "pushes", 1, torch.bfloat16)
+        return {"names": list(tensors), "shapes": [list(t.shape) for t in tensors.values()]}
+
+    engine = str(tmp_path / "model")
+    check_shapes(make_update(payload(MODEL), transport), engine)
+    check_shapes(make_update(payload(MODEL | {"renamed": torch.ones(1)}), transport), engine)
+    check_shapes(make_update(payload(LARGER), transport), "owner/name")
+    with pytest.raises(
+        WeightTransferError,
+        match=r"embed_tokens\.weight.*\(100, 8\).*\(104, 8\)",
+    ):
+        check_shapes(make_update(payload(LARGER), transport), engine)
+
+
+def test_tensors_without_checksums_and_checksums_without_tensors_are_named(tmp_path: Path) -> None:
+    whole = write_weights(MODEL.items(), tmp_path, 1, torch.bfloat16)
+    check_tensor_names(make_update(whole, "shared_files"))
+    sums = whole["checksums"]
+    for changed in ({k: sums[k] for k in list(sums)[1:]}, sums | {"added": sums[next(iter(sums))]}):
+        with pytest.raises(WeightTransferError, match=r"embed_tokens\.weight|added"):
+            check_tensor_names(make_update({**whole, "checksums": changed}, "shared_files"))
