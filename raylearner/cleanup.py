@@ -1,4 +1,4 @@
-"""Endings that are whole: every step of a clean-up is made, and the first cause stands."""
+"""Clean-ups that take every step and keep the first error."""
 
 import inspect
 import logging
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 async def clean_up(cause: BaseException | None, *steps: Callable[[], Any]) -> None:
-    """Make every step in order, coroutine functions included, whatever others raise.
+    """Take every step in order, coroutine functions included, even where others raise.
 
-    `cause` is what ended the work already: it stands, and failures of steps are logged. Without one,
-    the first failure is raised after the last step.
+    `cause` is the error that ended the work already: failures of steps are then logged. Without
+    one, the first failure is raised after the last step.
     """
     failure: Exception | None = None
     for step in steps:
@@ -29,7 +29,7 @@ async def clean_up(cause: BaseException | None, *steps: Callable[[], Any]) -> No
 
 
 def clean_up_now(cause: BaseException | None, *steps: Callable[[], object]) -> None:
-    """As `clean_up`, without coroutines."""
+    """Take every step as `clean_up` does, without coroutines."""
     failure: Exception | None = None
     for step in steps:
         try:
@@ -41,7 +41,7 @@ def clean_up_now(cause: BaseException | None, *steps: Callable[[], object]) -> N
 
 
 def _next(failure: Exception | None, error: Exception, cause: BaseException | None) -> Exception:
-    """The failure that stands: the first; later ones, and all behind a cause, are logged."""
+    """Return the first failure; log later ones, and all behind a cause."""
     if failure is None and cause is None:
         return error
     logger.warning("while ending the run: %s", summary(error))

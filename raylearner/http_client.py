@@ -16,7 +16,7 @@ from raylearner.config.section import HttpSection
 from raylearner.network import proxy_of
 
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})
-"""Tried again, as are all from 500 on."""
+"""Statuses that are retried, besides all from 500 on."""
 SHOWN_CHARACTERS = 200
 """Characters of a bad reply that an error quotes."""
 MAX_HEALTH_BYTES = 1 << 16
@@ -43,7 +43,7 @@ class RequestFailed(Exception):
         status: int | None = None,
         content: bytes = b"",
     ) -> None:
-        """`has_answered` is set where a reply came; `status` and `content` are those of a refusal."""
+        """`has_answered` is set where a reply came; `status` and `content` belong to a refusal."""
         super().__init__(reason)
         self.is_transient = is_transient
         self.has_answered = has_answered
@@ -123,7 +123,7 @@ class HttpClient:
         raise AssertionError("at least one try")
 
     async def check_health(self) -> None:
-        """Raises `RequestFailed` unless something answers `GET /health`, with whatever status."""
+        """Raises `RequestFailed` unless `GET /health` is answered, with any status."""
         try:
             await self._request("GET", "/health", b"", None)
         except RequestFailed as failure:

@@ -22,7 +22,7 @@ MAX_ASPECT_RATIO = 200
 MAX_DECODED_PIXELS = 80_000_000
 """Larger images are refused before they are decoded: 240 MB as RGB."""
 COMPRESSION = 1
-"""PNG's least: pages compress well anyway, and episodes wait for it."""
+"""PNG's lowest level: pages compress well anyway, and episodes wait for it."""
 TURNED = (5, 6, 7, 8)
 """Orientations of EXIF in which width and height change places."""
 

@@ -1,9 +1,10 @@
-"""Which HTTP calls go through a proxy. One rule for every client, and for every process of a run:
+"""Proxies: one rule for every client, and for every process of a run.
 
-Our own addresses are always called directly: loopback, this machine's names and addresses, the nodes of
-the Ray cluster, its dashboard. All others follow `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`
-of the environment. `keep_direct` writes the first half into `no_proxy`, which httpx, requests, urllib
-and the programs that a run starts read by themselves; `proxy_of` is for our own clients.
+Our own addresses are always called directly: loopback, this machine's names and addresses, the
+nodes of the Ray cluster, its dashboard. All others follow `http_proxy`, `https_proxy`, `all_proxy`
+and `no_proxy` of the environment. `keep_direct` adds our addresses to `no_proxy`, which httpx,
+requests, urllib and the programs that a run starts read by themselves; `proxy_of` is for our own
+client.
 """
 
 import base64
@@ -28,7 +29,7 @@ EVERY_HOST = "*"
 """Entry of `no_proxy` by which no call goes through a proxy."""
 PORTS = {"http": 80, "https": 443}
 CONNECT_TIMEOUT_S = 10.0
-"""Longest time for a cluster to answer at its port."""
+"""Maximum time for a cluster to answer at its port."""
 AUTH_MODES = ("token", "disabled")
 
 
@@ -57,7 +58,7 @@ def keep_direct(*hosts: str) -> None:
 
 
 def direct(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Both spellings of `no_proxy` with our own addresses and `hosts` added to what is there."""
+    """Return both spellings of `no_proxy` with our own addresses and `hosts` added."""
     given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
     listed = _entries(given)
     entries = dict.fromkeys([*listed, *LOOPBACK, *own_addresses(), *hosts])
@@ -66,12 +67,12 @@ def direct(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
 
 
 def host_of(url: str) -> str:
-    """The host of a URL or of `host:port`."""
+    """Return the host of a URL or of `host:port`."""
     return urlsplit(url if "://" in url else f"//{url}").hostname or ""
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """The proxy for calls to `url`, None for a direct call.
+    """Return the proxy for calls to `url`, None for a direct call.
 
     Raises `ValueError` for a proxy that is not an HTTP proxy.
     """
@@ -120,7 +121,7 @@ def _entries(no_proxy: str) -> list[str]:
 def _networks(
     entries: list[str],
 ) -> Iterator[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Entries such as `10.0.0.0/8`, which urllib does not read."""
+    """Yield entries such as `10.0.0.0/8`, which urllib does not read."""
     for entry in entries:
         if "/" in entry:
             try:
@@ -138,7 +139,8 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @lru_cache(maxsize=1)
 def own_addresses() -> tuple[str, ...]:
-    """This machine's name and addresses; link-local ones, which no URL names, are left out."""
+    """Return this machine's name and addresses; link-local ones, which no URL names, are left
+    out."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         a.address
@@ -150,7 +152,7 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def check_reachable(address: str) -> None:
-    """Raises `OSError` where nobody listens at `host:port`; other forms are Ray's to read."""
+    """Raises `OSError` where nothing listens at `host:port`; other forms are Ray's to read."""
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal() and int(port) < 2**16:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
@@ -161,12 +163,12 @@ def refuse_bad_authentication() -> None:
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     if path and not os.environ.get("RAY_AUTH_TOKEN") and not _is_readable(path):
         raise ConfigError(
-            f"RAY_AUTH_TOKEN_PATH={path}: no such file, or not to be read; unset it, or name the file"
+            f"RAY_AUTH_TOKEN_PATH={path}: the file is missing or cannot be read; unset it, or name the file"
             " that holds the cluster's token"
         )
     mode = os.environ.get("RAY_AUTH_MODE")
     if mode and mode.lower() not in AUTH_MODES:
-        raise ConfigError(f"RAY_AUTH_MODE={mode}: Ray knows {' and '.join(AUTH_MODES)} only")
+        raise ConfigError(f"RAY_AUTH_MODE={mode}: Ray supports {' and '.join(AUTH_MODES)} only")
 
 
 def _is_readable(path: str) -> bool:

@@ -25,7 +25,7 @@ Metrics: TypeAlias = dict[str, float]
 
 
 def encodable(text: str) -> str:
-    """The same text with U+FFFD for every half of a surrogate pair, and whole pairs joined."""
+    """Replace every half of a surrogate pair by U+FFFD, and join whole pairs."""
     if text.isascii():
         return text
     try:
@@ -36,9 +36,10 @@ def encodable(text: str) -> str:
 
 
 def encodable_values(value: Any) -> Any:
-    """`value` with every text in it encodable, however deep: mappings, their keys, lists and tuples.
+    """Return `value` with every text in it encodable: mappings, their keys, lists and tuples.
 
-    What needs no change is returned as it is. Raises `RecursionError` for values nested too deeply.
+    Values that need no change are returned unchanged. Raises `RecursionError` for values nested too
+    deeply.
     """
     if isinstance(value, str):
         return encodable(value)
@@ -58,9 +59,9 @@ def encodable_values(value: Any) -> Any:
 
 
 def encodable_json(content: bytes) -> bytes:
-    """JSON as strict readers take it: rewritten where it holds half a surrogate pair.
+    """Rewrite JSON for strict readers where it holds half a surrogate pair.
 
-    What is not JSON is returned as it is.
+    Content that is not JSON is returned unchanged.
     """
     if not _SURROGATE_BYTES.search(content):
         return content
@@ -71,7 +72,7 @@ def encodable_json(content: bytes) -> bytes:
 
 
 def make_encodable(record: Any) -> None:
-    """The `__post_init__` of frozen dataclasses that hold text from outside."""
+    """Make the text of a frozen dataclass encodable, as its `__post_init__`."""
     for field in fields(record):
         value = getattr(record, field.name)
         cleaned = encodable_values(value)
@@ -80,15 +81,15 @@ def make_encodable(record: Any) -> None:
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters written out, `\x1b` and `\u202e`, newlines and tabs kept.
+    r"""Write control characters out, as `\x1b` and `\u202e`; newlines and tabs stay.
 
-    So no terminal obeys it, and a line stays a line.
+    So no terminal obeys them, and a line stays a line.
     """
     return _CONTROLS.sub(lambda found: _escape(ord(found.group())), text)
 
 
 def finite_or_nan(value: object) -> float:
-    """A number as a finite float; NaN for whatever else a user's code reports as one."""
+    """Return a number as a finite float; NaN for any other value that users' code reports."""
     try:
         number = float(cast(Any, value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's
@@ -97,7 +98,8 @@ def finite_or_nan(value: object) -> float:
 
 
 def as_metrics(values: Mapping[Any, object]) -> Metrics:
-    """Metrics of a user's code by encodable names; what is not a finite number is NaN, to be counted."""
+    """Return metrics of users' code by encodable names; values that are not finite numbers are
+    NaN."""
     return {encodable(str(name)): finite_or_nan(value) for name, value in values.items()}
 
 
@@ -106,7 +108,7 @@ def _escape(code: int) -> str:
 
 
 def outside(text: str, spans: Sequence[tuple[int, int]]) -> str:
-    """The characters of `text` that lie in none of `spans`, which are in order."""
+    """Return the characters of `text` outside of `spans`, which are in order."""
     parts: list[str] = []
     position = 0
     for start, end in spans:
@@ -162,17 +164,18 @@ def to_json_types(value: object) -> Json:
 
 
 def dump_json(value: object, *, indent: int | None = None) -> str:
-    """Strict JSON, in ASCII, of text that can be encoded."""
+    """Return strict JSON, in ASCII, of encodable text."""
     return json.dumps(encodable_values(to_json_types(value)), allow_nan=False, indent=indent)
 
 
 def load_json(text: str | bytes) -> Any:
-    """What strict JSON says. Raises `ValueError` for anything else, bare NaN and infinities included."""
+    """Parse strict JSON. Raises `ValueError` for anything else, bare NaN and infinities
+    included."""
     return json.loads(text, parse_constant=_refuse)
 
 
 def _other(value: Any) -> Json:
-    """Of arrays and their scalars, which have a `tolist`; everything else as text."""
+    """Convert arrays and their scalars, which have a `tolist`; return any other value as text."""
     as_list = getattr(value, "tolist", None)
     if callable(as_list):
         listed = as_list()

@@ -69,7 +69,7 @@ def check_order(messages: Sequence[Message], *, prefill: bool = False) -> None:
         elif calls and message.call_id is not None and message.call_id not in calls:
             raise DialogueError(
                 f"messages[{i}].tool_call_id",
-                f"{message.call_id!r} is none of the calls before it ({', '.join(sorted(calls))})",
+                f"{message.call_id!r} is not one of the calls before it ({', '.join(sorted(calls))})",
             )
     last = messages[-1]
     if last.role == "assistant" and not prefill:

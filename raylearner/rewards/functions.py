@@ -84,7 +84,7 @@ class RewardLog:
         self.metrics: dict[str, float] = {}
 
     def extra(self, column: str, values: Sequence[object]) -> None:
-        """One value per episode under `column`; what is no text, number or truth value is shown as
+        """One value per episode under `column`; values other than text, numbers and truth values are shown as
         text. Raises `ValueError` unless there are as many values as episodes."""
         if isinstance(values, str) or len(values) != self._size:
             raise ValueError(

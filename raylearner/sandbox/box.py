@@ -1,7 +1,7 @@
 """One started sandbox: its process, its pipes, and its end.
 
-`Box` knows how a call is started; `Call` is one that runs. Leaving the context of `Box.open` leaves
-no process and no descriptor behind.
+`Box` starts calls; `Call` is a running one. Leaving the context of `Box.open` leaves no process and
+no descriptor behind.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Call:
     status: int
 
     def kill(self) -> None:
-        """Ends the first process of the box; this one ends once the kernel has killed the rest."""
+        """End the first process of the box, which exits once the kernel has killed the rest."""
         if self.process.poll() is not None:
             return
         if not self.is_isolated:
@@ -54,7 +54,7 @@ class Call:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Leaves no process behind; blocks for the milliseconds that a kill takes."""
+        """Kill all processes of the call; blocks for the milliseconds that a kill takes."""
         self.kill()
         try:
             self.process.wait(KILL_GRACE_S)
@@ -166,7 +166,8 @@ class Box:
         return [*head, *tail, python, "-s", str(main)], kept, folder
 
     def _next_user(self, streams: Iterable[int]) -> int:
-        """A user that no other call is; owns its streams, so that it may reopen /dev/stdout."""
+        """Lend a user that no other call has; it owns its streams, so that it may reopen
+        /dev/stdout."""
         if self.users is None:
             return 0
         user = next(_users) % bubblewrap.NUM_USERS
@@ -183,7 +184,7 @@ class Box:
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe whose reading end does not block and is closed with the stack."""
+    """Open a pipe whose reading end does not block and is closed with the stack."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     stack.callback(os.close, reader)
@@ -191,7 +192,8 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """An anonymous file at its start; each call has its own, since readers share the offset."""
+    """Open an anonymous file at its start; each call has its own, since readers share the
+    offset."""
     descriptor = os.memfd_create("raylearner", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, descriptor)
     with open(descriptor, "wb", closefd=False) as file:
@@ -203,7 +205,7 @@ def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that `pid` started; empty where the kernel does not tell."""
+    """Return the processes that `pid` started; empty where the kernel does not report them."""
     try:
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

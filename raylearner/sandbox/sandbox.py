@@ -1,8 +1,8 @@
-"""Runs Python written by a model in a box of its own, within limits that hold for the whole call.
+"""Runs Python written by a model in a box of its own, within limits for the whole call.
 
 Each call gets fresh namespaces (bubblewrap), an empty working directory in memory, an empty
-environment and no network; `sandbox_supervisor` is its first process and counts the whole tree.
-Nothing outlives the call. Waits for: a free place among `max_concurrent`, then the program.
+environment and no network; `supervisor.py` is its first process and counts the whole tree. No
+process outlives the call. Waits for: a free place among `max_concurrent`, then the program.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class SandboxStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What a program wrote and how it ended; at a limit the return code is that of a kill."""
+    """The output of a program and how it ended; at a limit the return code is that of a kill."""
 
     status: SandboxStatus
     stdout: str
@@ -53,10 +53,10 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Owns the command line of one kind of box; promises that no call leaves anything behind.
+    """Runs programs by one command line; no call leaves anything behind.
 
-    Raises `ConfigError` where isolation is not available, found by a real call. `run` raises
-    `ToolError` when the box itself fails; whatever the program does is a `SandboxResult`.
+    Raises `ConfigError` where isolation is not available, tested by a real call. `run` raises
+    `ToolError` when the box itself fails; every result of a program is a `SandboxResult`.
     """
 
     def __init__(self, limits: SandboxSection | None = None) -> None:
@@ -156,8 +156,8 @@ def _result(status: str, streams: _Streams, wall_s: float, limits: SandboxSectio
         case "limit":
             return _at_limit(rest, streams, wall_s, limits)
         case _:
-            said = _decoded(streams.stderr).strip()[-500:]
-            raise ToolError(f"the sandbox itself failed: {rest or said or 'no word of why'}")
+            output = _decoded(streams.stderr).strip()[-500:]
+            raise ToolError(f"the sandbox itself failed: {rest or output or 'no reason given'}")
 
 
 def _at_limit(
@@ -166,14 +166,14 @@ def _at_limit(
     return SandboxResult(
         status=SandboxStatus.LIMIT,
         stdout=_decoded(streams.stdout),
-        stderr=f"killed: {_said(name, limits)}\n{_decoded(streams.stderr)}",
+        stderr=f"killed: {_describe_limit(name, limits)}\n{_decoded(streams.stderr)}",
         return_code=-signal.SIGKILL,
         wall_s=wall_s,
         limit_hit=name,
     )
 
 
-def _said(name: str, limits: SandboxSection | None) -> str:
+def _describe_limit(name: str, limits: SandboxSection | None) -> str:
     if limits is None:
         return f"code or input too long, at most {MAX_CODE_BYTES} and {MAX_STDIN_BYTES} bytes"
     return {
@@ -187,7 +187,8 @@ def _said(name: str, limits: SandboxSection | None) -> str:
 
 
 def _read_into(descriptor: int, into: bytearray, most: int) -> bool:
-    """Appends what is there, `most` bytes at most; False at the end of the stream or of the room."""
+    """Append the available bytes, `most` at most; return False at the end of the stream or of the
+    room."""
     if most <= 0:
         return False
     try:
@@ -229,19 +230,20 @@ print('isolated')
 
 @lru_cache(maxsize=8)
 def _probe(python: str | None, packages: tuple[str, ...]) -> None:
-    """One call that looks around inside; raises `ConfigError` unless it finds itself alone."""
+    """Test isolation by a call; raises `ConfigError` unless the program is alone in its
+    namespaces."""
     limits = SandboxSection(python=python, packages=packages, wall_s=PROBE_TIMEOUT_S)
     with Box.of(limits).open(_PROBE.encode(), b"") as call:
         try:
             call.process.wait(PROBE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             call.kill()
-        said = b"".join(_drained(call.stdout) + _drained(call.stderr)).decode("utf-8", "replace")
+        output = b"".join(_drained(call.stdout) + _drained(call.stderr)).decode("utf-8", "replace")
         status = _read_status(call.status)
-    if said.strip() != "isolated":
+    if output.strip() != "isolated":
         raise ConfigError(
             "sandbox.isolation: bubblewrap cannot isolate here"
-            f" ({' '.join((said.strip() or status or 'no answer').split())[-400:]});"
+            f" ({' '.join((output.strip() or status or 'no answer').split())[-400:]});"
             " it needs user namespaces and an unmasked /proc: allow them on this machine or in its"
             " container, name a code service by url, or set isolation: none, which runs the model's"
             " code unprotected"

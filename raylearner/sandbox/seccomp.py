@@ -1,8 +1,9 @@
-"""A system-call filter for the sandbox: what no program of a model needs is refused with EPERM.
+"""A system-call filter for the sandbox: calls that no program of a model needs are refused with
+EPERM.
 
 Second line of defence behind the namespaces: kernel interfaces that are not namespaced, or that
 reach into the supervisor, or whose memory no process is charged for. The program is classic BPF
-(`linux/filter.h`), assembled here since no library for it is on the usual machines.
+(`linux/filter.h`), assembled here since the usual machines have no library for it.
 """
 
 import errno
@@ -149,7 +150,8 @@ _ARCHITECTURES = {
 
 
 def program(machine: str | None = None) -> bytes | None:
-    """The filter for this machine's architecture; None where its numbers are not known."""
+    """Return the filter for this machine's architecture; None where its call numbers are
+    unknown."""
     known = _ARCHITECTURES.get(machine or platform.machine())
     if known is None:
         return None
@@ -193,7 +195,8 @@ def program(machine: str | None = None) -> bytes | None:
 
 
 def _when(number: int, body: list[bytes]) -> list[bytes]:
-    """`body` for one system call only; it either refuses or falls through to an end that allows."""
+    """Return `body` for one system call only; it either refuses or falls through to an end that
+    allows."""
     whole = [*body, _instruction(_RETURN, _ALLOW)]
     return [_instruction(_JUMP_EQUAL, number, no=len(whole)), *whole]
 

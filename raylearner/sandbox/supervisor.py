@@ -39,11 +39,11 @@ class Tree:
         self.cpu_s = 0.0
 
     def num_processes(self) -> int:
-        """Processes of the namespace but this one; 0 where others share /proc."""
+        """Number of other processes of the namespace; 0 where others share /proc."""
         return sum(name.isdigit() for name in os.listdir("/proc")) - 1 if self._is_init else 0
 
     def look(self) -> list[int]:
-        """Reads the tree once. Memory counts what files in the working directory hold."""
+        """Read the tree once. Memory includes the content of files in the working directory."""
         tasks = memory = 0
         alive_cpu = 0.0
         pids: list[int] = []
@@ -64,7 +64,7 @@ class Tree:
         return pids
 
     def shared_memory_bytes(self, pids: list[int]) -> int:
-        """Memory with pages that several processes share counted once: slower, asked when in doubt."""
+        """Measure memory with shared pages counted once: slower, for cases in doubt."""
         total = 0
         for pid in pids:
             total += _proportional_bytes(pid)
@@ -72,7 +72,8 @@ class Tree:
         return total + ((disk.f_blocks - disk.f_bfree) * disk.f_frsize if disk else 0)
 
     def _processes(self) -> list[tuple[int, list[bytes]]]:
-        """Process id and the fields of /proc/PID/stat after the name, for all but this process."""
+        """Yield process id and the fields of /proc/PID/stat after the name, for all other
+        processes."""
         found: dict[int, list[bytes]] = {}
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) == os.getpid():
@@ -110,7 +111,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def exceeded(tree: Tree, limits: dict[str, float], started: float) -> str | None:
-    """The name of the first limit that the tree is over, or None."""
+    """Return the name of the first limit that the tree exceeds, or None."""
     if tree.num_processes() > limits["processes"]:  # cheap: a fork bomb outruns a full look
         return "processes"
     pids = tree.look()
@@ -163,8 +164,8 @@ def start(command: list[str], limits: dict[str, float], *, is_init: bool) -> int
 
 
 def protect(*, is_init: bool) -> None:
-    """Not to be traced or read by the program. Outside a namespace, orphans are adopted, and the end
-    of whoever started this ends it too."""
+    """Prevent the program from tracing or reading this process. Outside a namespace, adopt orphans,
+    and end with the parent."""
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -180,7 +181,7 @@ def _stop(*_: object) -> None:
 
 
 def watch(main: int, limits: dict[str, float], tree: Tree) -> str:
-    """Until the program ends or a limit is hit; what that was."""
+    """Wait until the program ends or a limit is hit; return which."""
     started = time.monotonic()
     while True:
         for _ in range(MAX_REAPED):
@@ -196,7 +197,8 @@ def watch(main: int, limits: dict[str, float], tree: Tree) -> str:
 
 
 def kill(tree: Tree) -> None:
-    """Outside a namespace nobody else does it; as PID 1 the kernel kills the rest at exit."""
+    """Kill what is left. As PID 1 the kernel does it at exit; outside a namespace nobody else
+    does."""
     for _ in range(KILL_ROUNDS):
         pids = tree.look()
         if not pids:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from raylearner.config.environment import SandboxSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.sandbox.sandbox import Sandbox, SandboxResult, SandboxStatus
-from raylearner.services.server import make_app, parser, serve
+from raylearner.services.server import make_app, make_parser, serve
 
 
 class RunRequest(BaseModel):
@@ -57,7 +57,7 @@ def _reply(result: SandboxResult) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    command = parser("Runs Python programs in the local sandbox.")
+    command = make_parser("Runs Python programs in the local sandbox.")
     defaults = SandboxSection()
     command.add_argument("--wall-s", type=float, default=defaults.wall_s)
     command.add_argument("--cpu-s", type=float, default=defaults.cpu_s)

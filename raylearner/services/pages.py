@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 
 from raylearner.errors import ConfigError
 from raylearner.images import FORMATS
-from raylearner.services.server import make_app, parser, serve
+from raylearner.services.server import make_app, make_parser, serve
 from raylearner.services.text_index import TextIndex
 
 INDEX = "pages.jsonl"
@@ -57,7 +57,7 @@ class BatchFetch(BaseModel):
 
 
 def read_pages(folder: Path, *, needs_images: bool) -> list[Page]:
-    """The pages of a folder. Raises `ConfigError` that names the line at fault."""
+    """Read the pages of a folder. Raises `ConfigError` naming the bad line."""
     index = folder / INDEX
     pages: list[Page] = []
     seen: dict[tuple[str, str], int] = {}
@@ -105,7 +105,8 @@ def _page(line: str, folder: Path, where: str, *, needs_images: bool) -> Page:
 
 
 def _image(folder: Path, name: str, where: str) -> Path:
-    """Only its header is read: decoding a large folder would take minutes."""
+    """Return the path of an image with a valid header: decoding a large folder would take
+    minutes."""
     which = f"{where}: image {name!r}"
     try:
         path = (folder / name).resolve()
@@ -181,7 +182,7 @@ def _same_length(queries: Sequence[object], ids: Sequence[object]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    command = parser(f"Search and fetch of the pages that {INDEX} in a folder lists.")
+    command = make_parser(f"Search and fetch of the pages that {INDEX} in a folder lists.")
     command.add_argument("--folder", type=Path, required=True, help=f"folder with {INDEX}")
     command.add_argument(
         "--contents",

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
 from raylearner.errors import ConfigError
-from raylearner.services.server import make_app, parser, serve
+from raylearner.services.server import make_app, make_parser, serve
 from raylearner.services.text_index import TextIndex
 
 MAX_RESULTS = 1000
@@ -50,7 +50,7 @@ class RetrieveRequest(BaseModel):
 
 
 def read_corpus(path: Path) -> list[Passage]:
-    """The passages of a file. Raises `ConfigError` that names the line at fault."""
+    """Read the passages of a file. Raises `ConfigError` naming the bad line."""
     passages: list[Passage] = []
     lines: dict[str, int] = {}
     try:
@@ -116,7 +116,7 @@ def search_app(passages: Sequence[Passage]) -> FastAPI:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    command = parser("Text search over a JSONL corpus, one passage a line.")
+    command = make_parser("Text search over a JSONL corpus, one passage a line.")
     command.add_argument(
         "--corpus",
         type=Path,

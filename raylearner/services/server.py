@@ -1,4 +1,4 @@
-"""What the services share: a health route, a socket, uvicorn."""
+"""The common part of services: a health route, a socket, uvicorn."""
 
 import argparse
 import socket
@@ -17,8 +17,8 @@ BACKLOG = 4096
 KEEP_ALIVE_S = 75
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A command line with `--host` and `--port`."""
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Make a command line with `--host` and `--port`."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     made.add_argument(
@@ -28,7 +28,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def make_app(name: str) -> FastAPI:
-    """An application that answers `GET /health`; whoever makes it is ready when it serves."""
+    """Make an application with `GET /health`; it is ready once it serves."""
 
     app = FastAPI(title=f"raylearner {name}", docs_url=None, redoc_url=None)
 
@@ -40,7 +40,8 @@ def make_app(name: str) -> FastAPI:
 
 
 def serve(make: Callable[[], FastAPI], *, host: str, port: int) -> int:
-    """Serves until interrupted; prints the address once connections are taken. The exit code."""
+    """Serve until interrupted, print the address once connections are accepted, and return the exit
+    code."""
     logs.set_up()
     try:
         app = make()

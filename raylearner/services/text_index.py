@@ -38,7 +38,7 @@ class TextIndex:
         return scope in self._rows_of
 
     def search(self, query: str, *, top_n: int, scope: str | None = None) -> list[Hit]:
-        """At most `top_n` hits with a positive score, best first."""
+        """Return at most `top_n` hits with a positive score, best first."""
         vocabulary = self._index.vocab_dict
         known = [word for word in words(query) if word in vocabulary]
         if not known:
@@ -53,5 +53,5 @@ class TextIndex:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words; the usual stop words stay, since `In` and `As` may be what is asked for."""
+    """Split into lower-case words; stop words stay, since a query may ask for `In` or `As`."""
     return _WORD.findall(text.lower())

@@ -1,7 +1,8 @@
-"""What a chat template writes behind an assistant's turn, found in its own rendering of a dialogue.
+"""The text that a chat template writes behind an assistant's turn, found in its rendering of a
+dialogue.
 
-The dialogue so far, a marked turn and the new messages are rendered as a whole; what stands behind the
-turn continues the transcript. Earlier turns stay as they were sampled, whatever the template makes of
+The dialogue so far, a marked turn and the new messages are rendered as a whole; the text behind the
+turn continues the transcript. Earlier turns stay as they were sampled, however the template changes
 them.
 """
 
@@ -34,7 +35,8 @@ _THOUGHTS = re.compile(r"</?think>|\s")
 
 
 class RewritesHistory(RenderError):
-    """A template that changes what it wrote before, so transcripts cannot grow at their end only."""
+    """A template changes text that it wrote before, so transcripts cannot grow at their end
+    only."""
 
 
 class Continuation:
@@ -57,7 +59,8 @@ class Continuation:
         calls: Sequence[Json] = (),
         tools: Sequence[Json] = (),
     ) -> Marked:
-        """From the end of an assistant's turn with `calls` to the header of the next.
+        """Return the text from the end of an assistant's turn with `calls` to the header of the
+        next.
 
         `history` is the dialogue before that turn; one message of the user stands in for none.
         Raises `RenderError` where the template refuses the dialogue or does not show each of the
@@ -72,7 +75,7 @@ class Continuation:
         return self._from_end(rest, first, dialogue, tools) if calls else rest
 
     def turn(self, content: str, calls: Sequence[Json]) -> Json:
-        """A message of the assistant, whose last call has its content as an argument."""
+        """Return a message of the assistant, whose last call has its content as an argument."""
         turn = {"role": "assistant", "content": content}
         if not calls:
             return turn
@@ -88,7 +91,7 @@ class Continuation:
         tools: Sequence[Json] = (),
         has_system: bool = False,
     ) -> None:
-        """Raises `RewritesHistory` where what was written before a turn of the assistant changes once
+        """Raises `RewritesHistory` where the text before a turn of the assistant changes once
         `message` follows it, and `RenderError` where the template refuses that.
 
         Thoughts that a template drops from earlier turns do not count: they stay as sampled.
@@ -118,8 +121,8 @@ class Continuation:
         return list(calls if self.form.takes_several else calls[-1:])
 
     def _taken(self, message: Json) -> Json:
-        """A message of the history, with no more calls than the template takes: of earlier turns
-        only what was sampled is shown."""
+        """Return a message of the history with no more calls than the template takes; of earlier
+        turns only the sampled text is shown."""
         calls = message.get("tool_calls")
         return {**message, "tool_calls": self._kept(calls)} if calls else message
 
@@ -129,8 +132,11 @@ class Continuation:
     def _from_end(
         self, rest: Marked, first: str, dialogue: Sequence[Json], tools: Sequence[Json]
     ) -> Marked:
-        """Without what closes the call, which the policy samples itself. `first` is what the template
-        writes before the first message: an end token behind that does not end the turn."""
+        """Cut the closing of the call, which the policy samples itself.
+
+        `first` is the text before the first message: an end token behind that does not end the
+        turn.
+        """
         place = self._control.first(rest, self._end_token_ids)
         if place is not None and len(self._control.plain(rest[:place])) < len(first):
             return rest[place:]
@@ -148,7 +154,8 @@ class Continuation:
         return plain
 
     def _refuse_dropping(self, dialogue: Sequence[Json], start: int, tools: Sequence[Json]) -> str:
-        """The text between the turn and the first message that is shown."""
+        """Return the text between the turn and the first message shown. Raises `RenderError` for a
+        dropped one."""
         marks = {i: f"{self._turn}x{i}x" for i in range(start, len(dialogue))}
         marked = [
             {**message, "content": marks[i]} if i in marks else message
@@ -169,7 +176,8 @@ class Continuation:
         return first
 
     def _find_form(self) -> CallForm:
-        """The first form of calls that the template takes; the common one where it takes none."""
+        """Return the first form of calls that the template takes; the common one where it takes
+        none."""
         for form in _FORMS:
             if self._takes(form, 1):
                 several = self._takes(form, 2)
@@ -196,7 +204,7 @@ class Continuation:
 
 
 def calls_before(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
-    """The calls that the first messages answer, which templates want to see before them."""
+    """Return calls that the first messages answer, which templates expect before them."""
     calls: list[Json] = []
     for number, message in enumerate(messages):
         if message["role"] != "tool":
@@ -207,12 +215,12 @@ def calls_before(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
 
 
 def stand_in_result(tools: Sequence[Json]) -> Json:
-    """Stands for what a tool answers."""
+    """Return a stand-in for the result of a tool."""
     return result(stand_in_id(0), first_name(tools), "=")
 
 
 def first_name(tools: Sequence[Json]) -> str:
-    """Stands for the tool of a turn whose call could not be read."""
+    """Return a stand-in for the tool of a turn whose call could not be read."""
     return str(tools[0]["function"]["name"]) if tools else STAND_IN_TOOL
 
 

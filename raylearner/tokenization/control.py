@@ -1,7 +1,7 @@
-"""Control tokens: which they are, and how a text is encoded in which only chosen places hold them.
+"""Control tokens, and the encoding of texts in which only chosen places hold them.
 
-A marked text is a text in which every control token that the chat template wrote stands under a name
-that nobody else can write. Everything else in it is ordinary text, whatever it spells.
+In a marked text every control token that the chat template wrote has a secret name. Everything else
+is ordinary text, even where it spells a control token.
 """
 
 import json
@@ -23,7 +23,7 @@ class ControlTokens:
     """The control tokens of one tokenizer: encodes marked texts, and marks those that it is given."""
 
     def __init__(self, tokenizer: Any, token_ids: Iterable[int]) -> None:
-        """`token_ids` count as control tokens beside those that the tokenizer declares special."""
+        """`token_ids` count as control tokens besides those that the tokenizer declares special."""
         self._tokenizer = tokenizer
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special.update(tokenizer.all_special_ids)
@@ -42,19 +42,19 @@ class ControlTokens:
 
     @property
     def texts(self) -> Sequence[str]:
-        """How control tokens are spelled."""
+        """Spellings of the control tokens."""
         return tuple(self._ids)
 
     def name(self, token_id: int) -> Marked:
-        """A marked text of one control token."""
+        """Return a marked text of one control token."""
         return self._names[str(self._tokenizer.convert_ids_to_tokens(token_id))]
 
     def mark(self, text: str) -> Marked:
-        """Every control token that `text` spells is one."""
+        """Mark every control token that `text` spells."""
         return self.spelling.sub(lambda found: self._names[found[0]], text)
 
     def plain(self, marked: Marked) -> str:
-        """The text as it reads."""
+        """Return the text without marks."""
         return self._name.sub(lambda found: self._texts[found[0]], marked)
 
     def begins(self, marked: Marked) -> bool:
@@ -62,13 +62,13 @@ class ControlTokens:
         return self._name.match(marked) is not None
 
     def first(self, marked: Marked, token_ids: Iterable[int]) -> int | None:
-        """Where the first of these control tokens stands."""
+        """Return the place of the first of these control tokens."""
         places = (marked.find(self.name(i)) for i in token_ids if i in self._control_ids)
         return min((place for place in places if place >= 0), default=None)
 
     def encode(self, marked: Marked) -> list[int]:
-        """The tokens of a marked text: those of its plain reading, where that has the same control
-        tokens.
+        """Return the tokens of a marked text: those of its plain text, where that has the same
+        control tokens.
 
         Raises `RenderError` where the tokenizer cannot keep spelled control tokens as text.
         """
@@ -92,7 +92,8 @@ class ControlTokens:
 
     @cached_property
     def _renamed(self) -> Tokenizer:
-        """The tokenizer with its control tokens under their secret names: what spells them is text."""
+        """The tokenizer with its control tokens under their secret names, so that their spellings
+        are text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise RenderError(
@@ -116,7 +117,7 @@ class ControlTokens:
 
     @cached_property
     def _renamed_ids(self) -> Mapping[int, int]:
-        """From ids of the renamed tokenizer to the model's; those of added tokens may differ."""
+        """Map ids of the renamed tokenizer to the model's; those of added tokens may differ."""
         added = self._tokenizer.added_tokens_decoder
         pairs = {
             self._renamed.token_to_id(self._names.get(str(token), str(token))): i

@@ -1,7 +1,7 @@
-"""Reasoning in the text of a turn: which characters are thought, and which are said.
+"""Reasoning in the text of a turn: the characters that are thoughts, and those that are not.
 
-A thought is opened by the header that the chat template writes before the turn, or by the policy, and
-ends at its closing tag. What is in a thought is neither parsed, nor scored, nor a stop string.
+A thought is opened by the header that the chat template writes before the turn, or by the policy,
+and ends at its closing tag. Text in a thought is neither parsed, nor scored, nor a stop string.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Thoughts:
 
     spans: tuple[Span, ...] = ()
     contents: tuple[str, ...] = ()
-    """What stands between the tags of each."""
+    """Text between the tags of each."""
     unclosed: str = ""
     """Opening tag of the last thought where it has no end; the span then ends with the text."""
 
@@ -48,11 +48,12 @@ class Reasoning:
     tags: tuple[tuple[str, str], ...] = ()
 
     def opened_in(self, header: str) -> str:
-        """The opening tag of the thought that `header` leaves open; empty where it leaves none."""
+        """Return the opening tag of the thought that `header` leaves open; empty for none."""
         return self.thoughts(header).unclosed
 
     def thoughts(self, text: str, *, opening: str = "") -> Thoughts:
-        """`opening` is the tag of a thought that is open already when the text begins."""
+        """Find the thoughts of a text; `opening` is the tag of a thought that is open where the
+        text begins."""
         spans: list[Span] = []
         contents: list[str] = []
         start, position = 0, 0
@@ -74,7 +75,7 @@ class Reasoning:
             opening = ""
 
     def _next_opening(self, text: str, position: int) -> tuple[int, str]:
-        """A tag in quotes is a mention, not an opening."""
+        """Find the next opening tag; a tag in quotes is a mention, not an opening."""
         found = [
             (place, tag)
             for tag, _ in self.tags
@@ -87,7 +88,7 @@ class Reasoning:
 
 
 def mentioned(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The known tags of which one of `texts` writes the opening or the closing one."""
+    """Return the known tags whose opening or closing tag is in one of `texts`."""
     return tuple(pair for pair in KNOWN_TAGS if any(tag in text for text in texts for tag in pair))
 
 

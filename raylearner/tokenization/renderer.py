@@ -161,8 +161,7 @@ class Renderer:
     def opening(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return the opening tag of the thought in which the turn behind `messages` begins; empty for
-        none."""
+        """Return the opening tag of the thought in which the next turn begins; empty for none."""
         shown, prefill = self._dialogue(messages)
         return self.turns.opening(shown, tools, prefill=prefill)
 
@@ -359,7 +358,7 @@ class Renderer:
         return token_ids if self.vision is None else self.vision.collapse(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids` without special tokens other than those of reasoning tags."""
+        """Return the text without special tokens other than those of reasoning tags."""
         return self.turns.decode(token_ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:

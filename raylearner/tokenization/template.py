@@ -55,16 +55,17 @@ class ChatTemplate:
         self._breaks = _breaks(control)
 
     def text(self, messages: Sequence[Json], tools: Sequence[Json], *, opens: bool = True) -> str:
-        """What the template writes; `opens` adds the header of the assistant's turn.
+        """Return the template's output; `opens` adds the header of the assistant's turn.
 
-        Raises `RenderError` with what the template raises.
+        Raises `RenderError` with the template's error.
         """
         return written(self._tokenizer, self._arguments, messages, tools, opens=opens)
 
     def render(
         self, messages: Sequence[Json], tools: Sequence[Json] = (), *, opens: bool = True
     ) -> Marked:
-        """The marked text. Raises `RenderError`, also where contents cannot be told from frames."""
+        """Return the marked text. Raises `RenderError`, also where contents cannot be told from
+        frames."""
         text = self.text(messages, tools, opens=opens)
         for breaks in self._breaks:
             stand_ins = self._stand_ins(text)
@@ -91,7 +92,7 @@ class ChatTemplate:
         )
 
     def _stand_ins(self, text: str) -> dict[str, str]:
-        """One for each character that is broken, of which `text` has none."""
+        """Return a stand-in, not in `text`, for each character that is broken."""
         unused = (chr(code) for code in STAND_INS if chr(code) not in text)
         broken = {c for text in self._control.texts for c in (text[0], text[_letter(text)])}
         return dict(zip(sorted(broken), unused, strict=False))
@@ -100,7 +101,7 @@ class ChatTemplate:
 def written(
     tokenizer: Any, arguments: Json, messages: Sequence[Json], tools: Sequence[Json], *, opens: bool
 ) -> str:
-    """What a tokenizer's chat template writes. Raises `RenderError`."""
+    """Return the output of a tokenizer's chat template. Raises `RenderError`."""
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -116,10 +117,11 @@ def written(
 
 
 def frame_token_ids(tokenizer: Any, arguments: Json, end_token_ids: Sequence[int]) -> list[int]:
-    """The tokens with which a template frames messages, whether or not they are declared special.
+    """Return the tokens with which a template frames messages, whether or not they are declared
+    special.
 
-    DeepSeek's roles are not. What opens thoughts and calls in a turn of the assistant is not among
-    them: that is the policy's to write.
+    DeepSeek's roles are not declared. Tokens that open thoughts and calls in a turn of the
+    assistant are not among them: the policy may write those.
     """
     added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
     spelling = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
@@ -153,23 +155,24 @@ def frame_token_ids(tokenizer: Any, arguments: Json, end_token_ids: Sequence[int
 
 
 def call(call_id: str, name: str, arguments: object) -> Json:
-    """A tool call of an assistant's message, as chat templates take it."""
+    """Return a tool call of an assistant's message, as chat templates take it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def result(call_id: str, name: str, content: object) -> Json:
-    """What a tool answered to a call."""
+    """Return the result of a call."""
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
 
 
 def _breaks(control: ControlTokens) -> list[re.Pattern[str]]:
-    """Which characters of contents are replaced, the surest way first.
+    """Return patterns of the characters of contents that are replaced, the surest way first.
 
-    Without the first characters of control tokens contents cannot make one, not even several contents
-    that a template joins. Templates that look for tags such as `</think>` in contents need these kept,
-    so next only what begins like a control token is broken, then only whole spellings, then these at a
-    letter, which templates that escape contents keep. At last what frames messages without being
-    declared special, as `<tool_response>` is, may be spelled: templates look for that too.
+    Without the first characters of control tokens contents cannot make one, not even several
+    contents that a template joins. Templates that look for tags such as `</think>` in contents need
+    these kept, so next only text that begins like a control token is broken, then only whole
+    spellings, then these at a letter, which templates that escape contents keep. At last frame
+    tokens that are not declared special, such as `<tool_response>`, may be spelled: templates look
+    for those too.
     """
     spellings, declared = (
         sorted(texts, key=len, reverse=True) for texts in (control.texts, control.declared)
@@ -184,7 +187,7 @@ def _breaks(control: ControlTokens) -> list[re.Pattern[str]]:
 
 
 def _at(text: str, place: int) -> str:
-    """Matches the one character of `text` at `place` where all of it stands."""
+    """Return a pattern of the character of `text` at `place`, within the whole text only."""
     before, character, behind = text[:place], text[place], text[place + 1 :]
     return f"(?<={re.escape(before)}){re.escape(character)}(?={re.escape(behind)})"
 
@@ -194,7 +197,7 @@ def _letter(text: str) -> int:
 
 
 def _with_contents(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with every text in it changed."""
+    """Return `value` with every text in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -206,7 +209,7 @@ def _with_contents(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def adapted(messages: Sequence[Json], form: CallForm) -> list[Json]:
-    """The messages in the form that a template takes."""
+    """Return the messages in the form that a template takes."""
     return [_adapted(message, form) for message in messages]
 
 
@@ -230,7 +233,7 @@ def _adapted(message: Json, form: CallForm) -> Json:
 
 
 def _id(call_id: str, form: CallForm) -> str:
-    """The same short id for the same long one."""
+    """Return the same short id for the same long one."""
     if not form.has_short_ids or (len(call_id) == CALL_ID_LENGTH and call_id.isalnum()):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:CALL_ID_LENGTH]
@@ -241,7 +244,8 @@ def _arguments(arguments: Any, form: CallForm) -> Any:
 
 
 def template_message(message: Message) -> Json:
-    """Content as text, or in parts where there are images; arguments of calls as objects."""
+    """Return a message for templates: content as text, or in parts where there are images;
+    arguments of calls as objects."""
     found: dict[str, object] = {"role": message.role, "content": _content(message)}
     if message.reasoning:
         found["reasoning_content"] = message.reasoning
@@ -262,14 +266,14 @@ def template_message(message: Message) -> Json:
 
 
 def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
-    """All images of the messages, in order."""
+    """Return all images of the messages, in order."""
     return tuple(image for message in messages for image in message.images)
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
-    """What stands before, between and behind all images of the messages, which are a line apart.
+    """Return the texts before, between and behind all images of the messages, joined by newlines.
 
-    Raises `RenderError` when a message has other marks than images.
+    Raises `RenderError` when the numbers of marks and images of a message differ.
     """
     texts: list[str] = []
     for message in messages:
@@ -279,7 +283,7 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
 
 
 def _texts(message: Message) -> list[str]:
-    """Of one message, in which marks without images are text like any other."""
+    """Return the texts of one message; marks without images are ordinary text."""
     if not message.images:
         return [message.content]
     texts, num_images = message.content.split(IMAGE_MARK), len(message.images)

@@ -1,4 +1,4 @@
-"""What is known before a run starts of how a chat template serves its prompts and environment."""
+"""Checks, before a run starts, that a chat template serves its prompts and environment."""
 
 from collections.abc import Sequence
 
@@ -22,8 +22,8 @@ def check_template(
     asked: list[Json] = [{"role": "user", "content": "-"}]
     if tools and STAND_IN_TOOL not in renderer.chat.text(asked, tools):
         raise ConfigError(
-            "environment.dialect.kind: 'json' needs a chat template that tells of tools, and the"
-            " model's does not; use 'tags', and say in data.system_prompt how tools are called"
+            "environment.dialect.kind: 'json' needs a chat template that announces tools, and the"
+            " model's does not; use 'tags', and explain in data.system_prompt how tools are called"
         )
     role = renderer.config.observation_role
     if role == "inline":

@@ -38,7 +38,7 @@ class _OpenTurn:
 
 @dataclass(slots=True)
 class Transcript:
-    """The flat arrays of a trajectory in the making. Tokens are appended, never changed.
+    """The flat arrays of an unfinished trajectory. Tokens are appended, never changed.
 
     `token_ids` are in the learner's form; images come and go with their placeholders.
     """
@@ -51,7 +51,7 @@ class Transcript:
     open_thought: str = ""
     """Opening tag of the thought that the next turn begins in; empty for none."""
     num_left_out: int = 0
-    """Pages and passages of replies that no longer fitted."""
+    """Number of pages and passages of replies that no longer fitted."""
     _loss_mask: list[bool] = field(default_factory=list[bool])
     _logprobs: list[float] = field(default_factory=list[float])
     _versions: list[int] = field(default_factory=list[int])
@@ -62,9 +62,9 @@ class Transcript:
     _replies: list[Sequence[Message]] = field(default_factory=list[Sequence[Message]])
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Starts with the rendered prompt, its images fitted before.
+        """Start with the rendered prompt, its images fitted before.
 
-        Raises `RenderError` when it is too long, in tokens or images.
+        Raises `RenderError` when it has too many tokens or images.
         """
         images = images_of(messages)
         if len(images) > self.renderer.config.images.max_images:
@@ -78,29 +78,30 @@ class Transcript:
         self.images.extend(images)
 
     def open_with(self, token_ids: Sequence[int], *, opening: str = "") -> None:
-        """Starts with a prompt that was rendered already, and the thought that its header opens."""
+        """Start with a prompt that was rendered already, and the thought that its header opens."""
         self._append_fixed(token_ids)
         self.open_thought = opening
         self.prompt_length = len(self.token_ids)
 
     def open_empty(self) -> None:
-        """Stands in for a prompt that could not be rendered: one end token, so arrays are not empty."""
+        """Start with one end token in place of a prompt that could not be rendered, so arrays are
+        not empty."""
         self.open_with(self.renderer.end_token_ids[:1] or [0])
 
     @property
     def engine_token_ids(self) -> Sequence[int]:
-        """As engines take them, one placeholder for each image."""
+        """Token ids as engines take them, one placeholder for each image."""
         return self.renderer.collapse(self.token_ids)
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens left of the response budget."""
+        """Number of tokens left of the response budget."""
         used = len(self.token_ids) - self.prompt_length
         return self.renderer.config.max_response_tokens - used
 
     @property
     def is_full(self) -> bool:
-        """Whether no further turn may start, for the length of its context."""
+        """Whether the context is too long for a further turn."""
         limit = self.renderer.config.max_context_tokens
         return limit is not None and len(self.token_ids) > limit
 
@@ -110,11 +111,11 @@ class Transcript:
 
     @property
     def response_text(self) -> str:
-        """Everything after the prompt, observations included."""
+        """All text after the prompt, observations included."""
         return self.renderer.decode_all(self.token_ids[self.prompt_length :])
 
     def add_completion(self, completion: Completion, *, number: int | None = None) -> str:
-        """Appends sampled tokens verbatim and returns the text of the turn.
+        """Append sampled tokens verbatim and return the text of the turn.
 
         `number` is the turn's place in the episode, where that has other transcripts.
         """
@@ -142,7 +143,7 @@ class Transcript:
 
     @property
     def message(self) -> Message:
-        """The turn that was sampled last, its thoughts apart; it waits for its reply."""
+        """The turn sampled last, its thoughts apart, before its reply."""
         turn = self._open
         assert turn is not None, "a message follows a completion"
         return Message(
@@ -161,10 +162,10 @@ class Transcript:
         foreign_form: str | None = None,
         num_shown: int = 0,
     ) -> bool:
-        """Closes the turn with the environment's reply; False when the reply does not fit.
+        """Close the turn with the environment's reply; return False when the reply does not fit.
 
-        A reply that leaves no room for one sampled token is not added, not even in part; of one with
-        images what comes up to the last image that fits.
+        A reply that leaves no room for one sampled token is not added, not even in part; of one
+        with images, the part up to the last image that fits is added.
         """
         turn = self._open
         assert turn is not None, "a reply follows a completion"
@@ -197,7 +198,8 @@ class Transcript:
         return fits
 
     def _fitting_ends(self, reply_ids: Sequence[int], max_images: int) -> list[int]:
-        """Where the reply may end: behind each of its first images that leave room for a token."""
+        """Return the places where the reply may end: behind each of its first images that leave
+        room for a token."""
         vision = self.renderer.vision
         ends = [] if vision is None else vision.image_ends(reply_ids)
         return [end for end in ends[:max_images] if end < self.remaining_tokens]
@@ -212,8 +214,7 @@ class Transcript:
         foreign_form: str | None = None,
         opening: str = "",
     ) -> None:
-        """Closes the turn with a reply that was rendered already and is known to fit, and that opens
-        the thought `opening`."""
+        """Close the turn with a rendered reply that fits and opens the thought `opening`."""
         turn = self._open
         assert turn is not None, "a reply follows a completion"
         self._append_fixed(reply_ids)
@@ -250,8 +251,8 @@ class Transcript:
         started_at_s: float,
         finished_at_s: float,
     ) -> Trajectory:
-        """The finished trajectory, not yet scored. A turn that got no reply, since its environment
-        failed, is a turn all the same."""
+        """Return the finished trajectory, not yet scored. A turn without a reply, since its
+        environment failed, is included."""
         if self._open is not None:
             self.end_turn([], reply="", tool=None, is_valid=True)
         loss_mask = np.array(self._loss_mask, dtype=np.bool_)

@@ -31,15 +31,15 @@ from raylearner.errors import ConfigError, RenderError
 from raylearner.images import fit_image, make_blank_image, read_size, read_upright_size
 
 MAX_KEPT_BYTES = 256 * 1024**2
-"""Images that one actor keeps, encoded, as they came and fitted: the episodes of a group are shown the
-same pages."""
+"""Maximum size of the images that one actor keeps, as received and fitted: the episodes of a group
+are shown the same pages."""
 
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """What a model's configuration and its image processor say of images. Immutable."""
+    """The facts about images in a model's configuration and its image processor. Immutable."""
 
     image_token_id: int
     video_token_id: int
@@ -49,14 +49,15 @@ class Vision:
     merge_size: int
     min_pixels: int
     max_pixels: int
-    """Pixels between which the model's own processor leaves an image of whole patches as it is."""
+    """Range of pixels in which the model's own processor leaves an image of whole patches
+    unchanged."""
 
     @classmethod
     def from_pretrained(cls, path: str) -> Self | None:
-        """Of the model in `path` (directory or hub id); None for one that reads text alone.
+        """Read the model in `path` (directory or hub id); return None for a text-only one.
 
-        Raises `ConfigError` for vision models of other families, and for files that do not say what is
-        needed or contradict each other, with each key.
+        Raises `ConfigError` for vision models of other families, and for files with missing or
+        contradictory values, with each key.
         """
         config = _config(path)
         if "vision_config" not in config:
@@ -86,16 +87,17 @@ class Vision:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """What no policy may sample: nothing would stand behind it."""
+        """Tokens that no policy may sample, since no image would belong to them."""
         return (self.image_token_id, self.video_token_id)
 
     @property
     def control_token_ids(self) -> tuple[int, ...]:
-        """What the template writes for images, and texts must not."""
+        """Tokens that the template writes for images, and texts must not."""
         return (*self.banned_token_ids, self.start_token_id, self.end_token_id)
 
     def grid(self, image: bytes) -> Grid:
-        """Of an image that `ImageFitter` made. Raises `RenderError` for any other."""
+        """Return the grid of an image that `ImageFitter` made. Raises `RenderError` for any
+        other."""
         height, width = read_size(image)
         unit = self.unit
         if (
@@ -113,7 +115,7 @@ class Vision:
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
     def block(self, image: bytes) -> list[int]:
-        """The learner's tokens of one image, its start and end included."""
+        """Return the learner's tokens of one image, its start and end included."""
         pads = [self.image_token_id] * self.num_placeholders(self.grid(image))
         return [self.start_token_id, *pads, self.end_token_id]
 
@@ -138,7 +140,7 @@ class Vision:
         )
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
-        """From the engine's form to the learner's. Raises `RenderError` when counts differ."""
+        """Convert the engine's form to the learner's. Raises `RenderError` when counts differ."""
         num_places = sum(token == self.image_token_id for token in token_ids)
         if num_places != len(images):
             raise RenderError(f"{num_places} placeholders for {len(images)} images")
@@ -152,7 +154,7 @@ class Vision:
         return expanded
 
     def collapse(self, token_ids: Sequence[int]) -> list[int]:
-        """From the learner's form to the engine's: the first placeholder of each run."""
+        """Convert the learner's form to the engine's: the first placeholder of each run."""
         ids = np.asarray(token_ids, np.int64)
         is_place = ids == self.image_token_id
         is_place[1:] &= is_place[:-1].copy()
@@ -160,15 +162,16 @@ class Vision:
         return ids[~is_place].tolist()
 
     def image_ends(self, token_ids: Sequence[int]) -> list[int]:
-        """Behind each image's end token, where a reply may be cut."""
+        """Return the places behind each image's end token, where a reply may be cut."""
         is_place = np.asarray(token_ids, np.int64) == self.image_token_id
         ends = np.flatnonzero(is_place[:-1] & ~is_place[1:])
         return (ends + 2).tolist()
 
     def positions(self, token_ids: NDArray[np.int32], grids: Sequence[Grid]) -> NDArray[np.int64]:
-        """m-rope positions `[3, T]` in time, row and column; those of text are equal on all three.
+        """Return m-rope positions `[3, T]` in time, row and column; those of text are equal on all
+        three.
 
-        Raises `RenderError` when the placeholders are not those of the grids, with both numbers.
+        Raises `RenderError` with both numbers when placeholders and grids differ.
         """
         is_place = token_ids == self.image_token_id
         edges = np.flatnonzero(np.diff(np.concatenate([[False], is_place, [False]])))
@@ -201,7 +204,7 @@ class ImageFitter:
     def __init__(
         self, vision: Vision, section: ImagesSection, *, max_kept_bytes: int = MAX_KEPT_BYTES
     ) -> None:
-        """Raises `ConfigError` for a budget beyond what the model's own processor keeps."""
+        """Raises `ConfigError` for a budget beyond the range of the model's own processor."""
         if section.min_pixels < vision.min_pixels or section.max_pixels > vision.max_pixels:
             raise ConfigError(
                 f"renderer.images: {section.min_pixels} to {section.max_pixels} pixels, but the "
@@ -219,7 +222,7 @@ class ImageFitter:
         return self._kept_bytes
 
     def fit(self, image: bytes) -> bytes:
-        """The image as the model sees it, PNG. Raises `RenderError`."""
+        """Return the image as the model is shown it, as PNG. Raises `RenderError`."""
         with self._lock:
             if (kept := self._fitted.get(image)) is not None:
                 return self._keep(image, kept)
@@ -228,7 +231,8 @@ class ImageFitter:
             return self._keep(image, self._fitted.get(image, fitted))
 
     def stand_in(self, image: bytes) -> bytes:
-        """A blank image of the size that `fit` gives, found from the header. Raises `RenderError`."""
+        """Return a blank image of the size that `fit` gives, from the header only. Raises
+        `RenderError`."""
         return _blank(*self._size(*read_upright_size(image)))
 
     def _keep(self, image: bytes, fitted: bytes) -> bytes:
@@ -266,7 +270,7 @@ def _fitted_size(unit: int, section: ImagesSection, height: int, width: int) -> 
 
 
 def deal_out(features: Any, order: Sequence[int]) -> None:
-    """What a trunk makes of distinct images becomes that of each run of placeholders, in place."""
+    """Repeat a trunk's features of distinct images for each run of placeholders, in place."""
     features.pooler_output = [features.pooler_output[i] for i in order]
     if getattr(features, "deepstack_features", None) is not None:
         features.deepstack_features = [
@@ -275,7 +279,8 @@ def deal_out(features: Any, order: Sequence[int]) -> None:
 
 
 def load_image_processor(path: str) -> Any:
-    """The model's own, without torchvision, so that it runs wherever transformers does."""
+    """Load the model's image processor, without torchvision, so that it runs wherever transformers
+    does."""
     import transformers
 
     processors: Any = transformers.AutoImageProcessor
@@ -294,7 +299,7 @@ def _refuse(path: str, faults: Iterable[str]) -> None:
 
 
 def _config(path: str) -> dict[str, Any]:
-    """config.json as transformers reads it; nothing of a directory that holds a tokenizer alone."""
+    """Return config.json as transformers reads it; empty for a directory with a tokenizer only."""
     if Path(path).is_dir():
         return read_json(Path(path) / "config.json")
     import transformers

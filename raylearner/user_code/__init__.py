@@ -1,1 +1,1 @@
-"""Functions and classes of the user's, run where they cannot hold up an actor's own event loop."""
+"""User-defined functions and classes, run where they cannot block an actor's event loop."""

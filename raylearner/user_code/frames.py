@@ -13,7 +13,7 @@ from raylearner.errors import RaylearnerError
 
 MAX_FRAMES = 6
 MAX_CHARACTERS = 2000
-"""Of an exception's own text; what users' code raises may quote megabytes."""
+"""Maximum length of an exception's text, which may quote megabytes."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple(
@@ -26,21 +26,21 @@ _MACHINERY = ("asyncio", "concurrent", "threading.py", "contextlib.py", "context
 
 
 def describe(error: BaseException) -> str:
-    """`raised KeyError: 'gold'`, and below it the user's frames, innermost last.
+    """Return `raised KeyError: 'gold'`, and below it the user's frames, innermost last.
 
-    Our own errors that users' code raises on purpose keep their text, without the type.
+    Errors of raylearner that users' code raises on purpose keep their text, without the type.
     """
     text = _shortened(str(error))
     name = type(error).__name__
     if isinstance(error, RaylearnerError):
-        said = f"failed: {text}"
+        message = f"failed: {text}"
     else:
-        said = f"raised {name}: {text}" if text else f"raised {name}"
-    return f"{said}{indented(of_error(error))}"
+        message = f"raised {name}: {text}" if text else f"raised {name}"
+    return f"{message}{indented(of_error(error))}"
 
 
 def of_error(error: BaseException) -> list[str]:
-    """The frames of the user's that an exception, or else what caused it, went through."""
+    """Return the user's frames in the traceback of an exception, or else of its cause."""
     seen: BaseException | None = error
     while seen is not None:
         entries = traceback.extract_tb(seen.__traceback__, limit=-200)
@@ -51,12 +51,12 @@ def of_error(error: BaseException) -> list[str]:
 
 
 def of_frame(frame: FrameType | None) -> list[str]:
-    """The frames of the user's on the stack that ends in `frame`."""
+    """Return the user's frames on the stack that ends in `frame`."""
     return [] if frame is None else _shown(traceback.extract_stack(frame))
 
 
 def of_coroutine(coroutine: Any) -> list[str]:
-    """The frames of the user's in which a suspended coroutine waits."""
+    """Return the user's frames in which a suspended coroutine waits."""
     entries: list[traceback.FrameSummary] = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -66,7 +66,7 @@ def of_coroutine(coroutine: Any) -> list[str]:
 
 
 def indented(lines: Iterable[str]) -> str:
-    """The lines as they stand below a message; empty for none."""
+    """Return the lines as shown below a message; empty for none."""
     return "".join(f"\n  {line}" for line in lines)
 
 
@@ -82,7 +82,7 @@ def _shown(entries: Iterable[traceback.FrameSummary]) -> list[str]:
 
 
 def _is_machinery(filename: str) -> bool:
-    """Our own frames, and those of the library between ours and the user's."""
+    """Return whether a frame is raylearner's own, or of the library between ours and the user's."""
     if filename.startswith(_PACKAGE):
         return True
     for library in _LIBRARIES:

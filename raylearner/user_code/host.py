@@ -2,7 +2,7 @@
 
 Consumes calls from an actor's own loop; produces their values, or errors that name the function. A
 call waits for its function, unblocked by its end, by its time limit, or by its cancellation. A
-function that does not end when its time is over is given up and its caller goes on: its thread is
+function that does not end when its time is over is given up and its caller continues: its thread is
 interrupted, and replaced where it held the loop. All async code of a process shares one loop, so that
 clients which it keeps between calls stay on the loop that they were made on.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_STUCK = 64
 """Calls given up that may linger in one process; with more, its actor ends."""
 GRACE_S = 1.0
-"""How long a cancelled call may take to clean up before its caller goes on without it."""
+"""Maximum time for a cancelled call to clean up before its caller continues without it."""
 LINGER_S = 5.0
 """How long a sync call may go on after its time before its thread is interrupted."""
 TICK_S = 0.25
@@ -43,7 +43,7 @@ DUMP_S = 20.0
 
 
 class CallTimeout(Exception):
-    """A call took longer than its limit; the message says where it stood."""
+    """A call took longer than its limit; the message names the line where it was."""
 
 
 class CallFailed(Exception):
@@ -63,7 +63,7 @@ class _Call:
     is_stuck: bool = False
 
     def settle(self, value: Any, error: BaseException | None) -> None:
-        """From any thread; the first time counts."""
+        """Set the outcome, from any thread; the first call counts."""
         try:
             self.caller.call_soon_threadsafe(self._settle, value, error)
         except RuntimeError:  # the caller's loop is closed: nobody waits any more
@@ -84,9 +84,9 @@ _CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("user code 
 
 
 class UserCode:
-    """The threads of one process that users' code runs in, and a monitor that watches them.
+    """The threads of one process that run users' code, and a monitor that watches them.
 
-    `failure` says that too many calls never ended, and names them: the process should then end.
+    `failure` is set when too many calls never ended, and names them: the process should then end.
     """
 
     def __init__(
@@ -103,32 +103,32 @@ class UserCode:
         self._loop: LoopThread | None = None
         self._owners: WeakKeyDictionary[asyncio.Task[Any], _Call] = WeakKeyDictionary()
         self._lost: dict[LoopThread, str] = {}
-        """Loops that were replaced, by what held them."""
+        """Loops that were replaced, with the name of the call that blocked each."""
         self._warned: set[str] = set()
         self.failure: str | None = None
 
     async def call(
         self, function: Callable[[], Any], *, name: str, timeout_s: float | None, limit: str = ""
     ) -> Any:
-        """What `function` returns; an awaitable that it returns is awaited on the loop of users' code.
+        """Return the value of `function`; an awaitable value is awaited on the loop of users' code.
 
-        `name` stands for the function in errors and logs, `limit` for the key that sets `timeout_s`.
-        Raises what the function raises, `CallTimeout` when it took longer, and `CallFailed`. When the
-        caller is cancelled, so is an async function, which gets a moment to clean up.
+        `name` stands for the function in errors and logs, `limit` for the key that sets
+        `timeout_s`. Raises the function's errors, `CallTimeout` and `CallFailed`. When the caller
+        is cancelled, so is an async function, which gets a moment to clean up.
         """
         if self.failure is not None:
             raise CallFailed(self.failure)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        said = "" if timeout_s is None else f"{timeout_s:g} s{f' ({limit})' if limit else ''}"
+        limit_text = "" if timeout_s is None else f"{timeout_s:g} s{f' ({limit})' if limit else ''}"
         call = self._start(function, name, on_loop=is_async(function))
-        value = await self._outcome(call, deadline, said)
+        value = await self._outcome(call, deadline, limit_text)
         if inspect.isawaitable(value):
             awaitable: Awaitable[Any] = value
 
             async def rest() -> Any:
                 return await awaitable
 
-            value = await self._outcome(self._start(rest, name, on_loop=True), deadline, said)
+            value = await self._outcome(self._start(rest, name, on_loop=True), deadline, limit_text)
         return value
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class UserCode:
         raise CallTimeout(f"took longer than {limit}{where}")
 
     async def _give_up(self, call: _Call) -> None:
-        """Cancels the call, and waits a moment for its end."""
+        """Cancel the call, and wait a moment for its end."""
         with self._lock:
             if call not in self._calls:
                 return
@@ -164,7 +164,8 @@ class UserCode:
             await asyncio.wait([call.outcome], timeout=self._grace_s)
 
     def _whereabouts(self, call: _Call) -> str:
-        """Where the call stands, or what holds the loop that it waits for."""
+        """Describe the line where the call is, or the call that blocks the loop that it waits
+        for."""
         thread, task = call.thread, call.task
         if not isinstance(thread, LoopThread):
             return "" if thread is None else indented(thread.stack())
@@ -210,7 +211,7 @@ class UserCode:
         return task
 
     def _begin(self, call: _Call, function: Callable[[], Any]) -> None:
-        """On the loop of users' code."""
+        """Begin a call, on the loop of users' code."""
         assert isinstance(call.thread, LoopThread), "only async functions begin there"
         with self._lock:
             is_given_up = call.given_up_at is not None
@@ -281,7 +282,8 @@ class UserCode:
             self._count()
 
     def _look_at_blocked(self, loop: LoopThread) -> None:
-        """Warns of what holds the loop, and replaces the loop where that is over its time."""
+        """Warn of the call that blocks the loop, and replace the loop where that call is over its
+        time."""
         holder, now = self._holder(loop), time.monotonic()
         name = "something that users' code left behind" if holder is None else holder.name
         with self._lock:
@@ -302,7 +304,7 @@ class UserCode:
             )
 
     def _replace(self, loop: LoopThread, name: str) -> None:
-        """A new loop for calls to come; those on the one that is held fail."""
+        """Start a new loop for further calls; those on the blocked one fail."""
         self._warn(
             name, "did not end when its time was over and holds the loop of users' code", loop
         )
@@ -318,7 +320,7 @@ class UserCode:
         loop.interrupt()
 
     def _look_at_late(self, call: _Call) -> None:
-        """Interrupts a sync call that goes on after its time, and names every call that does."""
+        """Interrupt a sync call past its time, and name every such call."""
         thread = call.thread
         assert call.given_up_at is not None, "only calls that were given up are late"
         if thread is None or not thread.is_alive:
@@ -334,7 +336,7 @@ class UserCode:
                 call.is_stuck = thread.is_given_up = True
                 thread.interrupt()
         if call.is_stuck:
-            self._warn(call.name, "goes on though its time is over", thread)
+            self._warn(call.name, "still runs after its time limit", thread)
 
     def _count(self) -> None:
         for loop in list(self._lost):
@@ -353,21 +355,21 @@ class UserCode:
             logger.error("%s", self.failure)
 
     def _warn(self, name: str, text: str, thread: UserThread) -> None:
-        """Once for each function."""
+        """Log a warning, once for each function."""
         if name not in self._warned:
             self._warned.add(name)
             logger.warning("%s %s%s", name, text, indented(thread.stack()))
 
     def _holder(self, loop: LoopThread) -> _Call | None:
-        """The call that the task which runs now is a part of; None where it is none's."""
+        """Return the call that the running task is a part of; None without one."""
         task = asyncio.current_task(loop.loop)
         return None if task is None else self._owners.get(task)
 
 
 def _doze() -> float:
-    """One tick; returns the seconds beyond it that this thread did not get to run.
+    """Sleep one tick; return the seconds beyond it that this thread did not get to run.
 
-    Where Python does not go on for `DUMP_S`, a thread outside of it writes all stacks to stderr.
+    Where Python stands still for `DUMP_S`, a thread outside of it writes all stacks to stderr.
     """
     started = time.monotonic()
     stderr = sys.__stderr__
@@ -389,5 +391,5 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @lru_cache(maxsize=1)
 def shared() -> UserCode:
-    """The one of this process."""
+    """Return the instance of this process."""
     return UserCode()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from raylearner.user_code.frames import of_frame
 
 DRAIN_S = 1.0
-"""How long the tasks of an abandoned loop get to end."""
+"""Time for the tasks of an abandoned loop to end."""
 
 
 class Abandoned(BaseException):
@@ -23,7 +23,7 @@ class Abandoned(BaseException):
 
 
 class UserThread:
-    """A thread that can be asked where it stands, and interrupted once it is given up."""
+    """A thread whose stack can be read, and that can be interrupted once it is given up."""
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
@@ -33,7 +33,7 @@ class UserThread:
         return self._thread.is_alive()
 
     def stack(self) -> list[str]:
-        """The user's frames that it is in."""
+        """Return the user's frames that it is in."""
         return of_frame(sys._current_frames().get(self._thread.ident or 0))
 
     def interrupt(self) -> None:
@@ -51,7 +51,7 @@ class UserThread:
 
 
 class LoopThread(UserThread):
-    """An event loop in a thread of its own, with a heartbeat that shows whether it is blocked."""
+    """An event loop in its own thread, with a heartbeat that shows whether it is blocked."""
 
     def __init__(self) -> None:
         super().__init__("user code loop")
@@ -61,7 +61,7 @@ class LoopThread(UserThread):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the loop was asked for a heartbeat that it has not given."""
+        """Seconds since a heartbeat was requested that has not come; 0 without one."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
 
@@ -71,7 +71,7 @@ class LoopThread(UserThread):
             self.loop.call_soon_threadsafe(self._beat)
 
     def close(self) -> None:
-        """Ends the loop as soon as it runs again, with all tasks that are left on it."""
+        """End the loop as soon as it runs again, with all tasks that are left on it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def _beat(self) -> None:

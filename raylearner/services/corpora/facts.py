@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parent
 PASSAGES, QUESTIONS = FOLDER / "facts.jsonl", FOLDER / "questions.jsonl"
 HELD_OUT = FOLDER / "questions_held_out.jsonl"
 _HELD_OUT_EVERY = 8
-"""One fact in so many: its questions are for evaluation only."""
+"""One fact in this many: its questions are for evaluation only."""
 _NOBLE_GASES = (2, 10, 18, 36, 54, 86, 118)
 
 

@@ -18,10 +18,10 @@ FACTS_PER_PAGE = 3
 def write_pages(
     folder: Path, *, num_documents: int = 4, pages_per_document: int = 5
 ) -> list[dict[str, str]]:
-    """Writes `pages.jsonl`, the images, and `questions.jsonl`, whose rows it returns.
+    """Write `pages.jsonl`, the images, and `questions.jsonl`, whose rows are returned.
 
-    Each question has `prompt`, `answer`, `doc_id` and `page_id`; a document is asked only about
-    what its own pages say.
+    Each question has `prompt`, `answer`, `doc_id` and `page_id`; its answer is on the pages of its
+    document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = facts()
@@ -50,7 +50,7 @@ def write_pages(
 
 
 def render(title: str, held: Sequence[Fact]) -> Image.Image:
-    """One page: a title and a paragraph for each fact, black on white."""
+    """Draw one page: a title and a paragraph for each fact, black on white."""
     image = Image.new("L", SIZE, 255)
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(FONT_SIZE)

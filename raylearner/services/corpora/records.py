@@ -1,7 +1,8 @@
-"""A corpus of invented records that no model can know: `python -m raylearner.services.corpora.records FOLDER`.
+"""A corpus of invented records, which no model has learnt: `python -m
+raylearner.services.corpora.records FOLDER`.
 
-Each record gives a name a number. Answers can only be found by search, so what a policy scores is
-what it has learnt to look up and copy. Questions about one record in eight are held out.
+Each record gives a name a number. Answers can only be found by search, so scores measure how well a
+policy looks up and copies. Questions about one record in eight are held out.
 """
 
 import json
@@ -17,13 +18,14 @@ HELD_OUT_EVERY = 8
 
 
 def invented_name(rng: random.Random) -> str:
-    """A word of three syllables that means nothing."""
+    """Make a meaningless word of three syllables."""
     syllables = (rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(NUM_SYLLABLES))
     return "".join(syllables).capitalize()
 
 
 def write_records(folder: Path, *, num_records: int = 2000, seed: int = 0) -> None:
-    """Writes `records.jsonl` for the search service, `questions.jsonl` and `questions_held_out.jsonl`."""
+    """Write `records.jsonl` for the search service, `questions.jsonl` and
+    `questions_held_out.jsonl`."""
     rng = random.Random(seed)
     names: dict[str, int] = {}
     while len(names) < num_records:

@@ -1,7 +1,8 @@
-"""Invented pages that can only be answered by looking: `python -m raylearner.services.corpora.visual_pages FOLDER`.
+"""Invented pages whose questions only their images answer: `python -m
+raylearner.services.corpora.visual_pages FOLDER`.
 
 Writes a folder for the pages service, `questions.jsonl` and `questions_held_out.jsonl`. The texts
-that pages are found by name them and never hold an answer.
+by which pages are found name them and never hold an answer.
 """
 
 import json
@@ -41,7 +42,7 @@ Colour = tuple[int, int, int]
 
 
 class Kind(StrEnum):
-    """What pages show."""
+    """Kind of content of a page."""
 
     COLOURS = "colours"
     DIGITS = "digits"
@@ -52,9 +53,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One page: its image, the words beside its name that it is found by, and what can be asked.
+    """One page: its image, the words beside its name by which it is found, and its questions.
 
-    Questions hold `{page}` where the page's name goes, and their answers.
+    Questions hold `{page}` in place of the page's name, and their answers.
     """
 
     image: Image.Image
@@ -63,7 +64,7 @@ class Page:
 
 
 def colour_page(rng: random.Random, side: int) -> Page:
-    """All of one colour."""
+    """Draw a page of one colour."""
     name = rng.choice(sorted(COLOURS))
     return Page(
         image=Image.new("RGB", (side, side), COLOURS[name]),
@@ -73,7 +74,7 @@ def colour_page(rng: random.Random, side: int) -> Page:
 
 
 def digit_page(rng: random.Random, side: int) -> Page:
-    """One to three large digits, black on white."""
+    """Draw one to three large digits, black on white."""
     digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(1, MAX_DIGITS)))
     image = Image.new("RGB", (side, side), PAPER)
     size = FILL * side / max(1.0, 0.6 * len(digits))
@@ -86,7 +87,7 @@ def digit_page(rng: random.Random, side: int) -> Page:
 
 
 def shape_page(rng: random.Random, side: int) -> Page:
-    """One shape in one colour, on white."""
+    """Draw one shape in one colour, on white."""
     shape = rng.choice(sorted(SHAPES))
     colour = rng.choice(sorted(COLOURS.keys() - {"white"}))
     image = Image.new("RGB", (side, side), PAPER)
@@ -106,7 +107,7 @@ def shape_page(rng: random.Random, side: int) -> Page:
 
 
 def label_page(rng: random.Random, side: int) -> Page:
-    """A word in each corner."""
+    """Draw a word in each corner."""
     image = Image.new("RGB", (side, side), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(side / 12)
     names = [invented_name(rng) for _ in PLACES]
@@ -123,7 +124,7 @@ def label_page(rng: random.Random, side: int) -> Page:
 
 
 def table_page(rng: random.Random, side: int) -> Page:
-    """Items and their numbers, one a line."""
+    """Draw items and their numbers, one a line."""
     image = Image.new("RGB", (side, side), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(side / 14)
     rows = [(item, str(rng.randint(1, 999))) for item in rng.sample(ITEMS, NUM_ROWS)]
@@ -144,7 +145,7 @@ DRAWN: dict[Kind, tuple[Callable[[random.Random, int], Page], int]] = {
     Kind.LABELS: (label_page, 392),
     Kind.TABLES: (table_page, 392),
 }
-"""How each kind is drawn, and on pages of which side, in pixels, unless another is asked for."""
+"""Function that draws each kind, and the default side of its pages in pixels."""
 
 
 def write_visual_pages(
@@ -157,10 +158,11 @@ def write_visual_pages(
     is_blank: bool = False,
     seed: int = 0,
 ) -> None:
-    """Kinds take turns from page to page. A row has `prompt`, `answer`, `doc_id`, `page_id`, `page`
-    (its name) and `image` (its file); one document in eight is held out.
+    """Write pages, kinds taking turns, and their questions.
 
-    With `is_blank` every page is white, all else equal: a control for what is learnt without seeing.
+    A row has `prompt`, `answer`, `doc_id`, `page_id`, `page` (its name) and `image` (its file); one
+    document in eight is held out. With `is_blank` every page is white and all else equal: a control
+    for learning without images.
     """
     rng = random.Random(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
