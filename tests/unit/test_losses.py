@@ -419,3 +419,33 @@ def test_value_loss_without_a_clip_is_half_the_squared_error() -> None:
     assert torch.autograd.gradcheck(
         lambda v: value_loss(v, old, returns, mask, CriticSection())[0], (leaf,)
     )
+
+
+def test_clip_fractions_are_those_of_the_trained_tokens_and_rows() -> None:
+    inputs = make_inputs(4, spread=0.6)
+    found = metric.values(loss_of(inputs, "ppo", clip_low=0.1, clip_high=0.1).metrics)
+    ratio = (inputs.logprobs - inputs.proximal_logprobs).exp().detach()
+    low = (ratio < 0.9) & (inputs.advantages < 0) & inputs.mask
+    high = (ratio > 1.1) & (inputs.advantages > 0) & inputs.mask
+    by_row = [
+        (low[own].double().mean().item(), high[own].double().mean().item())
+        for row in range(6)
+        if (own := (inputs.rows.index == row) & inputs.mask).any()
+    ]
+    num_tokens = int(inputs.mask.sum())
+    wanted = {
+        "clip_fraction_low": int(low.sum()) / num_tokens,
+        "clip_fraction_high": int(high.sum()) / num_tokens,
+        "clip_fraction_region": int((low | high).sum()) / num_tokens,
+        "clip_fraction_low_min": min(below for below, _ in by_row),
+        "clip_fraction_high_max": max(above for _, above in by_row),
+        "ratio_max": ratio[inputs.mask].max().item(),
+        "ratio_min": ratio[inputs.mask].min().item(),
+    }
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    assert low.any()
+    assert high.any()
+    moved = (inputs.logprobs - inputs.proximal_logprobs).detach()[inputs.mask]
+    assert found["approx_kl"] == pytest.approx(-moved.mean().item())
+    assert found["approx_kl_k3"] == pytest.approx((moved.exp() - 1 - moved).mean().item())
+    assert found["approx_kl_abs"] == pytest.approx(moved.abs().mean().item())
