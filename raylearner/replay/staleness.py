@@ -2,7 +2,7 @@
 
 A token's staleness is the learner's policy version at training minus the version that sampled it;
 the bound `max_staleness` is inclusive and counts trained tokens only. A new rule is a name in
-`replay.on_stale` (config/replay.py) and a branch in `decide_staleness`.
+`replay.on_stale` (config/schema.py) and a branch in `decide_staleness`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,18 @@ class Controller:
             raise
         return controller
 
-    async def run(self) -> None:
-        """Train to the last step, with the rollout actors watched beside the loop, then close.
+    @asynccontextmanager
+    async def _lifecycle(self) -> AsyncGenerator[None]:
+        """Watch the rollout actors beside the block, and close everything after it.
 
-        Raises the first cause of a failure, and `RunStopped` after a requested stop.
+        Raises the first cause of a failure.
         """
         first: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
                     self._actors.fleet.play(tasks)
-                    await self._train()
+                    yield
                     await self.close()
                 except Exception as error:
                     task = asyncio.current_task()
@@ -184,16 +186,17 @@ class Controller:
 
     # -- the loop ------------------------------------------------------------------------------
 
-    async def _train(self) -> None:
-        """Make steps until `run.num_steps`. Raises `RunStopped` after a requested stop."""
-        if self.step == 0:
-            await self._evaluate()
-        while self.step < self._config.run.num_steps:
-            try:
-                await self._make_step()
-            except LearnerDied as error:
-                await self._roll_back(error)
-        await self._actors.publish_last()
+    async def run(self) -> None:
+        """Train to the last step, then close. Raises `RunStopped` after a requested stop."""
+        async with self._lifecycle():
+            if self.step == 0:
+                await self._evaluate()
+            while self.step < self._config.run.num_steps:
+                try:
+                    await self._make_step()
+                except LearnerDied as error:
+                    await self._roll_back(error)
+            await self._actors.publish_last()
 
     async def _make_step(self) -> None:
         """Take groups, train, publish, report, and checkpoint or evaluate where that is due."""

@@ -23,6 +23,7 @@ from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run.placement import Colocation, RolloutFleet
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
+from raylearner.weights.transports import transport_of
 from raylearner.weights.push import Receive
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class RunActors:
         tracer: Tracer,
     ) -> "RunActors":
         """Start everything at once, and raise the first failure, after which nothing is left."""
-        has_shared_gpus = config.weights.transport == "ipc"
+        has_shared_gpus = transport_of(config.weights.transport).shares_memory
         actors = cls(
             config,
             training,

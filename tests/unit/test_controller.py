@@ -198,13 +198,13 @@ async def test_a_run_ends_with_its_first_cause(
             await fail("at_cancel")
             raise
 
-    async def train() -> None:
+    async def make_step() -> None:
         await asyncio.sleep(0)
         await fail("body")
         await asyncio.sleep(60)
 
     made = make_controller(tmp_path)
-    made._train = train  # type: ignore[method-assign]
+    made._make_step = make_step  # type: ignore[method-assign]
     made._actors.fleet.play = lambda tasks: tasks.create_task(play())  # type: ignore[method-assign]
     made._actors.close = lambda: fail("closing")  # type: ignore[method-assign]
     with pytest.raises(LearnerError) as caught:

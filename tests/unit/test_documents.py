@@ -50,3 +50,15 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_ways_through_the_code_exist_and_are_counted() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "raylearner").rglob("*.py"))
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    ways = re.findall(r"^\| [^|]*\((\d+)\) \| (.*) \|$", text, re.MULTILINE)
+    assert len(ways) == 4
+    for count, way in ways:
+        names = re.findall(r"`([\w.]+)`", way.partition("the formula")[0])
+        assert len(names) + ("the formula" in way) == int(count), way
+        for name in names:
+            assert re.search(rf"def {name.rpartition('.')[2]}\b", source), name
