@@ -15,7 +15,7 @@ import typer
 
 from raylearner import job_variables, network
 from raylearner.config import report
-from raylearner.config.checks import notes
+from raylearner.config.checks import warnings
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
@@ -139,11 +139,11 @@ def check(
     with _exit_codes():
         config = _load(arguments or [], None, environment=os.environ)
         typer.echo(report.report(config))
-        for note in notes(config):
-            typer.echo(f"note: {note}")
+        for warning in warnings(config):
+            typer.echo(f"warning: {warning}")
         from raylearner.run import prompt_checks
 
-        prompt_checks.check(config, report=lambda note: typer.echo(f"note: {note}"))
+        prompt_checks.check(config, report=lambda warning: typer.echo(f"warning: {warning}"))
         if should_play:
             from raylearner.run import check_command
 

@@ -28,7 +28,9 @@ class ImagesSection(Section):
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+            raise ValueError(
+                f"min_pixels must be <= max_pixels = {self.max_pixels}, got {self.min_pixels}"
+            )
         return self
 
 

@@ -1,6 +1,4 @@
-"""Sampling that the engine cannot do, or whose log-probabilities would mean something else to the
-learner.
-"""
+"""Check sampling and engine arguments: what the engine supports, and what the learner can reproduce."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,8 +7,9 @@ from typing import Any
 from raylearner.config.problems import Finding, did_you_mean
 from raylearner.config.schema import RunConfig, SamplingSection, VllmEngine
 
-ATTENTION = frozenset(
-    {
+SAFE = frozenset(
+    # attention, cache, compilation, kernels, loading, placement, images, reports, scheduling
+    [
         "attention_backend",
         "disable_cascade_attn",
         "disable_hybrid_kv_cache_manager",
@@ -21,10 +20,6 @@ ATTENTION = frozenset(
         "mamba_backend",
         "mamba_block_size",
         "mamba_cache_mode",
-    }
-)
-CACHE = frozenset(
-    {
         "block_size",
         "enable_prefix_caching",
         "kv_cache_dtype",
@@ -33,49 +28,29 @@ CACHE = frozenset(
         "mamba_ssm_cache_dtype",
         "num_gpu_blocks_override",
         "prefix_caching_hash_algo",
-    }
-)
-COMPILATION = frozenset(
-    {
         "compilation_config",
         "cudagraph_capture_sizes",
         "max_cudagraph_capture_size",
         "optimization_level",
         "performance_mode",
-    }
-)
-KERNELS = frozenset(
-    {
         "all2all_backend",
         "disable_custom_all_reduce",
         "enable_expert_parallel",
         "kernel_config",
         "linear_backend",
         "moe_backend",
-    }
-)
-LOADING = frozenset(
-    {
         "download_dir",
         "load_format",
         "max_parallel_loading_workers",
         "safetensors_load_strategy",
         "trust_remote_code",
         "use_tqdm_on_load",
-    }
-)
-PLACEMENT = frozenset(
-    {
         "cpu_distributed_timeout_seconds",
         "distributed_executor_backend",
         "distributed_timeout_seconds",
         "numa_bind",
         "numa_bind_cpus",
         "numa_bind_nodes",
-    }
-)
-PICTURES = frozenset(
-    {
         "mm_encoder_attn_backend",
         "mm_encoder_tp_mode",
         "mm_hasher_algorithm",
@@ -85,10 +60,6 @@ PICTURES = frozenset(
         "mm_tensor_ipc",
         "renderer_num_workers",
         "skip_mm_profiling",
-    }
-)
-REPORTS = frozenset(
-    {
         "collect_detailed_traces",
         "cudagraph_metrics",
         "disable_log_stats",
@@ -99,10 +70,6 @@ REPORTS = frozenset(
         "otlp_traces_endpoint",
         "profiler_config",
         "show_hidden_metrics_for_version",
-    }
-)
-SCHEDULING = frozenset(
-    {
         "async_scheduling",
         "disable_chunked_mm_input",
         "enable_chunked_prefill",
@@ -110,20 +77,10 @@ SCHEDULING = frozenset(
         "max_num_batched_tokens",
         "max_num_scheduled_tokens",
         "structured_outputs_config",
-    }
+    ]
 )
-SAFE = (
-    ATTENTION
-    | CACHE
-    | COMPILATION
-    | KERNELS
-    | LOADING
-    | PLACEMENT
-    | PICTURES
-    | REPORTS
-    | SCHEDULING
-)
-
+"""Engine arguments of vLLM that change only speed, memory and reports. Others might silently change tokens,
+log-probabilities, stops or weights, so a run refuses them."""
 OWN_KEYS = {
     "dtype": "actors.engine.dtype",
     "enforce_eager": "actors.engine.eager",
@@ -136,35 +93,34 @@ OWN_KEYS = {
     "seed": "run.seed",
     "tensor_parallel_size": "actors.engine.tensor_parallel_size",
 }
-"""Arguments that the configuration sets by a key of its own."""
+"""Arguments that the configuration sets by another key."""
 REASONS = {
     "enable_lora": "it follows from weights.transport",
     "hf_overrides": "engine and learner would run different models; change the checkpoint's config.json",
-    "hf_token": "keys do not belong into a configuration, which is stored; set HF_TOKEN",
-    "logits_processors": "the learner would not know what they do to the distribution",
-    "logprobs_mode": "only 'processed_logprobs' are those of the distribution sampled from",
-    "max_logprobs": "every token's log-probability is needed",
+    "hf_token": "configurations are stored and must not contain secrets; set HF_TOKEN",
+    "logits_processors": "the learner cannot reproduce their effect on the distribution",
+    "logprobs_mode": "only 'processed_logprobs' belong to the distribution that is sampled from",
+    "max_logprobs": "the log-probability of every token is needed",
     "quantization": "pushed weights are not quantized",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "weight_transfer_config": "it follows from weights.transport",
-    "worker_extension_cls": "raylearner's own loads the weights",
+    "worker_extension_cls": "raylearner's extension loads the weights",
 }
-"""What further arguments would break."""
+"""Reasons to refuse further arguments."""
 
 
 def argument_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and problem of every argument that is not known to be safe."""
+    """Yield name and error of each argument that is not known to be safe."""
     for name in sorted(arguments.keys() - SAFE):
         if name in OWN_KEYS:
-            yield name, f"cannot be set: it follows from {OWN_KEYS[name]}; set that"
+            yield name, f"cannot be set: use {OWN_KEYS[name]} instead"
         elif name in REASONS:
             yield name, f"cannot be set: {REASONS[name]}; remove it"
         else:
             yield (
                 name,
-                "is not among the engine arguments that are known to leave tokens,"
-                f" log-probabilities, stops and weights as they are{did_you_mean(name, SAFE)};"
-                " docs/running.md lists those",
+                "is not among the engine arguments known to keep tokens, log-probabilities, stops and"
+                f" weights unchanged, which docs/running.md lists{did_you_mean(name, SAFE)}",
             )
 
 
@@ -177,19 +133,19 @@ SHAPING = {
     "thinking_token_budget",
     "extra_args",
 }
-"""SamplingParams that change the distribution sampled from; what the engine reports is of the changed
-one, masks of a regex included: vLLM applies them to the logits before it takes any log-probability."""
+"""SamplingParams that change the distribution. The engine reports log-probabilities of the changed one,
+masks of a regex included: vLLM applies them to the logits first."""
 HARMLESS = {"ignore_eos", "repetition_detection", "skip_reading_prefix_cache"}
 """SamplingParams that change when a turn ends, or nothing."""
 
 
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
-    """Clashes of both samplings with the engine, and of training's with the learner."""
-    yield from _compared(config)
-    findings = [*_understood("sampling", config.sampling, config)]
+    """Yield errors of `sampling` and `evaluation.sampling` for the engine, and of `sampling` for the learner."""
+    yield from _check_distribution(config)
+    findings = [*_check_supported("sampling", config.sampling, config)]
     yield from findings
     if config.evaluation is not None:
-        for finding in _understood("evaluation.sampling", config.evaluation.sampling, config):
+        for finding in _check_supported("evaluation.sampling", config.evaluation.sampling, config):
             inherited = Finding(finding.key.removeprefix("evaluation."), finding.text)
             if inherited not in findings:
                 yield finding
@@ -199,8 +155,8 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
             yield Finding(f"actors.engine.extra_arguments.{name}", problem)
 
 
-def _understood(key: str, sampling: SamplingSection, config: RunConfig) -> Iterator[Finding]:
-    """What the engine does not take, or raylearner sets itself."""
+def _check_supported(key: str, sampling: SamplingSection, config: RunConfig) -> Iterator[Finding]:
+    """Yield arguments that the engine does not support, or that raylearner sets."""
     engine = config.actors.engine
     if not isinstance(engine, VllmEngine):
         for name in ("regex", "extra_arguments"):
@@ -214,23 +170,23 @@ def _understood(key: str, sampling: SamplingSection, config: RunConfig) -> Itera
         known = ", ".join(sorted(SHAPING | HARMLESS))
         yield Finding(
             f"{key}.extra_arguments.{name}",
-            f"is set by raylearner or is no SamplingParams of vLLM; further ones are {known}",
+            f"is set by raylearner or is not a SamplingParams argument of vLLM; must be one of {known}",
         )
     if sampling.regex is not None:
         try:
             re.compile(sampling.regex)
         except re.error as error:
-            yield Finding(f"{key}.regex", f"is no regular expression: {error}")
+            yield Finding(f"{key}.regex", f"is not a valid regular expression: {error}")
 
 
-def _compared(config: RunConfig) -> Iterator[Finding]:
-    """Engine and learner must mean the same distribution where log-probabilities are compared."""
-    sampling, reason = config.sampling, _why_compared(config)
+def _check_distribution(config: RunConfig) -> Iterator[Finding]:
+    """Yield keys by which the distributions of engine and learner would differ where they are compared."""
+    sampling, reason = config.sampling, _compared_by(config)
     if sampling.temperature == 0.0:
         yield Finding(
             "sampling.temperature",
-            "must be > 0 in training, got 0.0: greedy tokens carry no probability to learn from; "
-            "1.0 is the usual choice",
+            "must be > 0 in training, got 0.0: greedy tokens have no probability to learn from; set it to"
+            " 1.0, the usual value",
         )
     if reason is None:
         return
@@ -248,17 +204,17 @@ def _compared(config: RunConfig) -> Iterator[Finding]:
     }
     for name, (value, neutral) in off.items():
         if value != neutral:
-            wanted = "be absent" if neutral is None else f"be {neutral} (off)"
+            expected = "be absent" if neutral is None else f"be {neutral} (off)"
             yield Finding(
                 f"sampling.{name}",
-                f"must {wanted} in training, got {value!r}: {reason} compares learner and "
-                "engine probabilities, and the learner applies the temperature only; "
-                "sharpen with sampling.temperature, or restrict in evaluation.sampling alone",
+                f"must {expected} in training, got {value!r}: {reason} compares the probabilities of learner"
+                " and engine, and the learner only applies the temperature; use sampling.temperature,"
+                " or set this in evaluation.sampling only",
             )
 
 
-def _why_compared(config: RunConfig) -> str | None:
-    """The key by which the engine's log-probabilities enter the objective; None without one."""
+def _compared_by(config: RunConfig) -> str | None:
+    """Return the key by which the engine's log-probabilities enter the objective, or None."""
     learner = config.learner
     if learner.loss.weighs_by_behavior:
         return f"learner.loss.kind {learner.loss.kind!r}"

@@ -28,7 +28,7 @@ from raylearner.errors import ConfigError
 
 
 def check_data(config: RunConfig) -> list[Finding]:
-    """Clashes of sources, files that are not there, and a sampler that cannot be imported."""
+    """Return errors of sources, missing files, and a sampler that cannot be imported."""
     return [*_evaluation(config), *_sources(config), *_sampler(config)]
 
 
@@ -37,7 +37,7 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
     if every > 0 and config.data.evaluation is None:
         yield Finding(
             "evaluation.every_steps",
-            f"{every} needs held-out prompts in data.evaluation; add that section, or set this to 0",
+            f"must be 0 without data.evaluation, got {every}; add held-out prompts there",
         )
 
 
@@ -51,8 +51,8 @@ def _sources(config: RunConfig) -> Iterator[Finding]:
             if counts[source.source_name] > 1:
                 yield Finding(
                     f"{key}.source",
-                    f"{counts[source.source_name]} sources are reported as"
-                    f" {source.source_name!r}; give each a `source` of its own",
+                    f"{counts[source.source_name]} sources have the name {source.source_name!r}; set another"
+                    " `source`",
                 )
             yield from _source(key, source)
 
@@ -85,7 +85,7 @@ ATTRIBUTES = ("stop", "tool_schemas")
 
 
 def check_environment(config: RunConfig) -> list[Finding]:
-    """Programs that cannot be called and classes that are no environment; both are imported."""
+    """Return errors of programs and environment classes, which are imported."""
     match config.environment:
         case OpenAiProxy() as proxy:
             return list(_proxy(proxy))
@@ -116,23 +116,23 @@ def _tools(tool_use: ToolUse) -> Iterator[Finding]:
 
 def _proxy(proxy: OpenAiProxy) -> Iterator[Finding]:
     if (proxy.program is None) == (not proxy.command):
-        both = "one of the two" if proxy.command else "environment.program or environment.command"
-        yield Finding("environment", f"an openai_proxy plays one program; give {both}")
+        both = "only one of" if proxy.command else "one of"
+        yield Finding("environment", f"needs {both} environment.program and environment.command")
         return
     if proxy.program is None:
         if proxy.arguments:
             yield Finding(
                 "environment.arguments",
-                "are passed to a function; give a command its own in environment.command",
+                "need environment.program; write arguments of a command into environment.command",
             )
         return
     if proxy.answer_from == "stdout":
         yield Finding(
             "environment.answer_from",
-            "'stdout' is for a command; environment.program returns its answer",
+            "'stdout' needs environment.command; environment.program returns its answer",
         )
     for name in sorted(set(PROGRAM_KEYWORDS) & set(proxy.arguments)):
-        yield Finding(f"environment.arguments.{name}", "is given by raylearner; use another name")
+        yield Finding(f"environment.arguments.{name}", "is passed by raylearner; use another name")
         return
     yield from _callable("environment.program", proxy.program, PROGRAM_KEYWORDS, proxy.arguments)
 
@@ -155,14 +155,14 @@ def _custom(custom: CustomEnvironment) -> Iterator[Finding]:
     if missing:
         yield Finding(
             key,
-            f"{custom.path!r} has no {', '.join(missing)}; an environment has the async methods "
-            f"{', '.join(ASYNC_METHODS)}, the method {METHODS[0]}, and the attributes "
-            f"{' and '.join(ATTRIBUTES)} (raylearner.environments.protocol.Environment)",
+            f"{custom.path!r} has no {', '.join(missing)}; an environment needs the async methods"
+            f" {', '.join(ASYNC_METHODS)}, the method {METHODS[0]}, and the attributes"
+            f" {' and '.join(ATTRIBUTES)} (raylearner.environments.protocol.Environment)",
         )
         return
     for name in ASYNC_METHODS:
         if not inspect.iscoroutinefunction(getattr(found, name)):
-            yield Finding(key, f"{custom.path!r}: {name} must be written `async def`")
+            yield Finding(key, f"{custom.path!r}: {name} must be `async def`")
             return
     yield from _callable(key, custom.path, (), custom.arguments)
 
@@ -170,7 +170,7 @@ def _custom(custom: CustomEnvironment) -> Iterator[Finding]:
 def _callable(
     key: str, path: str, given: Iterable[str], arguments: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """What keeps `path` from being called with these names."""
+    """Yield an error if `path` cannot be called with these names."""
     names = [*given, *arguments]
     try:
         function: Callable[..., Any] = load_reference(path)
@@ -178,36 +178,38 @@ def _callable(
     except ConfigError as error:
         yield Finding(key, str(error))
     except (TypeError, ValueError) as error:
-        said = ", ".join(names) or "no arguments"
-        yield Finding(key, f"{path!r} cannot be called with {said}: {error}")
+        listed = ", ".join(names) or "no arguments"
+        yield Finding(key, f"{path!r} cannot be called with {listed}: {error}")
 
 
 PENALTY_NAME = "invalid_action_penalty"
 
 
 def check_rewards(config: RunConfig) -> list[Finding]:
-    """Functions that cannot be imported, ranges that are empty, and what has no part in a run."""
+    """Return functions that cannot be imported, empty ranges, and rewards that no episode could get."""
     return [*_section(config), *_functions(config), *_needs(config)]
 
 
 def _section(config: RunConfig) -> Iterator[Finding]:
     rewards = config.rewards
     if not rewards.functions:
-        yield Finding("rewards.functions", "is empty: no episode would have a reward; name one")
+        yield Finding("rewards.functions", "is empty; add at least one function")
     if rewards.clip is not None and rewards.clip[0] >= rewards.clip[1]:
         low, high = rewards.clip
-        yield Finding("rewards.clip", f"must rise, got {low:g} to {high:g}")
+        yield Finding(
+            "rewards.clip", f"must have a minimum below the maximum, got {low:g} and {high:g}"
+        )
     for index, name in enumerate(rewards.names):
         if name == PENALTY_NAME:
             yield Finding(
                 f"rewards.functions.{index}.name",
-                f"{name!r} is the environment's part of a reward; choose another",
+                f"{name!r} is reserved for the penalty of the environment; choose another name",
             )
     if rewards.sees_groups and config.replay.play_greedy:
         yield Finding(
             "replay.play_greedy",
-            "the greedy episode is in no group, so functions that see groups would give it nothing"
-            " to compare with; set it to false, or take functions that see episodes",
+            "must be false with reward functions of groups, since the greedy episode is not in a group; set"
+            " it to false, or use functions of episodes",
         )
 
 
@@ -241,32 +243,31 @@ def _functions(config: RunConfig) -> Iterator[Finding]:
 
 
 def _overridden(function: Judge | PairwiseJudge) -> str | None:
-    """Fields of a request that have keys of their own, or that would change the form of the reply."""
+    """Return an error for fields that other keys set, or that would change the form of the reply."""
     own = ["model", "messages", "temperature", "max_tokens", "stream", "n"]
     found = [name for name in own if name in function.extra_arguments]
-    return f"must not hold {', '.join(found)}; the judge's other keys set these" if found else None
+    return f"must not have {', '.join(found)}; other keys of the judge set these" if found else None
 
 
 def _needs(config: RunConfig) -> Iterator[Finding]:
-    """Rewards that no prompt of the run could get."""
+    """Yield rewards that no prompt of the run could get."""
     kinds = {source.kind for source in config.data.train}
     for index, function in enumerate(config.rewards.functions):
         if function.kind == "reasoning_gym" and "reasoning_gym" not in kinds:
             yield Finding(
                 f"rewards.functions.{index}.kind",
-                "'reasoning_gym' scores prompts of data.train sources of that kind, and there is"
-                " none",
+                "'reasoning_gym' needs a source of that kind in data.train",
             )
         if function.kind == "tool_use" and config.environment.kind == "single_turn":
             yield Finding(
                 f"rewards.functions.{index}.kind",
-                "'tool_use' needs tool calls, and environment.kind is 'single_turn'",
+                "'tool_use' needs tool calls, but environment.kind is 'single_turn'",
             )
         if function.kind == "retrieval_hit" and not _shows_pages(config):
             yield Finding(
                 f"rewards.functions.{index}.kind",
-                "'retrieval_hit' looks at pages that tools showed, and none shows any; give"
-                " environment.tools a page_search or a page_fetch",
+                "'retrieval_hit' needs a tool that shows pages; add page_search or page_fetch to"
+                " environment.tools",
             )
 
 

@@ -1,5 +1,6 @@
-"""Whether what shows images and what sees them fit together, as far as a tiny model's section or the files
-of a checkpoint on this machine tell; others are looked at when a run starts.
+"""Check images against the model, from a tiny model's section or the files of a local checkpoint.
+
+Models of the hub are checked when a run starts.
 """
 
 from collections.abc import Iterator
@@ -10,34 +11,34 @@ from raylearner.config.data import FileData, HubData
 from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.model_files import (
-    folder_faults,
     folder_pixel_range,
     processor_values,
     read_json,
+    vision_errors,
 )
 from raylearner.config.problems import Finding
 from raylearner.config.schema import OpenAiProxy, RunConfig, TinyModel, ToolUse
 from raylearner.errors import ConfigError
 from raylearner.learner.objective.kl import FrozenReference
 
-BLIND_BESIDE = "reads text alone, and the policy sees images; name a model of the policy's family"
+TEXT_ONLY = "is text-only, but the policy is a vision-language model; name a model of its family"
 NUM_MARKS = 2
-"""Tokens of one image besides those of its pixels: its start and its end."""
+"""Number of tokens of an image besides those of its pixels: its start and its end."""
 
 
 def check_images(config: RunConfig) -> list[Finding]:
-    """Images, or a rate of the tower, for what reads text alone; sizes that no image can have."""
+    """Return keys about images that a text-only model cannot use, and sizes that no image can have."""
     return [
-        *(_blind_findings(config) if _is_blind(config) else ()),
+        *(_text_only_findings(config) if _is_text_only(config) else ()),
         *_text_programs(config),
-        *(_seeing_findings(config) if _sees(config) else ()),
+        *(_vision_findings(config) if _has_vision(config) else ()),
         *_tokens(config),
         *_rate(config),
     ]
 
 
-def image_notes(config: RunConfig) -> Iterator[str]:
-    """Images that the policy could be sent and would not be shown."""
+def image_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield a note if pages are too large for a response."""
     pixels, room = config.renderer.images.max_pixels, config.renderer.max_response_tokens
     per_token = _token_pixels(config)
     if per_token is None or not any(_pages(config)):
@@ -45,19 +46,18 @@ def image_notes(config: RunConfig) -> Iterator[str]:
     most = pixels // per_token + NUM_MARKS
     if most > room:
         yield (
-            f"renderer.images.max_pixels: pages of {pixels:,} pixels are {most:,} tokens, and "
-            f"renderer.max_response_tokens is {room:,}: such pages are left out and end episodes"
+            f"renderer.images.max_pixels: pages of {pixels:,} pixels have {most:,} tokens, more than"
+            f" renderer.max_response_tokens = {room:,}: such pages are left out and end episodes"
         )
 
 
-def refuse_blindness(config: RunConfig) -> None:
-    """For a model that turned out to read text alone. Raises `ConfigError` with each key that shows
-    images."""
-    _refuse(_blind_findings(config))
+def check_vision_support(config: RunConfig) -> None:
+    """Raise `ConfigError` with each key that needs a vision-language model, for a text-only one."""
+    _refuse(_text_only_findings(config))
 
 
-def refuse_lost_adapters(config: RunConfig) -> None:
-    """For a model that turned out to see. Raises `ConfigError` where engines would miss adapters."""
+def check_adapter_transport(config: RunConfig) -> None:
+    """Raise `ConfigError` if engines would miss adapters of a vision-language model."""
     _refuse(_lost_adapters(config))
 
 
@@ -66,27 +66,27 @@ def _refuse(findings: Iterator[Finding]) -> None:
         raise ConfigError(text)
 
 
-def _blind_findings(config: RunConfig) -> Iterator[Finding]:
+def _text_only_findings(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config.model, TinyModel):
-        needs = "a model that sees; add `model.vision: {}`"
+        needs = "a vision-language model; add `model.vision: {}`"
     else:
-        needs = f"a model that sees, and model.path {config.model.path!r} reads text alone; name another"
+        needs = f"a vision-language model, but model.path {config.model.path!r} is text-only; name another"
     for key in _columns(config):
-        yield Finding(key, f"needs {needs}, or leave this out")
+        yield Finding(key, f"needs {needs}, or remove this key")
     for key in _pages(config):
         yield Finding(key, f"'image' needs {needs}, or set this to 'text'")
     if config.learner.vision_learning_rate is not None:
-        yield Finding("learner.vision_learning_rate", f"needs {needs}, or remove it")
+        yield Finding("learner.vision_learning_rate", f"needs {needs}, or remove this key")
 
 
-def _is_blind(config: RunConfig) -> bool:
+def _is_text_only(config: RunConfig) -> bool:
     if isinstance(config.model, TinyModel):
         return config.model.vision is None
-    return _reads_text_alone(config.model.path)
+    return _is_text_only_checkpoint(config.model.path)
 
 
-def _reads_text_alone(path: str) -> bool:
-    """False too for a hub id, of which nothing is known yet."""
+def _is_text_only_checkpoint(path: str) -> bool:
+    """Return False for a hub id, whose files are not known yet."""
     found = read_json(Path(path).expanduser() / "config.json")
     return bool(found) and "vision_config" not in found
 
@@ -110,37 +110,37 @@ def _text_programs(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config.environment, OpenAiProxy):
         for key in _columns(config):
             yield Finding(
-                key, "environment.kind 'openai_proxy' hands programs text alone; leave it out"
+                key, "environment.kind 'openai_proxy' passes only text to programs; remove this key"
             )
 
 
-def _seeing_findings(config: RunConfig) -> Iterator[Finding]:
+def _vision_findings(config: RunConfig) -> Iterator[Finding]:
     images, model = config.renderer.images, config.model
     if isinstance(model, TinyModel):
         yield from _sizes(images, (TINY_MIN_PIXELS, TINY_MAX_PIXELS), of="a tiny model")
     else:
         folder = Path(model.path).expanduser()
-        faults = list(folder_faults(folder))
-        for fault in faults:
-            yield Finding("model.path", f"{model.path!r}: {fault}")
-        if not faults and (found := folder_pixel_range(folder)) is not None:
+        errors = list(vision_errors(folder))
+        for error in errors:
+            yield Finding("model.path", f"{model.path!r}: {error}")
+        if not errors and (found := folder_pixel_range(folder)) is not None:
             yield from _sizes(images, found, of=f"the image processor of {model.path!r}")
     yield from _beside(config)
     yield from _lost_adapters(config)
 
 
 def _sizes(images: ImagesSection, found: tuple[int, int], *, of: str) -> Iterator[Finding]:
-    least, most = found
-    if images.min_pixels < least:
-        text = f"must be >= {least} for {of}, got {images.min_pixels}"
+    minimum, maximum = found
+    if images.min_pixels < minimum:
+        text = f"must be >= {minimum} for {of}, got {images.min_pixels}"
         yield Finding("renderer.images.min_pixels", text)
-    if images.max_pixels > most:
-        text = f"must be <= {most} for {of}, got {images.max_pixels}"
+    if images.max_pixels > maximum:
+        text = f"must be <= {maximum} for {of}, got {images.max_pixels}"
         yield Finding("renderer.images.max_pixels", text)
 
 
 def _token_pixels(config: RunConfig) -> int | None:
-    """Pixels of one token, where they are known."""
+    """Return the number of pixels per token, if it is known."""
     if isinstance(config.model, TinyModel):
         return None if config.model.vision is None else TINY_TOKEN_PIXELS
     found = processor_values(Path(config.model.path).expanduser())
@@ -152,13 +152,13 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
     per_token, renderer = _token_pixels(config), config.renderer
     if per_token is None:
         return
-    least, most = renderer.images.min_pixels, renderer.images.max_pixels
-    smallest = -(-least // per_token)
-    if smallest * per_token > most:
+    minimum, maximum = renderer.images.min_pixels, renderer.images.max_pixels
+    smallest = -(-minimum // per_token)
+    if smallest * per_token > maximum:
         yield Finding(
             "renderer.images.max_pixels",
-            f"must be >= {smallest * per_token}, got {most}: images are whole tokens of {per_token} "
-            f"pixels, and none are between {least} and {most}",
+            f"must be >= {smallest * per_token}, got {maximum}: images consist of whole tokens of"
+            f" {per_token} pixels, and no such size is between {minimum} and {maximum}",
         )
         return
     rooms = (
@@ -169,8 +169,8 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
         if has_images and smallest + NUM_MARKS > room:
             yield Finding(
                 f"renderer.{key}",
-                f"must be >= {smallest + NUM_MARKS}, got {room}: so many tokens are the smallest "
-                f"image of renderer.images.min_pixels = {least}; raise it or lower that",
+                f"must be >= {smallest + NUM_MARKS}, got {room}: the smallest image has so many tokens with"
+                f" renderer.images.min_pixels = {minimum}; raise this or lower that",
             )
 
 
@@ -179,36 +179,36 @@ def _rate(config: RunConfig) -> Iterator[Finding]:
     if learner.vision_learning_rate is not None and learner.vision_tower == "frozen":
         yield Finding(
             "learner.vision_learning_rate",
-            "means nothing with learner.vision_tower 'frozen'; remove it, or set that to 'trained'",
+            "has no effect with learner.vision_tower 'frozen'; remove it, or set that to 'trained'",
         )
 
 
 def _beside(config: RunConfig) -> Iterator[Finding]:
-    """Models that are given the images of a policy that sees."""
+    """Yield text-only models that would receive the images of a vision-language policy."""
     critic, kl = config.learner.critic, config.learner.kl
     reference = (
         None if kl is None or not isinstance(kl.reference, FrozenReference) else kl.reference
     )
     for key, section in (("learner.critic.path", critic), ("learner.kl.reference.path", reference)):
         path = None if section is None else section.path
-        if path is not None and _reads_text_alone(path):
-            yield Finding(key, f"{path!r} {BLIND_BESIDE}")
+        if path is not None and _is_text_only_checkpoint(path):
+            yield Finding(key, f"{path!r} {TEXT_ONLY}")
 
 
 def _lost_adapters(config: RunConfig) -> Iterator[Finding]:
-    """vLLM leaves out what an adapter has for a vision tower, without an error."""
+    """vLLM silently ignores the part of an adapter that is for a vision tower."""
     learner = config.learner
     is_alone = learner.lora is not None and config.weights.transport == "adapter"
     if is_alone and learner.vision_tower == "trained":
         yield Finding(
             "weights.transport",
-            "'adapter' reaches what reads text alone, and adapters are trained in the vision tower "
-            "too; set learner.vision_tower to 'frozen', or use 'auto' with actors.engine.dtype "
-            "'float32', which carries them merged",
+            "'adapter' reaches the language model only, but adapters of the vision tower are trained too;"
+            " set learner.vision_tower to 'frozen', or use 'auto' with actors.engine.dtype 'float32',"
+            " which carries them merged",
         )
 
 
-def _sees(config: RunConfig) -> bool:
+def _has_vision(config: RunConfig) -> bool:
     if isinstance(config.model, TinyModel):
         return config.model.vision is not None
     return "vision_config" in read_json(Path(config.model.path).expanduser() / "config.json")

@@ -1,4 +1,4 @@
-"""From YAML files and `key=value` overrides to a `RunConfig`, with all problems at once."""
+"""Load YAML files and `key=value` overrides into a `RunConfig`, and report all problems together."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,16 +37,18 @@ def load(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """Merge files left to right, overrides over them, and validate; raises `ConfigProblems`.
+    """Merge files from left to right and overrides over them, and validate. Raises `ConfigProblems`.
 
-    `environment` is that of the run, where it is known: variables that it lacks are problems.
+    `environment` is that of the run, if it is known: missing variables are problems.
     """
     problems: list[Problem] = []
     files = _collect(
         (_read_file(Path(path), Where(i, 0, path)) for i, path in enumerate(paths)), problems
     )
     if not paths:
-        problems.append(Problem(Where(0, 0, "command line"), "", "names no configuration file"))
+        problems.append(
+            Problem(Where(0, 0, "command line"), "", "has no configuration file; name one")
+        )
     overlays = _collect(
         (_read_override(text, len(paths) + i) for i, text in enumerate(overrides)), problems
     )
@@ -62,8 +64,8 @@ def load(
     problems += changed + [problem for problem in found if problem.key not in known]
     problems += ambiguous_words(tree, RunConfig)
     if config is not None and not problems:
-        lacking = () if environment is None else check_variables(config, environment)
-        for finding in (*check(config), *lacking):
+        missing = () if environment is None else check_variables(config, environment)
+        for finding in (*check(config), *missing):
             path = tuple(int(part) if part.isdecimal() else part for part in finding.key.split("."))
             problems.append(Problem(tree.place(path), tree.key(path), finding.text))
     if config is None or problems:
@@ -75,7 +77,7 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 
 def load_section(path: str, root: type[_Section]) -> _Section:
-    """One file that is a whole section of its own kind; raises `ConfigProblems`."""
+    """Load a file that is one section. Raises `ConfigProblems`."""
     tree, problems = _read_file(Path(path), Where(0, 0, path))
     if tree is None:
         raise ConfigProblems(problems)
@@ -90,7 +92,7 @@ _Read: TypeAlias = tuple[Node | None, list[Problem]]
 
 
 def _collect(reads: Iterable[_Read], problems: list[Problem]) -> list[Node]:
-    """The trees that could be read; what is wrong goes to `problems`."""
+    """Return the trees that could be read, and add problems to `problems`."""
     trees: list[Node] = []
     for tree, found in reads:
         problems += found
@@ -103,8 +105,8 @@ def _read_file(path: Path, where: Where) -> _Read:
         return None, [Problem(Where(where.rank, line, where.label), "", text)]
 
     try:
-        if not _ends(path):
-            return refuse("is no regular file; name a YAML file")
+        if not _is_readable(path):
+            return refuse("is not a regular file; name a YAML file")
         content = path.read_bytes()
     except FileNotFoundError:
         siblings = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -132,11 +134,11 @@ def _read_file(path: Path, where: Where) -> _Read:
     return tree, problems
 
 
-def _ends(path: Path) -> bool:
-    """Whether reading comes to an end: of files, and of what the shell gives for `<(command)`."""
+def _is_readable(path: Path) -> bool:
+    """Return whether reading ends: for files, directories and the shell's `<(command)`."""
     mode = path.stat().st_mode
-    is_given = path.parent in (Path("/dev/fd"), Path("/proc/self/fd")) or path == Path("/dev/stdin")
-    return S_ISREG(mode) or S_ISDIR(mode) or (S_ISFIFO(mode) and is_given)
+    is_pipe = path.parent in (Path("/dev/fd"), Path("/proc/self/fd")) or path == Path("/dev/stdin")
+    return S_ISREG(mode) or S_ISDIR(mode) or (S_ISFIFO(mode) and is_pipe)
 
 
 def _read_override(text: str, rank: int) -> _Read:
@@ -155,10 +157,10 @@ def _read_override(text: str, rank: int) -> _Read:
 
 
 def _over_defaults(node: Node, annotation: Any) -> Node:
-    """Lay each written section over what its field's default sets on purpose.
+    """Merge each section over the keys that the default of its field sets.
 
-    So `learner.loss.clip_low=0.1` needs no kind, and a partial `evaluation.sampling` stays greedy.
-    Where one or more sections may stand, a single one becomes a list of one.
+    So `learner.loss.clip_low=0.1` needs no kind, and a partial `evaluation.sampling` stays greedy. A single
+    section becomes a list where one or more are allowed.
     """
     if isinstance(node.value, list):
         inner = item_type(annotation)
@@ -187,7 +189,7 @@ def _validate(tree: Node, root: type[_Section]) -> tuple[_Section | None, list[P
         return root.model_validate_json(json.dumps(tree.plain()), strict=True), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    # Strict integers refuse 4e8, which is how a person writes four hundred million.
+    # Strict integers refuse 4e8, which people write for 400 million.
     is_rounded = False
     for detail in details:
         value = detail["input"]
@@ -208,10 +210,10 @@ def _problem(detail: ErrorDetails, tree: Node, root: type[BaseModel]) -> Problem
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, "kind")
     key = tree.key(path)
-    return Problem(tree.place(path), key, _say(detail, path, annotation, tree, root))
+    return Problem(tree.place(path), key, _describe(detail, path, annotation, tree, root))
 
 
-def _say(
+def _describe(
     detail: ErrorDetails, path: KeyPath, annotation: Any, tree: Node, root: type[BaseModel]
 ) -> str:
     value: Any = detail["input"]
@@ -246,19 +248,19 @@ def _say(
         case "string_pattern_mismatch" if context["pattern"] in _PATTERNS:
             return f"{_PATTERNS[context['pattern']]}, got {shown(value)}"
         case "value_error":
-            said = str(context["error"])
-            is_told = isinstance(detail["input"], dict) or ", got " in said
-            return said if is_told else f"{said}, got {shown(value)}"
+            message = str(context["error"])
+            has_value = isinstance(detail["input"], dict) or ", got " in message
+            return message if has_value else f"{message}, got {shown(value)}"
         case kind if kind in _EXPECTED:
             advice = ""
-            if kind == "string_type" and _is_plain(value):
+            if kind == "string_type" and _is_number(value):
                 advice = "; put it in quotes"
             elif is_null_word(value) and admits_null(annotation):
                 advice = "; write null for no value"
             return f"must be {_EXPECTED[kind]}, got {shown(value)}{advice}"
         case _:
-            said = detail["msg"].removeprefix("Input should be ")
-            return f"must be {said}, got {shown(value)}"
+            expected = detail["msg"].removeprefix("Input should be ")
+            return f"must be {expected}, got {shown(value)}"
 
 
 def _bound(value: float) -> str:
@@ -266,8 +268,7 @@ def _bound(value: float) -> str:
 
 
 _PATTERNS = {
-    FILE_NAME: "must be a name without '/' and blanks, of letters, digits, '.', '_' and '-', not empty,"
-    " and not begin with '.' or '-'"
+    FILE_NAME: "must be a name of letters, digits, '.', '_' and '-' that does not begin with '.' or '-'"
 }
 
 _EXPECTED = {
@@ -279,11 +280,11 @@ _EXPECTED = {
     "tuple_type": "a list",
     "list_type": "a list",
     "dict_type": "a mapping",
-    "model_type": "a section with keys of its own",
+    "model_type": "a section",
 }
 
 
-def _is_plain(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
@@ -293,13 +294,13 @@ def _listed(choices: Any) -> str:
 
 def _missing(path: KeyPath, annotation: Any) -> str:
     if isinstance(path[-1], int):
-        return "required, but the list ends before it"
+        return "required, but the list is shorter"
     options = list(sections_by_kind(annotation))
     return "required, but missing" + (f"; a section of kind {_listed(options)}" if options else "")
 
 
 def _unknown_key(path: KeyPath, tree: Node, root: type[BaseModel]) -> str:
-    """Names the nearest key of the section, or else the section that has this key."""
+    """Suggest the nearest key of the section, or else the section that has this key."""
     node: Node = tree
     annotation: Any = root
     for part in path[:-1]:
@@ -316,19 +317,19 @@ def _unknown_key(path: KeyPath, tree: Node, root: type[BaseModel]) -> str:
     elsewhere = [key for key in dotted_keys(root) if key.rsplit(".", 1)[-1] == name]
     if tree.key(path) in elsewhere:
         kind = kind_tag(node.plain())
-        return f"unknown key for kind {kind!r}, another kind has it; valid here: {', '.join(valid)}"
+        return f"unknown key for kind {kind!r}; another kind has it; valid keys: {', '.join(valid)}"
     if elsewhere:
         return f"unknown key; did you mean {min(elsewhere, key=lambda key: key.count('.'))!r}?"
-    return f"unknown key; valid here: {', '.join(valid)}"
+    return f"unknown key; valid keys: {', '.join(valid)}"
 
 
 def ambiguous_words(
     tree: Node, root: type[BaseModel], *, allows_lower_case: bool = False
 ) -> list[Problem]:
-    """A problem for each of these words that stands where text or anything may stand.
+    """Return a problem for each word for null, such as `None`, that YAML reads as text.
 
-    Text that may be null is never such a word for null, in quotes or not; elsewhere quotes say that
-    the word itself is meant. With `allows_lower_case`, `none` counts as a choice of that name.
+    Where text may be null, such words are problems even in quotes; elsewhere quotes mean the word itself.
+    With `allows_lower_case`, `none` is a valid choice of that name.
     """
     return [
         Problem(tree.place(path), tree.key(path), text)
@@ -337,12 +338,12 @@ def ambiguous_words(
 
 
 def is_null_word(value: object) -> bool:
-    """Whether text is a word for nothing."""
+    """Return whether a value is a word that people write for null."""
     return isinstance(value, str) and value.strip().lower() in NULL_WORDS
 
 
 def admits_null(annotation: Any) -> bool:
-    """Whether null may stand there."""
+    """Return whether null is valid."""
     return NoneType in _alternatives(annotation)
 
 
@@ -377,13 +378,13 @@ def _ambiguity(
     if is_null_word(value) and (is_nullable_text or is_bare):
         if allows_lower_case and value == value.lower():
             return None
-        quoted = "" if is_nullable_text else ", or put it in quotes for the word itself"
-        return f"{value!r} is a word in YAML, not null; write null{quoted}"
+        quoted = "" if is_nullable_text else ", or put it in quotes if you mean the word"
+        return f"{value!r} is text in YAML, not null; write null{quoted}"
     return None
 
 
 def _alternatives(annotation: Any) -> frozenset[Any]:
-    """Plain types and literal values that an annotation admits."""
+    """Return the plain types and literal values of an annotation."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])

@@ -1,8 +1,8 @@
-"""How much memory a learner rank takes, from the headers of a model's files: before anything is loaded.
+"""Estimate the memory of a learner rank from the headers of a model's files, without loading it.
 
-Sizes of parameters are exact, those of activations an estimate: what the backward of a transformer
-block keeps (after Korthikanti et al. 2022, arXiv 2205.05198, section 4.1, without attention scores,
-which no kernel here keeps). Nothing of a file but its header is read, and no library of tensors.
+Sizes of parameters are exact. Activations are an estimate of the tensors that the backward of a
+transformer block keeps (after Korthikanti et al. 2022, arXiv 2205.05198, section 4.1, without attention
+scores, which no kernel here keeps).
 """
 
 import json
@@ -21,19 +21,19 @@ GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_HEADER_BYTES = 100_000_000
 LOGIT_COPIES = 4
-"""Of a chunk's logits in float32, while their gradient is made."""
+"""Number of float32 copies of a chunk's logits while their gradient is computed."""
 GATHERED_BLOCKS = 2
-"""The block that computes, and the one that is fetched meanwhile."""
+"""The block that computes, and the one that is prefetched."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)\.(?:weight|bias)$")
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
 
 Linears = tuple[tuple[str, int, int], ...]
-"""Of all blocks: name within its block, inputs, outputs."""
+"""Linear layers of all blocks: name within the block, inputs, outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSize:
-    """The vision tower within a model, its projector included. Numbers count elements."""
+    """A vision tower and its projector. Numbers count elements."""
 
     num_parameters: int
     num_blocks: int
@@ -41,33 +41,33 @@ class TowerSize:
     intermediate_size: int
     attention_size: int
     patches_per_token: int
-    """Positions of the tower that become one of the model's."""
+    """Number of patches that become one token."""
     linears: Linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A model by its shapes. Numbers count elements."""
+    """Sizes of a model. Numbers count elements."""
 
     num_parameters: int
     num_block: int
-    """Of the largest block."""
+    """Parameters of the largest block."""
     num_rest: int
-    """Of all that lies in no block: embeddings and head."""
+    """Parameters outside of blocks: embeddings and head."""
     num_blocks: int
     hidden_size: int
     intermediate_size: int
     attention_size: int
-    """Widths of queries, keys and values together."""
+    """Width of queries, keys and values together."""
     vocab_size: int
     linears: Linears
-    """Without those of a vision tower."""
+    """Linear layers outside of a vision tower."""
     tower: TowerSize | None = None
-    """Counted in the parameters too."""
+    """Also counted in the parameters."""
 
     @classmethod
     def of(cls, folder: Path) -> "ModelSize | None":
-        """None where the files are not here, or no transformer that this can tell the size of."""
+        """Return the size of a local model, or None without its files or for an unknown architecture."""
         try:
             config = json.loads((folder / "config.json").read_text())
             return _size(config, shapes(folder))
@@ -75,12 +75,12 @@ class ModelSize:
             return None
 
     def num_trained(self, *, is_tower_frozen: bool) -> int:
-        """Parameters that are trained where there are no adapters."""
+        """Return the number of trained parameters without adapters."""
         frozen = 0 if self.tower is None or not is_tower_frozen else self.tower.num_parameters
         return self.num_parameters - frozen
 
     def num_adapters(self, lora: LoraSection, *, is_tower_frozen: bool = False) -> int:
-        """Parameters of the adapters that would be trained."""
+        """Return the number of parameters of the adapters."""
         targets = lora.target_modules
         of_tower = () if self.tower is None or is_tower_frozen else self.tower.linears
         return sum(
@@ -92,13 +92,13 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank. The first three are in host memory where `is_offloaded`."""
+    """Bytes per rank. The first three are in host memory if `is_offloaded`."""
 
     masters: int
     moments: int
     gradients: int
     gathered: int
-    """Weights in the compute type while they are whole, and their gradients until they are reduced."""
+    """Gathered weights in the compute type, and their gradients until they are reduced."""
     activations: int
     logits: int
     is_offloaded: bool
@@ -108,14 +108,14 @@ class MemoryEstimate:
         return self.masters + self.moments + self.gradients
 
     @property
-    def least(self) -> int:
-        """On the device, however short the micro-batch is."""
+    def minimum(self) -> int:
+        """Return the bytes on the device without activations."""
         return self.gathered + (0 if self.is_offloaded else self.state)
 
     @property
     def total(self) -> int:
-        """On the device, with the micro-batch that is configured."""
-        return self.least + self.activations + self.logits
+        """Return the bytes on the device with the configured micro-batch."""
+        return self.minimum + self.activations + self.logits
 
     def __str__(self) -> str:
         parts = ", ".join(
@@ -124,40 +124,40 @@ class MemoryEstimate:
             if field.name != "is_offloaded"
         )
         where = ", the first three in host memory" if self.is_offloaded else ""
-        return f"about {self.total / GIB:.2f} GiB a rank ({parts}{where})"
+        return f"about {self.total / GIB:.2f} GiB per rank ({parts}{where})"
 
     def refusal(self, free: int, *, free_on_host: int) -> str | None:
-        """Why it cannot fit into `free` bytes of a device, and what would help."""
+        """Return an error with advice if it cannot fit into `free` bytes of a device."""
         if self.is_offloaded and self.state > free_on_host:
             return (
-                f"offloaded masters, moments and gradients take {self.state / GIB:.1f} GiB of each"
-                f" rank's host, and {free_on_host / GIB:.1f} GiB are free; raise learner.num_ranks over"
-                " more machines, or train adapters (`learner.lora: {}`)"
+                f"offloaded masters, moments and gradients need {self.state / GIB:.1f} GiB of host memory per"
+                f" rank, but {free_on_host / GIB:.1f} GiB are free; raise learner.num_ranks over more"
+                " machines, or train adapters (`learner.lora: {}`)"
             )
-        if self.least <= free:
+        if self.minimum <= free:
             return None
         offload = "" if self.is_offloaded else "learner.offload: true, "
         return (
-            f"it does not fit: without any activations a learner rank takes {self.least / GIB:.1f} GiB,"
-            f" and {free / GIB:.1f} GiB of its device are free; {self}. Set {offload}a larger"
+            f"does not fit: without activations a learner rank needs {self.minimum / GIB:.1f} GiB, but"
+            f" {free / GIB:.1f} GiB of its device are free; {self}. Set {offload}a larger"
             " learner.num_ranks (or shard_size), or train adapters (`learner.lora: {}`)"
         )
 
     def advice(self, free: int) -> str | None:
-        """What to lower where activations may not fit, which only a run can tell."""
+        """Return advice if activations may not fit."""
         if self.total <= free:
             return None
         return (
-            f"{self}, and {free / GIB:.1f} GiB are free: where it runs out of memory, lower"
+            f"{self}, but {free / GIB:.1f} GiB are free: if it runs out of memory, lower"
             " learner.max_tokens_per_micro_batch or logprob_chunk_tokens, or set"
             " learner.activation_checkpointing"
         )
 
 
 def estimate_of(config: LearnerSection, folder: Path) -> MemoryEstimate | None:
-    """Of the model in `folder` with the critic and the reference that the section asks for.
+    """Return the estimate for the model in `folder` with its critic and reference.
 
-    None where the model's files tell no size; a critic or reference without one is left out.
+    None if the size of the model is unknown; a critic or reference of unknown size is left out.
     """
     size = ModelSize.of(folder)
     if size is None:
@@ -179,7 +179,7 @@ def estimate(
     critic: ModelSize | None = None,
     reference: ModelSize | None = None,
 ) -> MemoryEstimate:
-    """Of a learner whose policy is of that size, with a critic and a reference of their own."""
+    """Return the estimate for a policy of that size, with a separate critic and reference."""
     shards = config.shard_size or config.num_ranks
     compute = BYTES[config.compute_dtype]
     master = 8 if config.compute_dtype == "float64" else 4
@@ -200,7 +200,7 @@ def estimate(
     unreduced = size.num_block * compute + size.num_rest * master if config.lora is None else 0
     kept = _kept_per_token(size, config.activation_checkpointing)
     if size.tower is not None and not is_tower_frozen:
-        # As though images that are shown once filled the micro-batch: no more can come together.
+        # Upper bound: a micro-batch of image tokens only.
         of_patch = _kept_per_token(size.tower, config.activation_checkpointing)
         kept += size.tower.patches_per_token * of_patch
     tokens = math.ceil(config.max_tokens_per_micro_batch / config.context_parallel_size)
@@ -217,7 +217,7 @@ def estimate(
 
 
 def _kept_per_token(size: ModelSize | TowerSize, checkpointing: str) -> int:
-    """Elements that the blocks keep for the backward of one token."""
+    """Return the number of elements that the blocks keep for the backward of one token."""
     hidden, inner, attention = size.hidden_size, size.intermediate_size, size.attention_size
     products = (
         attention + 3 * hidden + 2 * inner
@@ -275,7 +275,7 @@ def _tower(config: dict[str, Any], found: dict[str, tuple[int, ...]]) -> TowerSi
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors in a directory's files, by name; ValueError or OSError for what is none."""
+    """Return the shapes of all tensors in a directory's files, by name."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= file_shapes(path)
@@ -283,7 +283,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """From the header: eight bytes of length, then JSON (safetensors' own format)."""
+    """Return the shapes of all tensors in a safetensors file. Raises `ValueError` or `OSError`."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > MAX_HEADER_BYTES:

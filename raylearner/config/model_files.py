@@ -1,4 +1,4 @@
-"""Read and check the files of a model as far as they are on this machine."""
+"""Read and check the files of a model that are on this machine."""
 
 import json
 import os
@@ -17,18 +17,19 @@ LOGIT_CHANGES = (
     "lm_head_multiplier",
     "dim_model_base",
 )
-"""Config keys of models whose logits are more than hidden states times the head, where they are set and
-not neutral: 1, or the hidden size for `dim_model_base`, which divides it. Families have others, and defaults of their own: a learner measures its model when it loads it."""
+"""Config keys that change logits after the head, unless neutral: 1, or the hidden size for
+`dim_model_base`, which divides it. Families have other such keys and defaults, so a learner measures its
+model when it loads it."""
 
 CHUNK_BYTES = 1 << 24
-"""Of files that are compared, read at a time."""
+"""Number of bytes of compared files that are read at a time."""
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that change with the longest position that they see."""
+"""Rotary embeddings that depend on the longest position."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty for a file that is missing or wrong, of which its reader has more to say."""
+    """Return a JSON object, empty for a file that is missing or invalid, which its reader reports."""
     try:
         values: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -37,7 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_missing_directory(path: str) -> bool:
-    """Whether a path can only mean a directory, and there is none: hub ids are `name` or `owner/name`."""
+    """Return whether a path is a directory that does not exist, rather than a hub id (`owner/name`)."""
     owner, separator, _ = path.partition("/")
     is_below_folder = bool(separator) and Path(owner).is_dir()
     is_local = path.startswith((".", "~", os.sep)) or path.count("/") > 1 or is_below_folder
@@ -45,66 +46,67 @@ def is_missing_directory(path: str) -> bool:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """That of the language model, which a vision model's config.json has inside."""
+    """Return the config of the language model, which config.json of a vision-language model nests."""
     inner = config.get("text_config")
     return config | cast(dict[str, Any], inner) if isinstance(inner, dict) else config
 
 
 def rope_types(config: dict[str, Any]) -> set[str]:
-    """Of the rotary embeddings of a config.json; some families name one for each kind of layer."""
+    """Return the types of rotary embeddings; some families have one per type of layer."""
     found: set[str] = set()
     for key in ("rope_parameters", "rope_scaling"):
         values = text_config(config).get(key)
         if isinstance(values, dict):
-            told = cast(dict[str, Any], values)
-            for one in (told, *told.values()):
+            section = cast(dict[str, Any], values)
+            for one in (section, *section.values()):
                 if isinstance(one, dict):
                     inner = cast(dict[str, Any], one)
                     found |= {str(inner[k]) for k in ("rope_type", "type") if k in inner}
     return found
 
 
-def model_faults(folder: Path, *, needs_weights: bool = True) -> Iterator[str]:
-    """What keeps a model's directory, which is there, from being trained."""
+def model_errors(folder: Path, *, needs_weights: bool = True) -> Iterator[str]:
+    """Yield errors that prevent training the model in an existing directory."""
     if not (folder / "config.json").is_file():
-        yield f"{str(folder)!r} has no config.json; name a directory that `save_pretrained` wrote"
+        yield f"{str(folder)!r} has no config.json; name a directory written by `save_pretrained`"
         return
     if needs_weights and not any(folder.glob("*.safetensors")):
-        yield f"{str(folder)!r} has no *.safetensors file; save the model in that form"
+        yield f"{str(folder)!r} has no *.safetensors file; save the model as safetensors"
     quantization = read_json(folder / "config.json").get("quantization_config")
     if quantization:
-        told = cast(dict[str, Any], quantization) if isinstance(quantization, dict) else {}
+        section = cast(dict[str, Any], quantization) if isinstance(quantization, dict) else {}
         yield (
-            f"{str(folder)!r} is quantised ({told.get('quant_method', 'unknown')}), and a learner"
-            " trains weights as they are, with learner.lora too; name the model that it was made from"
+            f"{str(folder)!r} is quantized ({section.get('quant_method', 'unknown')}), which the learner"
+            " cannot train, not even with learner.lora; name the original model"
         )
     if needs_weights:
-        yield from _head_faults(folder)
+        yield from _tied_head_errors(folder)
 
 
-def scoring_faults(folder: Path) -> Iterator[str]:
-    """Why a learner's log-probabilities would not be the model's, as far as config.json tells; the learner
-    measures it when it loads the model."""
+def scoring_errors(folder: Path) -> Iterator[str]:
+    """Yield reasons in config.json why the learner's log-probabilities would differ from the model's.
+
+    The learner measures its model as well, when it loads it.
+    """
     config = read_json(folder / "config.json")
     family, text = config.get("model_type"), text_config(config)
     neutral = dict.fromkeys(LOGIT_CHANGES, 1) | {"dim_model_base": text.get("hidden_size")}
     for key in LOGIT_CHANGES:
         if text.get(key) not in (None, neutral[key]):
             yield (
-                f"{str(folder)!r} ({family}) changes its logits behind the head ({key}:"
-                f" {text[key]}), which the learner's log-probabilities do not follow; use a model of"
-                " another family"
+                f"{str(folder)!r} ({family}) changes its logits after the head ({key}: {text[key]}), which"
+                " the learner does not support; use a model of another family"
             )
     for kind in sorted(rope_types(config) & {*LENGTH_DEPENDENT}):
         yield (
-            f"{str(folder)!r} ({family}) has rotary embeddings of type {kind}, which change with the"
-            " longest row that is packed beside another; set rope_type to 'default' or 'yarn' in its"
-            " config.json where its files allow it, or use another model"
+            f"{str(folder)!r} ({family}) has rotary embeddings of type {kind}, which depend on the longest"
+            " sequence in a packed batch; set rope_type to 'default' or 'yarn' in its config.json if the"
+            " model allows it, or use another model"
         )
 
 
-def _head_faults(folder: Path) -> Iterator[str]:
-    """Where config.json and the files disagree on whether the head is the input embedding."""
+def _tied_head_errors(folder: Path) -> Iterator[str]:
+    """Yield an error if config.json and the files disagree on whether the head is the input embedding."""
     config = read_json(folder / "config.json")
     is_tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
     places = tensor_places(folder)
@@ -114,23 +116,22 @@ def _head_faults(folder: Path) -> Iterator[str]:
         return
     if is_tied is False and not any("head" in name or "output" in name for name in places):
         yield (
-            f"{str(folder)!r}: config.json says tie_word_embeddings: false, and no file has an"
+            f"{str(folder)!r}: config.json has tie_word_embeddings: false, but no file has an"
             " lm_head.weight; set it to true, or add the tensor"
         )
     if is_tied and len(heads) == 1 and not _is_same(places[heads[0]], places[tables[0]]):
         yield (
-            f"{str(folder)!r}: config.json says tie_word_embeddings: true, and {heads[0]} differs from"
-            f" {tables[0]} in its files; set tie_word_embeddings to false to train with that head, or"
-            " remove the tensor"
+            f"{str(folder)!r}: config.json has tie_word_embeddings: true, but {heads[0]} differs from"
+            f" {tables[0]}; set tie_word_embeddings to false to train that head, or remove the tensor"
         )
 
 
 Place = tuple[Path, int, int]
-"""A file, and where in it a tensor's bytes begin and end."""
+"""A file, and where in it the bytes of a tensor begin and end."""
 
 
 def tensor_places(folder: Path) -> dict[str, Place]:
-    """Of the tensors in a directory's safetensors files, by the names they have there."""
+    """Return the places of the tensors in the safetensors files of a directory, by name."""
     found: dict[str, Place] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -140,7 +141,7 @@ def tensor_places(folder: Path) -> dict[str, Place]:
                     continue
                 header: dict[str, Any] = json.loads(file.read(size))
         except (OSError, ValueError):
-            continue  # whoever loads it says what is wrong with it
+            continue  # reported when the model is loaded
         for name, entry in header.items():
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
@@ -149,7 +150,7 @@ def tensor_places(folder: Path) -> dict[str, Place]:
 
 
 def _is_same(left: Place, right: Place) -> bool:
-    """Whether two tensors have the same bytes."""
+    """Return whether two tensors have the same bytes."""
     (one, start, end), (other, begin, stop) = left, right
     if end - start != stop - begin:
         return False
@@ -191,92 +192,92 @@ SIZES = {
 }
 """Sizes of an image processor, each with the same size's name in `vision_config`."""
 EDGES = ("shortest_edge", "longest_edge")
-"""Keys of an image processor's `size`: the fewest and the most pixels of an image."""
+"""Keys of an image processor's `size`: the minimum and maximum number of pixels."""
 PROCESSOR_FILE, NESTED_FILE = "preprocessor_config.json", "processor_config.json"
-CURE = "take the file that the model came with"
+ADVICE = "use the original file of the model"
 
 
-def config_faults(config: Mapping[str, Any]) -> Iterator[str]:
-    """What keeps the config.json of a model that sees from being used."""
+def vision_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield errors in the config.json of a vision-language model."""
     family = config.get("model_type")
     if family not in FAMILIES:
         yield (
-            f"config.json: model_type must be one of {', '.join(FAMILIES)} for a model that sees, "
-            f"{_told(config, 'model_type')}; images of others are not supported"
+            f"config.json: model_type must be one of {', '.join(FAMILIES)} for a vision-language"
+            f" model, {_got(config, 'model_type')}; other families are not supported"
         )
         return
     for key in FAMILIES[family].token_keys:
-        if not _is_whole(config.get(key), least=0):
-            yield f"config.json: {key} must be the id of a token, {_told(config, key)}; {CURE}"
+        if not _is_whole(config.get(key), minimum=0):
+            yield f"config.json: {key} must be a token id, {_got(config, key)}; {ADVICE}"
     if not isinstance(config["vision_config"], dict):
-        yield f"config.json: vision_config must be an object, {_told(config, 'vision_config')}; {CURE}"
+        yield f"config.json: vision_config must be an object, {_got(config, 'vision_config')}; {ADVICE}"
 
 
-def processor_faults(
+def processor_errors(
     config: Mapping[str, Any], processor: Mapping[str, Any], *, file: str
 ) -> Iterator[str]:
-    """What keeps the image processor in `file` from being used beside a config.json without faults.
+    """Yield errors of the image processor in `file`, beside a valid config.json.
 
-    Only what `processor` holds is looked at: a file may leave out what its class knows.
+    Only keys in `processor` are checked: a file may leave out the defaults of its class.
     """
     vision: dict[str, Any] = config["vision_config"]
     for key, name in SIZES.items():
         size = processor.get(key, 1)
-        if not _is_whole(size, least=1):
-            yield f"{file}: {key} must be a whole number >= 1, {_told(processor, key)}; {CURE}"
+        if not _is_whole(size, minimum=1):
+            yield f"{file}: {key} must be a whole number >= 1, {_got(processor, key)}; {ADVICE}"
         elif key in processor and vision.get(name, size) != size:
             yield (
-                f"{file}: {key} is {size}, and vision_config.{name} of config.json is "
-                f"{vision[name]}; take both files from one model"
+                f"{file}: {key} is {size}, but vision_config.{name} in config.json is {vision[name]}; use"
+                " both files of one model"
             )
     if "size" not in processor:
         return
     size: object = processor["size"]
     edges = cast(dict[str, Any], size) if isinstance(size, dict) else {}
     counts: list[Any] = [edges.get(edge) for edge in EDGES]
-    if not all(_is_whole(count, least=1) for count in counts) or counts != sorted(counts):
+    if not all(_is_whole(count, minimum=1) for count in counts) or counts != sorted(counts):
         yield (
-            f"{file}: size must hold {' <= '.join(EDGES)}, the fewest and the most pixels of an "
-            f"image, {_told(processor, 'size')}; {CURE}"
+            f"{file}: size must have {' <= '.join(EDGES)}, the minimum and maximum pixels of an image,"
+            f" {_got(processor, 'size')}; {ADVICE}"
         )
 
 
 def pixel_range(family: str, processor: Mapping[str, Any]) -> tuple[int, int]:
-    """Pixels between which a whole processor without faults leaves an image of whole patches as it is."""
-    least, most = (processor["size"][edge] for edge in EDGES)
+    """Return the numbers of pixels between which a valid processor does not resize whole patches."""
+    minimum, maximum = (processor["size"][edge] for edge in EDGES)
     num_counted = processor["temporal_patch_size"] if FAMILIES[family].counts_frames else 1
-    return -(-least // num_counted), most // num_counted
+    return -(-minimum // num_counted), maximum // num_counted
 
 
 def folder_pixel_range(folder: Path) -> tuple[int, int] | None:
-    """Of the processor of a directory without faults; None where its files do not tell."""
+    """Return the pixel range of the processor in a valid directory; None if its files do not have it."""
     values = processor_values(folder)
     if not {"size", "temporal_patch_size"} <= values.keys():
         return None
     return pixel_range(read_json(folder / "config.json")["model_type"], values)
 
 
-def folder_faults(folder: Path) -> Iterator[str]:
-    """As far as the files of a model that sees tell without being loaded."""
+def vision_errors(folder: Path) -> Iterator[str]:
+    """Yield errors in the files of a vision-language model, without loading them."""
     config = read_json(folder / "config.json")
-    faults = list(config_faults(config))
+    errors = list(vision_config_errors(config))
     file = processor_file(folder)
     if not (folder / file).is_file():
-        faults.append(f"has no {PROCESSOR_FILE}, by which images are sized; {CURE}")
+        errors.append(f"has no {PROCESSOR_FILE}, which sets the size of images; {ADVICE}")
     elif not (values := processor_values(folder)):
-        faults.append(f"{file} holds no JSON object; {CURE}")
-    elif not faults:
-        faults += processor_faults(config, values, file=file)
-    yield from faults
+        errors.append(f"{file} is not a JSON object; {ADVICE}")
+    elif not errors:
+        errors += processor_errors(config, values, file=file)
+    yield from errors
 
 
 def processor_file(folder: Path) -> str:
-    """Where a directory's image processor is; the usual name for a hub id."""
+    """Return the file of a directory's image processor; the usual one for a hub id."""
     return NESTED_FILE if _nested(folder) else PROCESSOR_FILE
 
 
 def processor_values(folder: Path) -> dict[str, Any]:
-    """What that file says, older names of the edges put into `size`; empty where there is no object."""
+    """Return the values in that file, with old keys moved into `size`; empty without a JSON object."""
     values = _nested(folder) or read_json(folder / PROCESSOR_FILE)
     size: object = values.get("size")
     if not isinstance(size, dict):
@@ -291,39 +292,39 @@ def _nested(folder: Path) -> dict[str, Any]:
     return cast(dict[str, Any], nested) if isinstance(nested, dict) else {}
 
 
-def _is_whole(value: object, *, least: int) -> bool:
-    return type(value) is int and value >= least
+def _is_whole(value: object, *, minimum: int) -> bool:
+    return type(value) is int and value >= minimum
 
 
-def _told(values: Mapping[str, Any], key: str) -> str:
+def _got(values: Mapping[str, Any], key: str) -> str:
     value = values.get(key)
-    return "and is missing" if value is None else f"got {value!r}"
+    return "but is missing" if value is None else f"got {value!r}"
 
 
 MIN_HEAD_WIDTH = 32
-"""Narrower attention heads are refused by vLLM's CPU kernels at run time."""
+"""Minimum width of attention heads in vLLM's CPU kernels."""
 TEXT_STEP, VISION_STEP = 32, 4
-"""What the width of a head is a multiple of: those kernels take each 32nd, and rotary positions of patches
-come as pairs of rows and pairs of columns."""
+"""Units of the width of a head: that of those kernels, and that of rotary positions of patches, which are
+pairs of rows and pairs of columns."""
 
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
-    """A hub id is looked at when it is loaded."""
+    """Yield errors of a tiny model's sizes or of local files; a hub id is checked when it is loaded."""
     if isinstance(config.model, PretrainedModel):
         path = config.model.path
         folder = Path(path).expanduser()
         if is_missing_directory(path):
-            fault = f"no such directory {path!r}; name a checkpoint directory or a hub id"
-            yield Finding("model.path", fault)
+            error = f"no such directory {path!r}; name a checkpoint directory or a hub id"
+            yield Finding("model.path", error)
         elif folder.is_dir():
-            for fault in (*model_faults(folder), *scoring_faults(folder)):
-                yield Finding("model.path", fault)
+            for error in (*model_errors(folder), *scoring_errors(folder)):
+                yield Finding("model.path", error)
     else:
-        yield from head_faults(config.model)
+        yield from head_errors(config.model)
 
 
-def head_faults(model: TinyModel) -> Iterator[Finding]:
-    """Sizes of which no attention heads can be made."""
+def head_errors(model: TinyModel) -> Iterator[Finding]:
+    """Yield errors of sizes that do not divide into attention heads."""
     yield from _heads("model", model.hidden_size, model.num_heads, step=TEXT_STEP)
     if (vision := model.vision) is not None:
         yield from _heads("model.vision", vision.hidden_size, vision.num_heads, step=VISION_STEP)
@@ -338,7 +339,7 @@ def _heads(section: str, hidden_size: int, num_heads: int, *, step: int) -> Iter
         change = f"set it to {fitting[-1]}, or" if fitting else "set"
         yield Finding(
             f"{section}.num_heads",
-            f"gives heads {hidden_size / num_heads:.4g} wide ({hidden_size} / {num_heads}), and they"
+            f"gives heads of width {hidden_size / num_heads:.4g} ({hidden_size} / {num_heads}), which"
             f" must be >= {MIN_HEAD_WIDTH}; {change} {section}.hidden_size to"
             f" {MIN_HEAD_WIDTH * num_heads}",
         )

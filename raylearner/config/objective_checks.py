@@ -32,7 +32,7 @@ def check_objective(config: RunConfig) -> Iterator[Finding]:
     yield from _aggregation(config)
 
 
-def objective_notes(config: RunConfig) -> Iterator[str]:
+def objective_warnings(config: RunConfig) -> Iterator[str]:
     """Return warnings about an objective that is allowed."""
     learner = config.learner
     num_updates = learner.num_epochs * learner.num_mini_batches

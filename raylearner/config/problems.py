@@ -1,4 +1,4 @@
-"""Problems in a configuration: where each is, what was found, what was expected, what to do."""
+"""Problems in a configuration, with their places."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def message(self) -> str:
-        """The line without its place; an override stands there as it was typed."""
+        """Return the line without its place; an override is shown as it was typed."""
         override = self.where.override
         if override and override.split("=", 1)[0].strip() != self.key and self.key:
             return f"{override}: {self.key}: {self.text}"
@@ -46,7 +46,7 @@ class Problem:
 
 
 class ConfigProblems(ConfigError):
-    """All problems of one configuration at once; `str` gives the report."""
+    """All problems of a configuration; `str` returns the report."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(tuple(problems))
@@ -64,20 +64,20 @@ class ConfigProblems(ConfigError):
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest choice, or nothing."""
+    """Return `; did you mean 'x'?` with the nearest choice, or an empty string."""
     near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: object, *, limit: int = 80) -> str:
-    """`repr`, cut in the middle where it is long."""
+    """Return `repr`, cut in the middle if it is long."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 20]}...{text[-17:]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A key that clashes with others, why, and the nearest choice that would do."""
+    """A problem found by a check, before its place is known."""
 
     key: str
     text: str

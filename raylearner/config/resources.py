@@ -1,6 +1,6 @@
-"""What `auto` becomes on the machines that a run finds itself on: GPUs, memory, transport, tolerance.
+"""Resolve `auto` for the GPUs of a cluster, and check the environment variables that a run needs.
 
-Pure: the same configuration and supply give the same numbers. Explicit values are never changed.
+The same configuration and GPUs give the same numbers. Explicit values are never changed.
 """
 
 import importlib.util
@@ -18,25 +18,25 @@ from raylearner.config.section import number
 from raylearner.errors import ConfigError
 
 SHARE_STEP = 0.05
-"""Shares of a GPU are rounded down to multiples of this, so that they always fit."""
+"""Shares of a GPU are rounded down to multiples of this, so that they fit."""
 
 TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_HALF = 1e-3, 0.05, 0.25
 """Default `weights.verify_tolerance` in nats: float32 on CPUs, float32 on GPUs (whose kernels may use TF32), half precision."""
 
 AWAKE_SHARE = 0.75
-"""Of a GPU, for all engines on it that sleep while the learner steps; it keeps its state meanwhile."""
+"""Share of a GPU for all engines on it that sleep while the learner steps, which keeps its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration without `auto`, and what was decided, one line each."""
+    """A configuration without `auto`, and the decisions, one line each."""
 
     config: RunConfig
     decisions: tuple[str, ...]
 
 
 def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
-    """Decide every `auto` for a cluster of `num_gpus` GPUs."""
+    """Return the configuration with every `auto` resolved for a cluster of `num_gpus` GPUs."""
     per_rank, per_actor = _gpus(config, num_gpus - _rewards_gpus(config, num_gpus))
     decisions: list[str] = []
     if "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
@@ -52,7 +52,7 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
                 share = AWAKE_SHARE / config.engines_per_rank
             fraction = round(engine.memory_fraction * share, 4)
             engine = engine.model_copy(update={"memory_fraction": fraction})
-            decisions.append(f"each engine takes {fraction:g} of its GPU's memory")
+            decisions.append(f"each engine uses {fraction:g} of its GPU's memory")
     elif (
         isinstance(engine, TransformersEngine)
         and per_actor
@@ -63,7 +63,7 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
     if weights.transport == "auto":
         transport = _transport(config, num_gpus, per_rank=per_rank, per_actor=per_actor)
         weights = weights.model_copy(update={"transport": transport})
-        decisions.append(f"weights travel by {transport}")
+        decisions.append(f"weights are pushed via {transport}")
     is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
     if weights.verify_statistic == "auto":
         weights = weights.model_copy(update={"verify_statistic": "mean" if is_half else "max"})
@@ -84,23 +84,23 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
 
 
 def _rewards_gpus(config: RunConfig, num_gpus: float) -> int:
-    """Whole GPUs that reward models keep from what `auto` shares out."""
+    """Return the number of whole GPUs that reward models use, which `auto` does not distribute."""
     taken = math.ceil(sum(model.gpus for model in config.rewards.models.values()))
     is_auto = "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor)
     if taken and is_auto and num_gpus - taken < 1:
         raise ConfigError(
-            f"rewards.functions: reward models take {taken} of {num_gpus:g} GPUs, and 'auto' shares"
-            " out whole ones; set learner.gpus_per_rank, actors.gpus_per_actor and the models' gpus"
-            " to shares that fit, or score on the CPU (device: cpu, gpus: 0)"
+            f"rewards.functions: reward models use {taken} of {num_gpus:g} GPUs, and 'auto' distributes"
+            " whole GPUs; set learner.gpus_per_rank, actors.gpus_per_actor and gpus of the models to"
+            " shares that fit, or score on the CPU (gpus: 0)"
         )
     return taken
 
 
 def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:
-    """GPUs of a rank and of an actor.
+    """Return the GPUs per rank and per actor.
 
-    The learner keeps whole GPUs while one is left for the engines; ranks never share one, which
-    NCCL refuses. What is scarce beyond that is shared in equal parts.
+    The learner has whole GPUs while one is left for the engines; ranks never share a GPU, which NCCL
+    refuses. Otherwise GPUs are shared in equal parts.
     """
     ranks, actors = config.learner.num_ranks, config.actors.num_actors
     per_rank, per_actor = config.learner.gpus_per_rank, config.actors.gpus_per_actor
@@ -109,9 +109,9 @@ def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:
         share = _floor(1 / (1 + config.engines_per_rank))
         if num_gpus < ranks or share <= 0:
             raise ConfigError(
-                f"weights.transport: 'ipc' puts each of {ranks} learner ranks on a GPU with its share "
-                f"of {actors} engines, at most {math.floor(1 / SHARE_STEP) - 1} of them, and there "
-                f"are {num_gpus:g} GPUs; lower learner.num_ranks or actors.num_actors"
+                f"weights.transport: 'ipc' puts each of {ranks} learner ranks on a GPU with its share of"
+                f" {actors} engines, at most {math.floor(1 / SHARE_STEP) - 1}, but there are {num_gpus:g}"
+                " GPUs; lower learner.num_ranks or actors.num_actors"
             )
         return share, share
     whole = float(engine.tensor_parallel_size) if isinstance(engine, VllmEngine) else 1.0
@@ -145,13 +145,13 @@ def _runs_on_cpu(config: RunConfig) -> bool:
 
 
 def _share(num_tenants: int, num_gpus: float) -> float:
-    """Of equal tenants on whole GPUs: as many on each as the fullest must take."""
+    """Return the share of each of several equal tenants on whole GPUs."""
     per_gpu = math.ceil(num_tenants / math.floor(num_gpus))
     share = 1.0 if per_gpu == 1 else _floor(1 / per_gpu)
     if share <= 0:
         raise ConfigError(
-            f"actors.num_actors: {num_tenants} actors and ranks on {num_gpus:g} GPUs are more than "
-            f"{math.floor(1 / SHARE_STEP)} on one; lower it, or set the shares yourself"
+            f"actors.num_actors: {num_tenants} actors and ranks on {num_gpus:g} GPUs are more than"
+            f" {math.floor(1 / SHARE_STEP)} per GPU; lower it, or set gpus_per_actor and gpus_per_rank"
         )
     return share
 
@@ -161,7 +161,7 @@ def _floor(share: float) -> float:
 
 
 def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor: float) -> str:
-    """NCCL refuses two ranks on one GPU; memory is shared only where all live on the same one."""
+    """NCCL refuses two ranks on one GPU; `ipc` needs all of them on the same one."""
     engine = config.actors.engine
     if not isinstance(engine, VllmEngine):
         return "shared_files"
@@ -186,62 +186,62 @@ def _refuse_impossible(config: RunConfig) -> None:
     if transport == "adapter":
         if per_actor and engine.dtype == "float32":
             raise ConfigError(
-                "weights.transport: 'adapter' needs actors.engine.dtype bfloat16 or float16 on GPUs, "
-                "where vLLM's adapter kernels know no float32; change it, or let 'auto' carry weights "
-                "with the adapters merged"
+                "weights.transport: 'adapter' needs actors.engine.dtype bfloat16 or float16 on GPUs, where"
+                " vLLM's adapter kernels do not support float32; change it, or use 'auto', which merges"
+                " the adapters"
             )
         return
     if not (per_rank and per_actor):
         raise ConfigError(
             f"weights.transport: {transport!r} needs learner and engines on GPUs; use shared_files"
         )
-    most = per_rank + config.engines_per_rank * per_actor
-    if transport == "ipc" and most > 1 + 1e-9:
+    total = per_rank + config.engines_per_rank * per_actor
+    if transport == "ipc" and total > 1 + 1e-9:
         raise ConfigError(
-            f"weights.transport: 'ipc' puts a learner rank and {config.engines_per_rank} engines on "
-            f"one GPU, and learner.gpus_per_rank {per_rank:g} with actors.gpus_per_actor "
-            f"{per_actor:g} make {most:g} of it; lower them to 1 in all"
+            f"weights.transport: 'ipc' puts a learner rank and {config.engines_per_rank} engines on one"
+            f" GPU, but learner.gpus_per_rank {per_rank:g} and actors.gpus_per_actor {per_actor:g} add up"
+            f" to {total:g}; lower them to at most 1 in total"
         )
     if transport == "nccl" and (per_rank < 1 or per_actor < 1):
         raise ConfigError(
-            "weights.transport: 'nccl' needs a GPU of its own for every rank and engine, got "
-            f"learner.gpus_per_rank {per_rank:g} and actors.gpus_per_actor {per_actor:g}; use ipc "
-            "where each rank shares its GPU with engines, shared_files otherwise"
+            "weights.transport: 'nccl' needs a separate GPU for every rank and engine, got"
+            f" learner.gpus_per_rank {per_rank:g} and actors.gpus_per_actor {per_actor:g}; use ipc where"
+            " each rank shares its GPU with engines, else shared_files"
         )
 
 
 SUFFIX = "_variable"
-"""Keys that end so hold the name of a variable."""
+"""Ending of keys whose value is the name of an environment variable."""
 WANDB_KEY = "WANDB_API_KEY"
 HUB_TOKEN = "HF_TOKEN"
 
 
 def named_variables(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Dotted key and variable, for every key that names one."""
+    """Yield dotted key and environment variable for every key that names one."""
     yield from _named(config.model_dump(), "")
 
 
 def wants_wandb_key(config: RunConfig) -> bool:
-    """Whether a run logs in to Weights & Biases."""
+    """Return whether a run logs in to Weights & Biases."""
     wandb = config.observability.wandb
     return wandb is not None and wandb.mode == "online"
 
 
 def check_variables(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What a run in this environment would lack, found before anything starts."""
+    """Yield variables, packages and logins that a run in this environment would lack."""
     for key, name in named_variables(config):
         if not environment.get(name):
             yield Finding(
                 key,
-                f"the environment variable {name} is not set; export it where the run starts, or set"
-                " the key to null for a service that needs no key",
+                f"the environment variable {name} is not set; export it where the run starts, or set this"
+                " to null for a service without a key",
             )
     if config.observability.wandb is None:
         return
     if importlib.util.find_spec("wandb") is None:
         yield Finding(
             "observability.wandb",
-            "the package wandb is not installed; `pip install wandb`, or leave the section out",
+            "the package wandb is not installed; run `pip install wandb`, or set this to null",
         )
     elif wants_wandb_key(config) and not _is_logged_in(environment):
         yield Finding(
@@ -252,7 +252,7 @@ def check_variables(config: RunConfig, environment: Mapping[str, str]) -> Iterat
 
 
 def _is_logged_in(environment: Mapping[str, str]) -> bool:
-    """Whether wandb finds a key by itself: in a variable, or in the netrc file."""
+    """Return whether wandb finds a key in a variable or in the netrc file."""
     if environment.get(WANDB_KEY) or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environment.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
@@ -277,5 +277,5 @@ def _named(tree: Any, key: str) -> Iterator[tuple[str, str]]:
             yield key, tree
         return
     for part, value in pairs:
-        if not part.endswith("arguments"):  # of users' own functions and services
+        if not part.endswith("arguments"):  # those of user code and services
             yield from _named(value, f"{key}.{part}".removeprefix("."))

@@ -67,7 +67,7 @@ ONE_OR_MORE = OneOrMore()
 
 
 class Section(BaseModel):
-    """What all sections share: unknown keys are errors, values never change after loading."""
+    """Base of all sections: unknown keys are errors, and values do not change after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -75,11 +75,11 @@ class Section(BaseModel):
 
 
 OPEN_KIND = "module:name"
-"""Stands in lists of kinds for all that a user may name."""
+"""The kind that is shown for user code in lists of kinds."""
 
 
 def kind_tag(value: Any) -> str | None:
-    """The tag that chooses a member of an open union: its kind, or `OPEN_KIND` for the user's own."""
+    """Return the tag of a member of an open union: its kind, or `OPEN_KIND` for user code."""
     is_mapping = isinstance(value, dict)
     kind: Any = value.get("kind") if is_mapping else getattr(value, "kind", None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(kind, str):
@@ -90,26 +90,26 @@ def kind_tag(value: Any) -> str | None:
 def _two_parts(value: str) -> str:
     module, _, name = value.partition(":")
     if not module or not name or ":" in name:
-        raise ValueError(f"must be written {OPEN_KIND}")
+        raise ValueError(f"must have the form {OPEN_KIND}")
     return value
 
 
 Reference = Annotated[str, AfterValidator(_two_parts)]
-"""`module:name`, importable where the run is started and where its actors live."""
+"""`module:name`, which can be imported where the run starts and where its actors run."""
 
 
 def load_reference(path: str) -> Callable[..., Any]:
-    """The callable at `module:name`. Raises `ConfigError` with the cause, without naming a key."""
+    """Return the callable at `module:name`. Raises `ConfigError` with the cause, without a key."""
     module_name, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # a user's module may raise anything while it is imported
-        said = str(error).splitlines()[0] if str(error) else ""
+        reason = str(error).splitlines()[0] if str(error) else ""
         raise ConfigError(
-            f"{path!r} cannot be imported: {type(error).__name__}: {said}; modules are looked for"
-            " in the working directory and on PYTHONPATH"
+            f"{path!r} cannot be imported: {type(error).__name__}: {reason}; modules are searched in"
+            " the working directory and on PYTHONPATH"
         ) from error
     if not callable(found):
         raise ConfigError(f"{path!r} is not callable")
@@ -120,7 +120,7 @@ KeyPath = tuple[str | int, ...]
 
 
 def section_types(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes that an annotation admits, `None` and metadata left out."""
+    """Return the section classes of an annotation."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return section_types(get_args(annotation)[0])

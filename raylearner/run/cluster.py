@@ -12,7 +12,7 @@ from raylearner import job_variables
 from raylearner.actors.process import prepare_process, reach_nodes_directly
 from raylearner.cleanup import clean_up_now
 from raylearner.config import resources
-from raylearner.config.checks import notes
+from raylearner.config.checks import warnings
 from raylearner.config.resources import named_variables
 from raylearner.config.schema import ClusterSection, RunConfig
 from raylearner.errors import ConfigError, StartError, summary
@@ -75,8 +75,8 @@ def resolve(config: RunConfig) -> RunConfig:
     resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
     for decision in resolved.decisions:
         logger.info("%s", decision)
-    for note in notes(resolved.config):
-        logger.warning("%s", note)
+    for warning in warnings(resolved.config):
+        logger.warning("%s", warning)
     return resolved.config
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
-from raylearner.config.image_checks import refuse_blindness
+from raylearner.config.image_checks import check_vision_support
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
@@ -60,7 +60,7 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     renderer = prompt_checks.make_renderer(config, model=model)
     assert renderer is not None, "a model directory has a tokenizer"
     if renderer.vision is None:
-        refuse_blindness(config)
+        check_vision_support(config)
     check_template(renderer, config.environment, prompts)
     prompts = prompt_checks.select_fitting(config, prompts, renderer, key="data.evaluation")
     assert config.run.dir is not None, "the command line names a directory"

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from raylearner.cleanup import clean_up
-from raylearner.config.image_checks import refuse_blindness, refuse_lost_adapters
+from raylearner.config.image_checks import check_adapter_transport, check_vision_support
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import RunStopped, causes, summary
@@ -59,7 +59,7 @@ def run(
     renderer = prompt_checks.make_renderer(config)
     if renderer is not None:
         if not isinstance(config.model, TinyModel):
-            refuse = refuse_blindness if renderer.vision is None else refuse_lost_adapters
+            refuse = check_vision_support if renderer.vision is None else check_adapter_transport
             refuse(config)
             check_template(renderer, config.environment, [*training, *held_out])
         training = prompt_checks.select_fitting(config, training, renderer, key="data.train")

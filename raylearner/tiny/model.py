@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from raylearner.config.model_files import head_faults
+from raylearner.config.model_files import head_errors
 from raylearner.config.schema import TinyModel
 from raylearner.errors import ConfigError
 from raylearner.tiny.tokenizer import END_OF_TURN, PAD, TAGS, make_tokenizer
@@ -16,7 +16,7 @@ __all__ = ["END_OF_TURN", "PAD", "TAGS", "make_tiny_model", "make_tokenizer"]
 
 def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
     """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
-    for fault in head_faults(config):
+    for fault in head_errors(config):
         raise ConfigError(f"{fault.key}: {fault.text}")
     if config.vision is not None:
         from raylearner.tiny.vision_model import make_tiny_vision_model

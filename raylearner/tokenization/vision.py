@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from raylearner.config.actors import ImagesSection
 from raylearner.config.model_files import (
-    CURE,
+    ADVICE,
     FAMILIES,
     SIZES,
-    config_faults,
     pixel_range,
-    processor_faults,
+    processor_errors,
     processor_file,
     read_json,
+    vision_config_errors,
 )
 from raylearner.errors import ConfigError, RenderError
 from raylearner.images import fit_image, make_blank_image, read_size, read_upright_size
@@ -62,10 +62,10 @@ class Vision:
         config = _config(path)
         if "vision_config" not in config:
             return None
-        _refuse(path, config_faults(config))
+        _refuse(path, vision_config_errors(config))
         said: dict[str, Any] = load_image_processor(path).to_dict()
         values: dict[str, Any] = {key: said.get(key) for key in (*SIZES, "size")}
-        _refuse(path, processor_faults(config, values, file=processor_file(Path(path))))
+        _refuse(path, processor_errors(config, values, file=processor_file(Path(path))))
         family: str = config["model_type"]
         image, video, start, end = (config[key] for key in FAMILIES[family].token_keys)
         least, most = pixel_range(family, values)
@@ -289,7 +289,7 @@ def load_image_processor(path: str) -> Any:
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason, *_ = str(error).splitlines() or [type(error).__name__]
         file = processor_file(Path(path))
-        fault = f"{file} gives no image processor that loads: {reason}; {CURE}"
+        fault = f"{file} gives no image processor that loads: {reason}; {ADVICE}"
         raise ConfigError(f"model.path {path!r}: {fault}") from error
 
 

@@ -14,7 +14,7 @@ from learners import make_learner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylearner.config.checks import check
-from raylearner.config.model_files import scoring_faults
+from raylearner.config.model_files import scoring_errors
 from raylearner.config.schema import LearnerSection, RunConfig
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
@@ -103,7 +103,7 @@ def test_each_family_scores_as_transformers_does_or_is_refused(
             with torch.no_grad():
                 right = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
             torch.testing.assert_close(logprobs[1:], right[:, 0], rtol=0, atol=1e-4)
-        assert not list(scoring_faults(folder))
+        assert not list(scoring_errors(folder))
         return
     # By name, in check and at load.
     config = RunConfig.model_validate(
@@ -120,7 +120,7 @@ def test_each_family_scores_as_transformers_does_or_is_refused(
     with pytest.raises(ConfigError, match=word):
         load_model(str(folder), dtype=torch.float32)
     # By measurement, as of a family whose keys nobody knows, alone and as a learner's shards.
-    monkeypatch.setattr(loading, "scoring_faults", lambda folder: iter(()))
+    monkeypatch.setattr(loading, "scoring_errors", lambda folder: iter(()))
     with pytest.raises(ConfigError, match=rf"\({values['model_type']}\).* nats"):
         load_model(str(folder), dtype=torch.float32)
     make_tokenizer().save_pretrained(folder)
@@ -155,7 +155,7 @@ def test_a_state_that_passes_on_to_the_next_row_is_noticed_in_half_precision_too
 def test_values_that_change_no_logits_are_not_refused(tmp_path: Path) -> None:
     def faults(**values: Any) -> list[str]:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **values}))
-        return list(scoring_faults(tmp_path))
+        return list(scoring_errors(tmp_path))
 
     assert not faults(logit_scale=1.0, logits_scaling=1, final_logit_softcapping=None)
     assert not faults(hidden_size=64, dim_model_base=64)

@@ -53,11 +53,11 @@ def test_check_prints_derived_numbers_and_exits_0(config_file: str) -> None:
     assert "worst staleness" in result.stdout
 
 
-def test_check_prints_notes(config_file: str) -> None:
+def test_check_prints_warnings(config_file: str) -> None:
     result = invoke(
         "check", config_file, "learner.compute_dtype=bfloat16", "learner.gpus_per_rank=0"
     )
-    assert "note: learner.compute_dtype" in result.stdout
+    assert "warning: learner.compute_dtype" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

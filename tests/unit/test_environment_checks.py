@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from kits import make_claim, make_kit, play_one
-from pydantic import ValidationError
 
 from raylearner.config import schema
 from raylearner.config.episode_checks import check_environment
@@ -44,10 +43,7 @@ class Sync(Echo):
     def step(self, message):
         return None
 
-def play(*, base_url, api_key, messages, columns, depth=1):
-    return None
-
-def narrow(base_url):
+def play():
     return None
 """
 
@@ -71,47 +67,24 @@ def make_config(environment: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("environment", "key", "words"),
+    ("path", "arguments", "fragment"),
     [
-        ({"path": "no_such_module:X"}, "path", "cannot be imported"),
-        ({"path": "M:Missing"}, "path", "cannot be imported: AttributeError"),
-        ({"path": "M:play"}, "path", "must be a class"),
-        ({"path": "M:Half"}, "path", "has no step, close, outcome, tool_schemas"),
-        ({"path": "M:Sync"}, "path", "step must be written `async def`"),
-        ({"path": "M:Echo", "arguments": {"rounds": 2}}, "path", "unexpected keyword argument"),
-        ({"path": "M:Echo", "arguments": {"turns": 2}}, "", ""),
+        ("no_such_module:X", {}, "ModuleNotFoundError"),
+        ("M:Missing", {}, "AttributeError"),
+        ("M:play", {}, "class"),
+        ("M:Half", {}, "step, close, outcome, tool_schemas"),
+        ("M:Sync", {}, "async def"),
+        ("M:Echo", {"rounds": 2}, "rounds"),
+        ("M:Echo", {"turns": 2}, None),
     ],
 )
 def test_a_class_that_is_no_environment_is_refused(
-    module: str, environment: dict[str, Any], key: str, words: str
+    module: str, path: str, arguments: dict[str, Any], fragment: str | None
 ) -> None:
-    environment["path"] = environment["path"].replace("M:", f"{module}:")
+    environment = {"path": path.replace("M:", f"{module}:"), "arguments": arguments}
     findings = check_environment(make_config({"kind": "custom", **environment}))
-    assert [finding.key for finding in findings] == ([f"environment.{key}"] if key else [])
-    assert all(words in finding.text for finding in findings)
-
-
-@pytest.mark.parametrize(
-    ("environment", "key", "words"),
-    [
-        ({}, "environment", "give environment.program or environment.command"),
-        ({"program": "M:play", "command": ["x"]}, "environment", "give one of the two"),
-        ({"program": "M:narrow"}, "environment.program", "cannot be called with base_url"),
-        ({"program": "M:play", "arguments": {"columns": 1}}, "environment.arguments.columns", ""),
-        ({"program": "M:play", "answer_from": "stdout"}, "environment.answer_from", "a command"),
-        ({"command": ["x"], "arguments": {"a": 1}}, "environment.arguments", "a function"),
-        ({"program": "M:play", "arguments": {"depth": 2}}, "", ""),
-        ({"command": ["python", "agent.py"]}, "", ""),
-    ],
-)
-def test_a_program_that_cannot_be_run_is_refused(
-    module: str, environment: dict[str, Any], key: str, words: str
-) -> None:
-    if "program" in environment:
-        environment["program"] = environment["program"].replace("M:", f"{module}:")
-    findings = check_environment(make_config({"kind": "openai_proxy", **environment}))
-    assert [finding.key for finding in findings] == ([key] if key else [])
-    assert all(words in finding.text for finding in findings)
+    assert [f.key for f in findings] == ([] if fragment is None else ["environment.path"])
+    assert all(str(fragment) in finding.text for finding in findings)
 
 
 def test_tools_that_a_turn_could_not_tell_apart_are_refused() -> None:
@@ -122,12 +95,6 @@ def test_tools_that_a_turn_could_not_tell_apart_are_refused() -> None:
     (finding,) = check_environment(make_config({"kind": "tool_use", "tools": [*tools, pages]}))
     assert finding.key == "environment.tools.3.name"
     assert "environment.tools.1" in finding.text
-
-
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "search"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValidationError, match="must be like http://host:port, got"):
-        make_config({"kind": "tool_use", "tools": [{"kind": "search", "url": url}]})
 
 
 async def test_an_environment_of_the_users_plays(module: str, renderer: Renderer) -> None:

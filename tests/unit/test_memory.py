@@ -182,8 +182,8 @@ def test_a_reference_and_a_critic_of_their_own_count(
 
 def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> None:
     found = estimate(LearnerSection(), size_of(folder))
-    assert found.refusal(found.least, free_on_host=0) is None
-    said = found.refusal(found.least - 1, free_on_host=0)
+    assert found.refusal(found.minimum, free_on_host=0) is None
+    said = found.refusal(found.minimum - 1, free_on_host=0)
     assert said is not None
     for word in ("does not fit", "offload", "num_ranks", "learner.lora"):
         assert word in said
@@ -191,7 +191,7 @@ def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> N
     assert "activation_checkpointing" in str(found.advice(found.total - 1))
     section = LearnerSection(offload=True)
     offloaded = estimate(section, size_of(folder))
-    assert offloaded.least == found.gathered
+    assert offloaded.minimum == found.gathered
     assert offloaded.refusal(found.gathered, free_on_host=found.state) is None
-    assert "of each rank's host" in str(offloaded.refusal(GIB, free_on_host=found.state - 1))
+    assert "host memory" in str(offloaded.refusal(GIB, free_on_host=found.state - 1))
     assert "offload" not in str(offloaded.refusal(0, free_on_host=GIB))

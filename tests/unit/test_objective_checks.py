@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raylearner.config.checks import check, notes
+from raylearner.config.checks import check, warnings
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import sections_by_kind
 from raylearner.learner.objective.corrections import CORRECTIONS, CorrectionSection
@@ -193,7 +193,7 @@ def test_what_uses_no_engine_probability_may_truncate_but_not_be_greedy() -> Non
 def test_an_objective_that_is_odd_is_warned_of(learner: dict[str, Any], key: str) -> None:
     config = make_config(learner)
     assert check(config) == []
-    assert any(note.startswith(f"{key}:") for note in notes(config))
+    assert any(warning.startswith(f"{key}:") for warning in warnings(config))
 
 
 def test_the_documented_configuration_is_valid() -> None:

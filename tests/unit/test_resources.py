@@ -90,7 +90,7 @@ def test_ipc_puts_every_rank_on_a_gpu_with_its_share_of_the_engines() -> None:
     assert shares(8, **changes) == (0.25, 0.25, "ipc")
     with pytest.raises(ConfigError, match=r"2 learner ranks .* there are 1 GPUs"):
         shares(1, **changes)
-    with pytest.raises(ConfigError, match=r"gpus_per_rank 0.5 with .* 0.25 make 1.25"):
+    with pytest.raises(ConfigError, match=r"1.25"):
         shares(2, **changes, learner__gpus_per_rank=0.5, actors__gpus_per_actor=0.25)
 
 
@@ -118,7 +118,7 @@ def test_what_is_decided_always_fits(num_gpus: int, num_actors: int) -> None:
 def test_transports_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs learner and engines on GPUs"):
         resolve(config(weights__transport="nccl"), num_gpus=0)
-    with pytest.raises(ConfigError, match="a GPU of its own"):
+    with pytest.raises(ConfigError, match="'nccl'"):
         resolve(config(weights__transport="nccl"), num_gpus=1)
 
 

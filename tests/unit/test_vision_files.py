@@ -1,4 +1,4 @@
-"""Files of models that see: what is missing, of another kind, or contradicts another file."""
+"""Files of vision-language models: missing and invalid values, and contradictions between files."""
 
 import json
 from pathlib import Path
@@ -42,14 +42,14 @@ def write(folder: Path, config: object = CONFIG, processor: object = PROCESSOR) 
 
 
 def found_by_check(path: str) -> list[str]:
-    """What the command `check` says of files that images need."""
+    """Errors of `check` about files that images need."""
     with pytest.raises(ConfigProblems) as error:
         load(
             [str(ROOT / "configs" / "quickstart.yaml")],
             [f"model={{kind: pretrained, path: {path}}}"],
         )
-    told = [p.text for p in error.value.problems if p.key == "model.path"]
-    return [text for text in told if "config.json" in text and "safetensors" not in text]
+    texts = [p.text for p in error.value.problems if p.key == "model.path"]
+    return [text for text in texts if "config.json" in text and "safetensors" not in text]
 
 
 @pytest.mark.parametrize(
@@ -72,79 +72,68 @@ def test_an_image_processor_beside_a_tokenizers_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, processor=CLIP)
     nested = {"image_processor": PROCESSOR | {"merge_size": 3}}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
-    fault = (
-        r"processor_config\.json: merge_size is 3, and vision_config\.spatial_merge_size .* is 2"
-    )
-    with pytest.raises(ConfigError, match=f": {fault}"):
+    with pytest.raises(ConfigError, match=r"processor_config\.json: merge_size is 3"):
         Vision.from_pretrained(path)
     assert len(found_by_check(path)) == 1
 
 
 @pytest.mark.parametrize(
-    ("config", "processor", "fault"),
+    ("config", "processor", "fragment"),
     [
-        (without(CONFIG, "model_type"), PROCESSOR, "config.json: model_type must be one of"),
-        (CONFIG | {"model_type": "gemma3"}, PROCESSOR, "got 'gemma3'; images of others"),
+        (without(CONFIG, "model_type"), PROCESSOR, "config.json: model_type"),
+        (CONFIG | {"model_type": "gemma3"}, PROCESSOR, "'gemma3'"),
         *(
-            (without(CONFIG, key), PROCESSOR, f"config.json: {key} must be the id of a token")
+            (without(CONFIG, key), PROCESSOR, f"config.json: {key}")
             for key in CONFIG
             if key.endswith("token_id")
         ),
-        (CONFIG | {"vision_config": 3}, PROCESSOR, "vision_config must be an object, got 3"),
-        (CONFIG | {"image_token_id": "<image>"}, PROCESSOR, "the id of a token, got '<image>'"),
-        (CONFIG | {"model_type": "glm4v"}, PROCESSOR, "config.json: image_start_token_id must"),
+        (CONFIG | {"vision_config": 3}, PROCESSOR, "vision_config"),
+        (CONFIG | {"image_token_id": "<image>"}, PROCESSOR, "'<image>'"),
+        (CONFIG | {"model_type": "glm4v"}, PROCESSOR, "config.json: image_start_token_id"),
         (CONFIG, [PROCESSOR], "preprocessor_config.json "),
-        (CONFIG, CLIP, "size must hold shortest_edge <= longest_edge"),
-        (CONFIG, PROCESSOR | {"size": {"height": 9, "width": 9}}, "got {'height': 9, 'width': 9}"),
-        (
-            CONFIG,
-            PROCESSOR | {"patch_size": "14"},
-            "patch_size must be a whole number >= 1, got '14'",
-        ),
-        (
-            CONFIG,
-            PROCESSOR | {"patch_size": 16},
-            "patch_size is 16, and vision_config.patch_size of config.json is 14; take both",
-        ),
-        (CONFIG, PROCESSOR | {"merge_size": 1}, "merge_size is 1, and vision_config.spatial_"),
-        (CONFIG, PROCESSOR | {"temporal_patch_size": 1}, "temporal_patch_size is 1, and"),
+        (CONFIG, CLIP, "shortest_edge <= longest_edge"),
+        (CONFIG, PROCESSOR | {"size": {"height": 9, "width": 9}}, "'height': 9"),
+        (CONFIG, PROCESSOR | {"patch_size": "14"}, "patch_size must be a whole number >= 1"),
+        (CONFIG, PROCESSOR | {"patch_size": 16}, "patch_size is 16"),
+        (CONFIG, PROCESSOR | {"merge_size": 1}, "merge_size is 1"),
+        (CONFIG, PROCESSOR | {"temporal_patch_size": 1}, "temporal_patch_size is 1"),
     ],
 )
 def test_what_images_cannot_be_made_by_is_named(
-    config: dict[str, Any], processor: object, fault: str, tmp_path: Path
+    config: dict[str, Any], processor: object, fragment: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, config, processor)
     with pytest.raises(ConfigError) as error:
         Vision.from_pretrained(path)
-    assert fault in str(error.value)
+    assert fragment in str(error.value)
     assert all(line.startswith(f"model.path {path!r}: ") for line in str(error.value).splitlines())
-    assert any(fault in text for text in found_by_check(path))
+    assert any(fragment in text for text in found_by_check(path))
 
 
 def test_a_missing_image_processor_is_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"preprocessor_config\.json gives no image processor"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         Vision.from_pretrained(path)
-    (fault,) = found_by_check(path)
-    assert "has no preprocessor_config.json" in fault
+    (text,) = found_by_check(path)
+    assert "preprocessor_config.json" in text
 
 
 @pytest.mark.parametrize(
-    ("family", "least", "most"), [("qwen2_5_vl", 784, 7_840), ("glm4v", 392, 3_920)]
+    ("family", "minimum", "maximum"), [("qwen2_5_vl", 784, 7_840), ("glm4v", 392, 3_920)]
 )
-def test_a_pixel_budget_beyond_the_processors_own_is_told_by_check(
-    tmp_path: Path, family: str, least: int, most: int
+def test_check_refuses_a_pixel_budget_beyond_that_of_the_processor(
+    tmp_path: Path, family: str, minimum: int, maximum: int
 ) -> None:
     """GLM counts the pixels of both frames that a patch spans."""
     marks = {"image_start_token_id": 3, "image_end_token_id": 4}
     path = write(tmp_path, CONFIG | marks | {"model_type": family})
-    images = f"renderer.images={{min_pixels: {least - 1}, max_pixels: {most + 1}}}"
+    images = f"renderer.images={{min_pixels: {minimum - 1}, max_pixels: {maximum + 1}}}"
     with pytest.raises(ConfigProblems) as error:
         load(
             [str(ROOT / "configs" / "quickstart.yaml")],
             [f"model={{kind: pretrained, path: {path}}}", images],
         )
-    told = {p.key: p.text for p in error.value.problems if p.key.startswith("renderer.images")}
-    assert f"must be >= {least} for the image processor" in told["renderer.images.min_pixels"]
-    assert f"must be <= {most} for the image processor" in told["renderer.images.max_pixels"]
+    texts = {p.key: p.text for p in error.value.problems}
+    assert f">= {minimum} " in texts["renderer.images.min_pixels"]
+    assert f"<= {maximum} " in texts["renderer.images.max_pixels"]

@@ -32,9 +32,9 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from raylearner.config.checks import CONTEXT_KEY, SEES_IMAGES, SLICED_LAYERS, heads_fault
+from raylearner.config.checks import CONTEXT_KEY, NO_VISION_CONTEXT, SLICED_LAYERS, context_error
 from raylearner.config.learner import LoraSection
-from raylearner.config.model_files import LENGTH_DEPENDENT, model_faults, rope_types, scoring_faults
+from raylearner.config.model_files import LENGTH_DEPENDENT, model_errors, rope_types, scoring_errors
 from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
 from raylearner.learner.checkpoint.state import read_shapes
@@ -73,7 +73,7 @@ def model_directory(path: str, *, needs_weights: bool = True) -> Path:
                 f"model.path: {path!r} is not a directory, and as a hub id it cannot be downloaded: "
                 f"{error}"
             ) from error
-    for fault in model_faults(folder, needs_weights=needs_weights):
+    for fault in model_errors(folder, needs_weights=needs_weights):
         raise ConfigError(f"model.path: {fault}")
     return folder
 
@@ -311,7 +311,7 @@ def _banned(config: PreTrainedConfig, folder: Path) -> tuple[int, ...]:
 
 def _refuse_other_scores(folder: Path) -> None:
     """Refuse families known to score differently; `refuse_unfaithful` measures the others."""
-    for fault in scoring_faults(folder):
+    for fault in scoring_errors(folder):
         raise ConfigError(f"model.path: {fault}")
 
 
@@ -320,13 +320,13 @@ def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None
     text: Any = config.get_text_config()
     num_heads: int = text.num_attention_heads
     kinds = sorted(rope_types(config.to_dict()) & {*LENGTH_DEPENDENT})
-    fault = heads_fault(
+    fault = context_error(
         size,
         num_heads=num_heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
     )
     if attention.is_vision(config):
-        fault = SEES_IMAGES
+        fault = NO_VISION_CONTEXT
     elif others := set(getattr(text, "layer_types", None) or ()) - set(SLICED_LAYERS):
         fault = f"must be 1 for a model with layers of {', '.join(sorted(others))}; set it to 1"
     elif kinds:

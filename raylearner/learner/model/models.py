@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raylearner.config.image_checks import BLIND_BESIDE
+from raylearner.config.image_checks import TEXT_ONLY
 from raylearner.config.memory import estimate_of
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
@@ -173,7 +173,7 @@ def _export_dtype(config: LearnerSection) -> torch.dtype:
 def _refuse_text_only(model: PackedModel, policy: PackedModel, *, key: str, path: str) -> None:
     """Refuse a text-only model beside a vision-language policy."""
     if vision_tower(model.causal_lm) is None and vision_tower(policy.causal_lm) is not None:
-        raise ConfigError(f"{key}: {path!r} {BLIND_BESIDE}")
+        raise ConfigError(f"{key}: {path!r} {TEXT_ONLY}")
 
 
 def _vision_rates(
