@@ -23,8 +23,8 @@ from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run.placement import Colocation, RolloutFleet
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
-from raylearner.weights.transports import transport_of
 from raylearner.weights.push import Receive
+from raylearner.weights.transports import transport_of
 
 logger = logging.getLogger(__name__)
 
