@@ -42,7 +42,7 @@ def objective_warnings(config: RunConfig) -> Iterator[str]:
             "which all but the first are off-policy; 'ppo' or 'reinforce' correct for that"
         )
     if learner.max_kl is not None and num_updates == 1:
-        yield "learner.max_kl: has no effect with a single update per take"
+        yield "learner.max_kl: has no effect with a single update per batch"
     if learner.loss.is_row_loss and learner.aggregation != "token_mean":
         yield (
             f"learner.aggregation: learner.loss.kind {learner.loss.kind!r} is a loss by row, always "
@@ -63,7 +63,7 @@ def objective_warnings(config: RunConfig) -> Iterator[str]:
     if kl is not None and kl.place == "loss" and kl.estimator == "k1" and not kl.straight_through:
         yield (
             "learner.kl.estimator: the gradient of 'k1' is 0 in expectation; "
-            "set straight_through, or take 'k3'"
+            "set straight_through, or use 'k3'"
         )
 
 
@@ -102,18 +102,18 @@ def _baselines(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "learner.advantage.kind",
             "'remax' subtracts the reward of a greedy episode, and none is played; "
-            "set replay.play_greedy to true, or take 'rloo'",
+            "set replay.play_greedy to true, or use 'rloo'",
         )
     if replay.play_greedy and advantage.kind != "remax":
         yield Finding(
             "replay.play_greedy",
-            f"plays episodes that learner.advantage.kind {advantage.kind!r} has no use for; "
-            "set it to false, or take 'remax'",
+            f"plays episodes that learner.advantage.kind {advantage.kind!r} does not use; "
+            "set it to false, or use 'remax'",
         )
     if config.learner.resampling is not None and config.learner.num_mini_batches > 1:
         yield Finding(
             "learner.resampling",
-            f"draws from a whole take, and a part of {config.learner.num_mini_batches} may be left "
+            f"draws from a whole batch, and a part of {config.learner.num_mini_batches} may be left "
             "without an episode; set learner.num_mini_batches to 1 and learner.num_epochs higher",
         )
 
@@ -124,7 +124,7 @@ def _critic(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "learner.critic",
             f"required with learner.advantage.kind {advantage.kind!r}, which needs values; "
-            "add `critic: {}`, or take 'reinforce_plus_plus', which needs none",
+            "add `critic: {}`, or use 'reinforce_plus_plus', which needs none",
         )
     if critic is None:
         return
@@ -132,19 +132,19 @@ def _critic(config: RunConfig) -> Iterator[Finding]:
     if not advantage.needs_values and not may_use_values:
         yield Finding(
             "learner.critic",
-            f"learner.advantage.kind {advantage.kind!r} has no use for values; "
-            "remove the section, or take 'gae'",
+            f"learner.advantage.kind {advantage.kind!r} does not use values; "
+            "remove the section, or use 'gae'",
         )
     if critic.trunk == "shared" and critic.warmup_steps > 0:
         yield Finding(
             "learner.critic.warmup_steps",
             f"must be 0 with trunk 'shared', got {critic.warmup_steps}: a value loss alone would "
-            "change the policy through it; take trunk 'own'",
+            "change the policy through it; use trunk 'own'",
         )
     if critic.trunk == "shared" and critic.path is not None:
         yield Finding(
             "learner.critic.path",
-            "means nothing with trunk 'shared', which is the policy's; remove it, or take 'own'",
+            "has no effect with trunk 'shared', which is the policy's; remove it, or use 'own'",
         )
     if critic.warmup_steps >= config.run.num_steps:
         yield Finding(
@@ -203,7 +203,7 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
 def _corrections(config: RunConfig) -> Iterator[Finding]:
     learner = config.learner
     weighing = [(i, c.kind) for i, c in enumerate(learner.corrections) if c.weighs]
-    rejecting = "take 'rejection', which only rejects, or remove it"
+    rejecting = "use 'rejection', which only rejects, or remove it"
     for number, (index, kind) in enumerate(weighing):
         key = f"learner.corrections.{index}"
         if number:
@@ -238,7 +238,7 @@ def _corrections(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "learner.loss.kind",
             f"{learner.loss.kind!r} weighs by learner against behavior probability, which V-trace's "
-            "advantage does already; take 'gpg', or 'ppo' for several updates per take",
+            "advantage does already; use 'gpg', or 'ppo' for several updates per batch",
         )
 
 
@@ -246,7 +246,7 @@ def _needs_recomputed(config: RunConfig, key: str) -> Iterator[Finding]:
     if config.learner.proximal != "recomputed":
         yield Finding(
             key,
-            "needs all ratios of a take before its first update, but learner.proximal is "
+            "needs all ratios of a batch before its first update, but learner.proximal is "
             f"{config.learner.proximal!r}; set that to 'recomputed'",
         )
 
@@ -258,14 +258,14 @@ def _proximal(config: RunConfig) -> Iterator[Finding]:
     if isinstance(learner.loss, DecoupledPpo):
         yield Finding(
             "learner.proximal",
-            "'behavior' leaves 'decoupled_ppo' nothing to decouple; take learner.loss.kind 'ppo', "
+            "'behavior' leaves 'decoupled_ppo' nothing to decouple; use learner.loss.kind 'ppo', "
             "or set this to 'recomputed'",
         )
     elif learner.advantage.kind == "vtrace" and learner.loss.uses_proximal:
         yield Finding(
             "learner.proximal",
             f"with 'behavior' the ratio of learner.loss.kind {learner.loss.kind!r} is the one that "
-            "V-trace's advantage has already; set this to 'recomputed', or take loss 'gpg'",
+            "V-trace's advantage has already; set this to 'recomputed', or use loss 'gpg'",
         )
 
 
@@ -303,13 +303,13 @@ def _bounds(config: RunConfig) -> Iterator[Finding]:
         if section.estimator == "k1" and section.level == "sequence_max":
             yield Finding(
                 f"{key}.estimator",
-                "'k1' has no maximum over a row, since it has a sign; take 'k2' or 'k3'",
+                "'k1' has no maximum over a row, since it has a sign; use 'k2' or 'k3'",
             )
         if section.estimator != "k1" and section.low is not None:
             yield Finding(
                 f"{key}.low",
-                f"means nothing with estimator {section.estimator!r}, which is never negative; "
-                "remove it, or take 'k1'",
+                f"has no effect with estimator {section.estimator!r}, which is never negative; "
+                "remove it, or use 'k1'",
             )
     for key, prefix, low, high in pairs:
         if low is not None and high is not None and low >= high:
@@ -334,6 +334,6 @@ def _aggregation(config: RunConfig) -> Iterator[Finding]:
     if not is_scaled and learner.aggregation_scale is not None:
         yield Finding(
             "learner.aggregation_scale",
-            f"means nothing with learner.aggregation {learner.aggregation!r}; remove it, or take "
+            f"has no effect with learner.aggregation {learner.aggregation!r}; remove it, or use "
             "'sequence_mean_of_sums_scaled'",
         )

@@ -43,7 +43,7 @@ from raylearner.learner.objective.objective import (
     off_policy_metrics,
     select_update_tokens,
 )
-from raylearner.learner.objective.prepare import Part, Take, prepare
+from raylearner.learner.objective.prepare import PreparedBatch, PreparedMiniBatch, prepare
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.learner.update import (
     Update,
@@ -128,19 +128,19 @@ class Learner:
         started = time.monotonic()
         self._start_logprobs = {}
         with self._tracer.span("prepare"):
-            take = self._prepare(batch)
+            prepared_batch = self._prepare(batch)
         updates: list[Update] = []
-        for number, part in enumerate(take.parts * self._config.num_epochs):
+        for number, mini_batch in enumerate(prepared_batch.mini_batches * self._config.num_epochs):
             if self._is_warming_up:
-                updates.append(self._update(take, part, None, []))
+                updates.append(self._update(prepared_batch, mini_batch, None, []))
             else:
-                updates.append(self._train(take, part, number=number))
+                updates.append(self._train(prepared_batch, mini_batch, number=number))
             if updates[-1].exceeds_max_kl:
                 break
         is_skipped, reader = self._commit(updates), self.models.reader
         metrics = step_metrics(
             batch,
-            take,
+            prepared_batch,
             updates,
             layout=self._layout,
             step_s=time.monotonic() - started,
@@ -155,7 +155,7 @@ class Learner:
             policy_version=self.policy_version,
             is_skipped=is_skipped,
             metrics=metrics,
-            advantages=mean_advantages(take),
+            advantages=mean_advantages(prepared_batch),
             logprobs=self._start_logprobs,
         )
 
@@ -198,7 +198,7 @@ class Learner:
         """Seed of draws that are the same on every rank, and again in a resumed run."""
         return self._spec.run.seed * 1_000_003 + self.num_steps
 
-    def _prepare(self, batch: LearnerBatch) -> Take:
+    def _prepare(self, batch: LearnerBatch) -> PreparedBatch:
         policy, critic, reference = self.models.policy, self.models.critic, self.models.reference
         needs_squared_probs = self._config.advantage.needs_squared_probs
         micro_batch = partial(
@@ -234,20 +234,20 @@ class Learner:
             dtype=self._dtype,
         )
 
-    def _train(self, take: Take, part: Part, *, number: int) -> Update:
+    def _train(self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, *, number: int) -> Update:
         """Update the policy from a mini-batch, unless it has moved further than `max_kl`."""
         shares: list[Tensor] = []
         measured: list[Metrics] = []
-        chosen = self._choose(take, part, number=number)
-        for prepared, tokens in zip(part.micros, chosen, strict=True):
+        chosen = self._choose(batch, mini_batch, number=number)
+        for prepared, tokens in zip(mini_batch.micro_batches, chosen, strict=True):
             with self._tracer.span("forward", tokens=len(prepared.micro.tokens.input_ids)):
                 scores = self.models.policy(prepared.micro.tokens, self._spec.temperature)
                 share, metrics = loss_share(
                     self._config,
                     prepared,
                     scores,
-                    take=take,
-                    part=part,
+                    batch=batch,
+                    mini_batch=mini_batch,
                     policy_version=self.policy_version,
                     kl_coefficient=self._kl_controller.coefficient,
                     selected=tokens,
@@ -256,7 +256,7 @@ class Learner:
                 share.backward()
             shares.append(share.detach())
             measured.append(metrics)
-            if number < len(take.parts):
+            if number < len(batch.mini_batches):
                 start = prepared.start_logprobs
                 start = scores.logprobs if start is None else start
                 self._start_logprobs |= split_by_trajectory(prepared, start)
@@ -268,39 +268,41 @@ class Learner:
         if number > 0 and self._exceeds_max_kl(measured):
             self.models.optimizer.zero_grad(set_to_none=True)
             return Update(exceeds_max_kl=True)
-        return self._update(take, part, shares, measured)
+        return self._update(batch, mini_batch, shares, measured)
 
     def _critic_gradients(
-        self, take: Take, part: Part, measured: list[Metrics]
+        self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, measured: list[Metrics]
     ) -> list[Tensor] | None:
         if self.models.critic is None:
             return None
         shares: list[Tensor] = []
-        for prepared in part.micros:
+        for prepared in mini_batch.micro_batches:
             state_values = self.models.critic.state_values(prepared.micro.tokens)
             share, metrics = critic_share(
-                self._config, prepared, state_values, take=take, part=part
+                self._config, prepared, state_values, batch=batch, mini_batch=mini_batch
             )
             share.backward()
             shares.append(share.detach())
             measured.append(metrics)
         return shares
 
-    def _choose(self, take: Take, part: Part, *, number: int) -> Sequence[Tensor | None]:
+    def _choose(
+        self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, *, number: int
+    ) -> Sequence[Tensor | None]:
         """Return which tokens a covariance loss selects under the current policy."""
         if not self._config.loss.selects_tokens:
-            return [None] * len(part.micros)
+            return [None] * len(mini_batch.micro_batches)
         logprobs = [
             p.start_logprobs
             if number == 0 and p.start_logprobs is not None
             else self.models.policy.score(p.micro.tokens, self._spec.temperature).logprobs
-            for p in part.micros
+            for p in mini_batch.micro_batches
         ]
         return select_update_tokens(
             self._config,
-            part,
+            mini_batch,
             logprobs,
-            take=take,
+            batch=batch,
             layout=self._layout,
             policy_version=self.policy_version,
             seed=self._step_seed * 1_009 + number,
@@ -313,13 +315,17 @@ class Learner:
         return self._layout.combine(kl, device=self._device)["kl"].value() > self._config.max_kl
 
     def _update(
-        self, take: Take, part: Part, shares: Sequence[Tensor] | None, measured: list[Metrics]
+        self,
+        batch: PreparedBatch,
+        mini_batch: PreparedMiniBatch,
+        shares: Sequence[Tensor] | None,
+        measured: list[Metrics],
     ) -> Update:
         """Step critic and policy, unless a loss or gradient over all ranks is not finite.
 
         The policy's gradients are complete; without its `shares` only the critic is trained.
         """
-        value_shares = self._critic_gradients(take, part, measured)
+        value_shares = self._critic_gradients(batch, mini_batch, measured)
         started_s = time.time()
         parameters, critic = list(self.models.policy.parameters()), self.models.critic
         loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None
@@ -357,7 +363,9 @@ class Learner:
             critic_grad_norm=critic_grad_norm,
             is_made=is_made,
             metrics=measured,
-            non_finite_rows=() if is_made else find_non_finite_rows(part, shares, value_shares),
+            non_finite_rows=()
+            if is_made
+            else find_non_finite_rows(mini_batch, shares, value_shares),
         )
 
     def _commit(self, updates: Sequence[Update]) -> bool:

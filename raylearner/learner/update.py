@@ -19,7 +19,11 @@ from raylearner.learner.batch.metric import Metrics
 from raylearner.learner.batch.pack import LearnerBatch, TokenRow
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.objective import diagnostics
-from raylearner.learner.objective.prepare import Part, Prepared, Take
+from raylearner.learner.objective.prepare import (
+    PreparedBatch,
+    PreparedMicroBatch,
+    PreparedMiniBatch,
+)
 from raylearner.observability import transcripts
 from raylearner.types import TrajectoryKey
 
@@ -52,7 +56,7 @@ class Update:
 
 def step_metrics(
     batch: LearnerBatch,
-    take: Take,
+    prepared_batch: PreparedBatch,
     updates: Sequence[Update],
     *,
     layout: BatchLayout,
@@ -61,8 +65,8 @@ def step_metrics(
     device: torch.device | str,
 ) -> dict[str, float]:
     """Combine metrics over micro-batches and ranks; leave out those without any value."""
-    combined = metric.combine([*take.measured, *(m for u in updates for m in u.metrics)])
-    combined |= diagnostics.groups(take.table.rewards, take.table.groups)
+    combined = metric.combine([*prepared_batch.measured, *(m for u in updates for m in u.metrics)])
+    combined |= diagnostics.groups(prepared_batch.table.rewards, prepared_batch.table.groups)
     rewards = torch.tensor(batch.rewards, device=device)  # before any shaping
     combined |= metric.summary("reward", rewards, ~rewards.isnan())
     num_held, size = 0, 1 if layout.context is None else layout.context.size
@@ -106,7 +110,7 @@ def step_metrics(
 
 
 def split_by_trajectory(
-    prepared: Prepared, values: Tensor
+    prepared: PreparedMicroBatch, values: Tensor
 ) -> dict[TrajectoryKey, NDArray[np.float32]]:
     """Split `values` `[T]` of a micro-batch by row; a dummy micro-batch has none."""
     lengths = [row.trajectory.num_tokens for row in prepared.source]
@@ -116,10 +120,10 @@ def split_by_trajectory(
     return {r.trajectory.key: p.numpy() for r, p in zip(prepared.source, parts, strict=True)}
 
 
-def mean_advantages(take: Take) -> dict[TrajectoryKey, float]:
+def mean_advantages(batch: PreparedBatch) -> dict[TrajectoryKey, float]:
     """Return the mean advantage of the trained tokens of each of this rank's trajectories."""
     means: dict[TrajectoryKey, float] = {}
-    for prepared in (p for part in take.parts for p in part.micros):
+    for prepared in (p for mini_batch in batch.mini_batches for p in mini_batch.micro_batches):
         masks = split_by_trajectory(prepared, prepared.mask)
         for key, values in split_by_trajectory(prepared, prepared.advantages).items():
             trains = masks[key] > 0
@@ -129,16 +133,18 @@ def mean_advantages(take: Take) -> dict[TrajectoryKey, float]:
 
 
 def find_non_finite_rows(
-    part: Part, shares: Sequence[Tensor] | None, value_shares: Sequence[Tensor] | None
+    mini_batch: PreparedMiniBatch,
+    shares: Sequence[Tensor] | None,
+    value_shares: Sequence[Tensor] | None,
 ) -> list[TokenRow]:
     """Return the rows of micro-batches whose share is not finite; all rows if no single one is."""
     bad = [
         any(s is not None and not bool(s[number].isfinite()) for s in (shares, value_shares))
-        for number in range(len(part.micros))
+        for number in range(len(mini_batch.micro_batches))
     ]
     return [
         row
-        for prepared, is_bad in zip(part.micros, bad, strict=True)
+        for prepared, is_bad in zip(mini_batch.micro_batches, bad, strict=True)
         if is_bad or not any(bad)
         for row in prepared.source
     ]

@@ -344,13 +344,13 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
         num_ranks=1,
         max_tokens_per_micro_batch=64,
     )
-    take = learner._prepare(batch)
-    (prepared,) = take.parts[0].micros
+    whole = learner._prepare(batch)
+    (prepared,) = whole.mini_batches[0].micro_batches
     assert prepared.values is not None
     assert prepared.is_target is not None
     for row in range(2):
         (place,) = torch.where((prepared.micro.rows.index == row) & prepared.mask)
-        reward = float(take.table.rewards[prepared.micro.episodes[row]])
+        reward = float(whole.table.rewards[prepared.micro.episodes[row]])
         expected = reward - float(prepared.values[place[0]])
         assert prepared.advantages[place].tolist() == pytest.approx([expected] * 6)
         assert prepared.is_target[place].tolist() == [True] + [False] * 5

@@ -29,7 +29,11 @@ from raylearner.learner.objective.importance import (
 from raylearner.learner.objective.kl import kl_loss
 from raylearner.learner.objective.loss import LossInputs, LossOutput
 from raylearner.learner.objective.losses import entropy_bonus, policy_loss
-from raylearner.learner.objective.prepare import Part, Prepared, Take
+from raylearner.learner.objective.prepare import (
+    PreparedBatch,
+    PreparedMicroBatch,
+    PreparedMiniBatch,
+)
 from raylearner.types import PolicyVersion
 
 REPORTED_CAP = 2.0
@@ -38,11 +42,11 @@ REPORTED_CAP = 2.0
 
 def loss_share(
     config: LearnerSection,
-    prepared: Prepared,
+    prepared: PreparedMicroBatch,
     scores: Scores,
     *,
-    take: Take,
-    part: Part,
+    batch: PreparedBatch,
+    mini_batch: PreparedMiniBatch,
     policy_version: PolicyVersion,
     kl_coefficient: float,
     selected: Tensor | None,  # [T] bool
@@ -51,9 +55,11 @@ def loss_share(
 
     A sequence of the aggregation is an episode: its segments share one vote.
     """
-    inputs, correction = _inputs(config, prepared, scores, take=take, policy_version=policy_version)
+    inputs, correction = _inputs(
+        config, prepared, scores, batch=batch, policy_version=policy_version
+    )
     output = policy_loss(replace(inputs, selected_tokens=selected), config.loss)
-    share = _aggregated(config, prepared, output, take=take, part=part)
+    share = _aggregated(config, prepared, output, batch=batch, mini_batch=mini_batch)
     metrics: Metrics = {
         **({} if correction is None else correction.metrics),
         **output.metrics,
@@ -61,7 +67,13 @@ def loss_share(
     }
 
     def tokens(values: Tensor) -> Tensor:
-        return _aggregated(config, prepared, LossOutput(values=values), take=take, part=part)
+        return _aggregated(
+            config,
+            prepared,
+            LossOutput(values=values),
+            batch=batch,
+            mini_batch=mini_batch,
+        )
 
     bonus, found = entropy_bonus(scores.entropy, inputs.mask)
     metrics |= found
@@ -78,20 +90,31 @@ def loss_share(
         )
         share, metrics = share + kl_coefficient * tokens(values), metrics | found
     if config.critic is not None and scores.state_values is not None:
-        values, found = critic_share(config, prepared, scores.state_values, take=take, part=part)
+        values, found = critic_share(
+            config,
+            prepared,
+            scores.state_values,
+            batch=batch,
+            mini_batch=mini_batch,
+        )
         share, metrics = share + config.critic.coefficient * values, metrics | found
     return share, metrics
 
 
 def critic_share(
-    config: LearnerSection, prepared: Prepared, state_values: Tensor, *, take: Take, part: Part
+    config: LearnerSection,
+    prepared: PreparedMicroBatch,
+    state_values: Tensor,
+    *,
+    batch: PreparedBatch,
+    mini_batch: PreparedMiniBatch,
 ) -> tuple[Tensor, Metrics]:
     """Return the share of the value loss, of either kind of critic, before its coefficient."""
     assert config.critic is not None
     assert prepared.values is not None
     assert prepared.targets is not None
     assert prepared.is_target is not None
-    copies = take.table.copies
+    copies = batch.table.copies
     return value_share(
         config.critic,
         state_values,
@@ -99,17 +122,17 @@ def critic_share(
         targets=prepared.targets,
         is_target=prepared.is_target,
         rows=prepared.micro.rows,
-        num_targets=part.num_targets,
+        num_targets=mini_batch.num_targets,
         row_copies=None if copies is None else copies[prepared.micro.episodes],
     )
 
 
 def select_update_tokens(
     config: LearnerSection,
-    part: Part,
+    mini_batch: PreparedMiniBatch,
     logprobs: list[Tensor],  # [T] each, the current policy's
     *,
-    take: Take,
+    batch: PreparedBatch,
     layout: BatchLayout,
     policy_version: PolicyVersion,
     seed: int,
@@ -121,13 +144,13 @@ def select_update_tokens(
             config,
             p,
             Scores(logprobs=current, entropy=torch.zeros_like(current)),
-            take=take,
+            batch=batch,
             policy_version=policy_version,
         )[0].without_masked()
-        for p, current in zip(part.micros, logprobs, strict=True)
+        for p, current in zip(mini_batch.micro_batches, logprobs, strict=True)
     ]
     whole = WholeBatch.gather(
-        [p.micro for p in part.micros],
+        [p.micro for p in mini_batch.micro_batches],
         of_tokens=[
             {
                 "mask": i.mask,
@@ -148,7 +171,7 @@ def select_update_tokens(
         advantages=tokens["advantages"],
         mask=tokens["mask"] > 0,
         rows=whole.rows,
-        rewards=take.table.rewards[whole.episodes],
+        rewards=batch.table.rewards[whole.episodes],
     )
     selected = select_tokens(together, config.loss, seed=seed)
     return [found.bool() for found in whole.scatter(selected.double())]
@@ -156,7 +179,7 @@ def select_update_tokens(
 
 def off_policy_metrics(
     config: LearnerSection,
-    prepared: Prepared,
+    prepared: PreparedMicroBatch,
     logprobs: Tensor,  # [T] the learner's
     *,
     policy_version: PolicyVersion,
@@ -199,10 +222,10 @@ def off_policy_metrics(
 
 def _inputs(
     config: LearnerSection,
-    prepared: Prepared,
+    prepared: PreparedMicroBatch,
     scores: Scores,
     *,
-    take: Take,
+    batch: PreparedBatch,
     policy_version: PolicyVersion,
 ) -> tuple[LossInputs, Correction | None]:
     micro, mask = prepared.micro, prepared.mask
@@ -225,7 +248,7 @@ def _inputs(
             rows=micro.rows,
             advantages=prepared.advantages,
         ),
-        take.batch_values,
+        batch.batch_values,
     )
     inputs = LossInputs(
         logprobs=scores.logprobs,
@@ -237,15 +260,20 @@ def _inputs(
         ratio_mask=prepared.base_mask,
         weights=None if correction is None else correction.weights.to(current.dtype),
         entropy=scores.entropy,
-        rewards=take.table.rewards[micro.episodes],
+        rewards=batch.table.rewards[micro.episodes],
     )
     return inputs, correction
 
 
 def _aggregated(
-    config: LearnerSection, prepared: Prepared, output: LossOutput, *, take: Take, part: Part
+    config: LearnerSection,
+    prepared: PreparedMicroBatch,
+    output: LossOutput,
+    *,
+    batch: PreparedBatch,
+    mini_batch: PreparedMiniBatch,
 ) -> Tensor:
-    micro, table = prepared.micro, take.table
+    micro, table = prepared.micro, batch.table
     values = output.values
     if table.copies is not None:
         copies = table.copies[micro.episodes].to(values.dtype)
@@ -255,7 +283,7 @@ def _aggregated(
             values,
             prepared.mask,
             micro.rows,
-            num_rows=part.num_episodes,
+            num_rows=mini_batch.num_episodes,
             row_weights=table.num_rows[micro.episodes].clamp(min=1).to(values.dtype).reciprocal(),
         )
     return aggregate(
@@ -263,8 +291,8 @@ def _aggregated(
         prepared.mask,
         micro.rows,
         mode=config.aggregation,
-        num_tokens=part.num_tokens,
-        num_rows=part.num_episodes,
+        num_tokens=mini_batch.num_tokens,
+        num_rows=mini_batch.num_episodes,
         scale=config.aggregation_scale,
         row_num_tokens=table.num_tokens[micro.episodes],
     )

@@ -49,7 +49,7 @@ ScoreTokens = Callable[[MicroBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedMicroBatch:
     """One micro-batch with everything that no update of the step changes."""
 
     micro: MicroBatch
@@ -65,21 +65,21 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PreparedMiniBatch:
     """One mini-batch: this rank's micro-batches, and counts over all ranks."""
 
-    micros: Sequence[Prepared]
+    micro_batches: Sequence[PreparedMicroBatch]
     num_tokens: float
     num_episodes: float
     num_targets: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
+class PreparedBatch:
     """A batch that is ready for its updates."""
 
     table: EpisodeTable
-    parts: list[Part]
+    mini_batches: list[PreparedMiniBatch]
     batch_values: tuple[float | None, ...]
     """By correction: the batch mean that its weights are divided by, or its second moment's bound."""
     measured: Sequence[Metrics]
@@ -117,14 +117,16 @@ def prepare(
     score_reference: ScoreTokens | None,
     state_values: ScoreTokens | None,
     dtype: torch.dtype,
-) -> Take:
+) -> PreparedBatch:
     """Prepare all mini-batches. `state_values` is that of a critic of its own; those of a shared trunk
     come with `score`."""
     is_scored = scorable(config.advantage, table)
     pairs = [pair for part in parts for pair in part]
     masks = [m.train_mask & m.rows.spread(is_scored[m.episodes]) for m, _ in pairs]
     flat = [
-        Prepared(micro=m, source=rows, base_mask=mask, mask=mask, advantages=m.behavior_logprobs)
+        PreparedMicroBatch(
+            micro=m, source=rows, base_mask=mask, mask=mask, advantages=m.behavior_logprobs
+        )
         for (m, rows), mask in zip(pairs, masks, strict=True)
     ]
     scores = [score(p.micro) if needs_start_logprobs(config) else None for p in flat]
@@ -162,7 +164,7 @@ def prepare(
 
 def _with_advantages(
     config: LearnerSection,
-    flat: Sequence[Prepared],
+    flat: Sequence[PreparedMicroBatch],
     scores: Sequence[Scores | None],
     states: Sequence[Tensor | None],
     weights: Sequence[Tensor | None],
@@ -171,7 +173,7 @@ def _with_advantages(
     kl_coefficient: float,
     measured: list[Metrics],
     dtype: torch.dtype,
-) -> list[Prepared]:
+) -> list[PreparedMicroBatch]:
     advantage, penalty = config.advantage, torch.zeros_like(table.rewards)
     if flat and (advantage.is_per_token or _has_kl_in_reward(config, kl_coefficient)):
         columns: list[dict[str, Tensor]] = []
@@ -207,7 +209,7 @@ def _has_kl_in_reward(config: LearnerSection, kl_coefficient: float) -> bool:
 
 
 def _columns(
-    config: LearnerSection, p: Prepared, scores: Scores | None, kl_coefficient: float
+    config: LearnerSection, p: PreparedMicroBatch, scores: Scores | None, kl_coefficient: float
 ) -> tuple[dict[str, Tensor], Metrics]:
     """Return the inputs of a token advantage by micro-batch: `[T]` each."""
     micro, advantage = p.micro, config.advantage
@@ -230,7 +232,7 @@ def _columns(
 
 
 def _row_columns(
-    config: LearnerSection, p: Prepared, state_values: Tensor | None
+    config: LearnerSection, p: PreparedMicroBatch, state_values: Tensor | None
 ) -> dict[str, Tensor]:
     advantage = config.advantage
     if not isinstance(advantage, CriticAdvantage) or not advantage.bootstrap:
@@ -240,7 +242,7 @@ def _row_columns(
 
 
 def _weight_means(
-    config: LearnerSection, flat: Sequence[Prepared], layout: BatchLayout
+    config: LearnerSection, flat: Sequence[PreparedMicroBatch], layout: BatchLayout
 ) -> tuple[float | None, ...]:
     """Return by correction the mean over the whole batch that normalized weights are divided by."""
     if not flat or not any(map(is_normalized, config.corrections)):
@@ -252,7 +254,7 @@ def _weight_means(
 
 def _loss_weights(
     config: LearnerSection,
-    p: Prepared,
+    p: PreparedMicroBatch,
     table: EpisodeTable,
     batch_values: tuple[float | None, ...],
 ) -> Tensor | None:  # [T]
@@ -279,7 +281,7 @@ def _loss_weights(
 
 def _with_second_moments(
     config: LearnerSection,
-    flat: Sequence[Prepared],
+    flat: Sequence[PreparedMicroBatch],
     layout: BatchLayout,
     batch_values: tuple[float | None, ...],
 ) -> tuple[float | None, ...]:
@@ -307,37 +309,37 @@ def _with_second_moments(
 
 
 def _without_rejected(
-    config: LearnerSection, p: Prepared, batch_values: tuple[float | None, ...]
-) -> Prepared:
+    config: LearnerSection, p: PreparedMicroBatch, batch_values: tuple[float | None, ...]
+) -> PreparedMicroBatch:
     """Reject among all trained tokens; the remaining ones train and are counted."""
     found = correct(config.corrections, _correction_inputs(p), batch_values)
     assert found is not None
     return replace(p, mask=found.keep)
 
 
-def _start_ratio(p: Prepared) -> Tensor:
+def _start_ratio(p: PreparedMicroBatch) -> Tensor:
     assert p.start_logprobs is not None
     return log_ratios(p.start_logprobs, p.micro.behavior_logprobs, p.base_mask)
 
 
-def _correction_inputs(p: Prepared) -> CorrectionInputs:
+def _correction_inputs(p: PreparedMicroBatch) -> CorrectionInputs:
     return CorrectionInputs(
         log_ratio=_start_ratio(p), mask=p.base_mask, rows=p.micro.rows, advantages=p.advantages
     )
 
 
 def _counted(
-    flat: Sequence[Prepared],
+    flat: Sequence[PreparedMicroBatch],
     sizes: Sequence[int],
     table: EpisodeTable,
     layout: BatchLayout,
     batch_values: tuple[float | None, ...],
     measured: Sequence[Metrics],
-) -> Take:
-    """Count tokens and episodes over all ranks, by part and in the table, after rejection."""
+) -> PreparedBatch:
+    """Count tokens and episodes over all ranks, by mini-batch and in the table, after rejection."""
     num_episodes = len(table.rewards)
     counts = torch.zeros((len(sizes), 3, num_episodes), dtype=torch.float64)
-    counts = counts.to(table.rewards.device)  # by part and episode: tokens, rows, value targets
+    counts = counts.to(table.rewards.device)  # tokens, rows, value targets
     remaining, parts = iter(flat), []
     for of_part, size in zip(counts, sizes, strict=True):
         parts.append([next(remaining) for _ in range(size)])
@@ -349,10 +351,10 @@ def _counted(
     layout.sum(counts)
     copies = torch.ones_like(table.rewards) if table.copies is None else table.copies.double()
     tokens, rows, targets = counts.unbind(1)  # [parts, E] each
-    return Take(
+    return PreparedBatch(
         table=replace(table, num_tokens=tokens.sum(0).long(), num_rows=rows.sum(0).long()),
-        parts=[
-            Part(micros=micros, num_tokens=n, num_episodes=e, num_targets=t)
+        mini_batches=[
+            PreparedMiniBatch(micro_batches=micros, num_tokens=n, num_episodes=e, num_targets=t)
             for micros, n, e, t in zip(
                 parts,
                 (tokens * copies).sum(1).tolist(),
