@@ -15,6 +15,7 @@ import numpy as np
 
 from raylearner.actors.engines.engine import Engine
 from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.proxy.agent import Agent, start_agent
 from raylearner.config.schema import (
     EnvironmentSection,
     RendererSection,
@@ -83,17 +84,20 @@ async def demonstrate(
 ) -> list[Trajectory]:
     """Play the episodes; the loss mask is True on the demonstrator's tokens."""
     factory = EnvironmentFactory(environment, check_image=renderer.check_image)
+    agent = await start_agent(environment)
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def perform(prompt: Prompt, turns: list[str]) -> list[Trajectory]:
         async with places:
-            return await _play(prompt, turns, renderer, factory)
+            return await _play(prompt, turns, renderer, factory, agent)
 
     try:
         scripts = _scripts(prompts, config, random.Random(seed))
         played = await asyncio.gather(*(perform(prompt, turns) for prompt, turns in scripts))
         return [segment for segments in played for segment in segments]
     finally:
+        if agent is not None:
+            await agent.close()
         await factory.close()
 
 
@@ -131,7 +135,11 @@ def _fill_in(template: str, prompt: Prompt, **more: str) -> str:
 
 
 async def _play(
-    prompt: Prompt, turns: list[str], renderer: Renderer, factory: EnvironmentFactory
+    prompt: Prompt,
+    turns: list[str],
+    renderer: Renderer,
+    factory: EnvironmentFactory,
+    agent: Agent | None,
 ) -> list[Trajectory]:
     kit = EpisodeKit(
         engine=_Demonstrator(turns, renderer),
@@ -139,6 +147,7 @@ async def _play(
         scorer=Scorer(RewardSection(functions=())),
         make_environment=factory.make,
         tracer=Tracer(track="demonstrator", is_enabled=False),
+        agent=agent,
     )
     claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
     played = await play_episode(

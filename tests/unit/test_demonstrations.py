@@ -6,6 +6,7 @@ import pytest
 
 from raylearner.config.schema import (
     CalculatorData,
+    OpenAiProxy,
     RendererSection,
     TinyModel,
     ToolUse,
@@ -16,6 +17,7 @@ from raylearner.errors import ConfigError
 from raylearner.tiny.demonstrations import demonstrate
 from raylearner.tiny.model import make_tiny_model
 from raylearner.tokenization.renderer import Renderer
+from raylearner.types import StopReason
 
 PROMPTS = load_prompts([CalculatorData(kind="calculator", num_prompts=20)])
 
@@ -72,6 +74,25 @@ async def test_the_answer_of_a_row_without_one_is_never_written(renderer: Render
         with pytest.raises(ConfigError) as error:
             await demonstrate(rows, renderer, environment, config, seed=0)
         assert "answer" in str(error.value)
+
+
+async def test_an_agent_program_plays_its_own_demonstrations(renderer: Renderer) -> None:
+    environment = OpenAiProxy(
+        kind="openai_proxy", program="raylearner.actors.proxy.example_program:play"
+    )
+    call = '{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}'
+    config = WarmStart.model_validate(
+        {
+            "num_demonstrations": 3,
+            "right_fraction": 1.0,
+            "turns": [f"<tool_call>{call}</tool_call>", "{answer}"],
+        }
+    )
+    own = renderer.with_prompt_limit(1024)
+    own.config = own.config.model_copy(update={"max_response_tokens": 1024})
+    for segment in await demonstrate(PROMPTS, own, environment, config, seed=0):
+        assert [turn.tool for turn in segment.turns] == ["calculator", None]
+        assert segment.stop_reason is StopReason.ANSWER
 
 
 async def test_turns_that_do_not_end_the_episode_are_refused(renderer: Renderer) -> None:
