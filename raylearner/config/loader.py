@@ -210,7 +210,8 @@ def _problem(detail: ErrorDetails, tree: Node, root: type[BaseModel]) -> Problem
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, "kind")
     key = tree.key(path)
-    return Problem(tree.place(path), key, _describe(detail, path, annotation, tree, root))
+    text = _describe(detail, path, annotation, tree, root)
+    return Problem(tree.place(path), key, text, is_unknown_key=detail["type"] == "extra_forbidden")
 
 
 def _describe(

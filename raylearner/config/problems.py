@@ -34,6 +34,8 @@ class Problem:
     key: str
     """Dotted key; empty where the problem is a whole file's."""
     text: str
+    is_unknown_key: bool = False
+    """Whether no section has this key, whatever its value and all other keys are."""
 
     @property
     def message(self) -> str:

@@ -22,7 +22,7 @@ LOCK_FILE = "run.lock"
 FAILURES_FILE = "failures.jsonl"
 """The first failed episode of each kind, with its cause."""
 RESTART_OPTION = "--restart-if-no-checkpoint"
-"""The option of a resume that may find nothing to go on from."""
+"""The option to start over if a run cannot be resumed."""
 
 
 def resolve(path: Path) -> Path:

@@ -35,10 +35,6 @@ Values = dict[str, Any]
 """Values by dotted key."""
 
 
-UNKNOWN = "unknown key"
-"""Start of problems that are certain even if some axes could not be read."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One run of a sweep: a point of the axes and a seed."""
@@ -53,7 +49,9 @@ class Trial:
     @property
     def label(self) -> str:
         """The axes' values in short form."""
-        return "  ".join(f"{key.rsplit('.', 1)[-1]}={shown(v)}" for key, v in self.values.items())
+        return "  ".join(
+            f"{key.rsplit('.', 1)[-1]}={format_value(v)}" for key, v in self.values.items()
+        )
 
     @property
     def cpus(self) -> float:
@@ -76,37 +74,39 @@ def read(path: str) -> Plan:
     tree, _ = parse(Path(path).read_text(encoding="utf-8-sig"), Where(-1, 0, path))
     assert tree is not None, "load_section has parsed it"
     problems = check(sweep, tree)
-    sound = _sound(sweep, problems)
+    valid = _drop_invalid(sweep, problems)
     trials: list[Trial] = []
     try:
-        all_values = make_points(sound)
+        all_values = make_points(valid)
     except ConfigError as error:
         raise ConfigProblems(
             [*problems, Problem(tree.place(("axes",)), "axes", str(error))]
         ) from error
-    found: dict[tuple[str, str, str], Problem] = {}
+    problems_of_trials: dict[tuple[str, str, str], Problem] = {}
     for values in all_values:
         for seed in sweep.seeds:
-            chosen = _chosen(sweep, values, seed=seed, number=len(trials))
-            overrides = tuple(f"{key}={written(value)}" for key, value in chosen.items())
+            chosen = _make_overrides(sweep, values, seed=seed, number=len(trials))
+            overrides = tuple(f"{key}={to_override(value)}" for key, value in chosen.items())
             try:
                 config = load(sweep.base, overrides)
             except ConfigProblems as error:
                 for problem in error.problems:
-                    if sound is sweep or problem.text.startswith(UNKNOWN):
-                        said = (str(problem.where), problem.key, problem.text)
-                        found.setdefault(said, _placed(problem, sweep, chosen, tree))
+                    if valid is sweep or problem.is_unknown_key:
+                        place = (str(problem.where), problem.key, problem.text)
+                        problems_of_trials.setdefault(
+                            place, _place_in_file(problem, sweep, chosen, tree)
+                        )
                 continue
             trials.append(
                 Trial(
                     number=len(trials), values=values, seed=seed, overrides=overrides, config=config
                 )
             )
-    problems += found.values()
+    problems += problems_of_trials.values()
     if not all_values and not problems:
         problems.append(Problem(tree.place(("exclude",)), "exclude", "leaves no trial"))
     early = sweep.early_stopping
-    if early is not None and trials and sound is sweep:
+    if early is not None and trials and valid is sweep:
         num_steps = min(trial.config.run.num_steps for trial in trials)
         if early.grace_steps >= num_steps:
             key = ("early_stopping", "grace_steps")
@@ -117,7 +117,7 @@ def read(path: str) -> Plan:
     return Plan(sweep=sweep, trials=tuple(trials))
 
 
-def _sound(sweep: SweepSection, problems: Sequence[Problem]) -> SweepSection:
+def _drop_invalid(sweep: SweepSection, problems: Sequence[Problem]) -> SweepSection:
     """Return the sweep without the axes and exclusions that have problems."""
     wrong = {tuple(problem.key.split(".")[:2]) for problem in problems}
     axes = tuple(a for i, a in enumerate(sweep.axes) if ("axes", str(i)) not in wrong)
@@ -127,7 +127,7 @@ def _sound(sweep: SweepSection, problems: Sequence[Problem]) -> SweepSection:
     return sweep.model_copy(update={"axes": axes, "exclude": exclude})
 
 
-def _chosen(sweep: SweepSection, values: Values, *, seed: int, number: int) -> Values:
+def _make_overrides(sweep: SweepSection, values: Values, *, seed: int, number: int) -> Values:
     return {
         **sweep.overrides,
         **values,
@@ -136,7 +136,7 @@ def _chosen(sweep: SweepSection, values: Values, *, seed: int, number: int) -> V
     }
 
 
-def _placed(problem: Problem, sweep: SweepSection, chosen: Values, tree: Node) -> Problem:
+def _place_in_file(problem: Problem, sweep: SweepSection, chosen: Values, tree: Node) -> Problem:
     """Return the problem with the line in the sweep's file that set the override."""
     if not problem.where.override:
         return problem
@@ -153,21 +153,21 @@ def _placed(problem: Problem, sweep: SweepSection, chosen: Values, tree: Node) -
     return Problem(tree.place(path), ".".join(map(str, path[:2])), problem.message)
 
 
-def written(value: object) -> str:
+def to_override(value: object) -> str:
     """Return a value as an override: JSON, or a bare word if that is read as the same value."""
     if isinstance(value, str) and value.replace("_", "").replace("-", "").isalpha():
         return json.dumps(value) if value in ("true", "false", "null") else value
     return json.dumps(value)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value in short form for tables: a section as its kind and other keys."""
     if isinstance(value, Mapping):
-        rest = [f"{k}={shown(v)}" for k, v in value.items() if k != "kind"]
+        rest = [f"{k}={format_value(v)}" for k, v in value.items() if k != "kind"]
         head = str(value["kind"]) if "kind" in value else ""
         return f"{head}({', '.join(rest)})" if rest else head
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(shown, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -205,7 +205,7 @@ def make_points(sweep: SweepSection) -> list[Values]:
     grid: list[Values] = [{}]
     for axis in sweep.axes:
         if axis.key not in drawn:
-            grid = _crossed(sweep, grid, axis, 0)
+            grid = _cross(sweep, grid, axis, 0)
     num_samples = sweep.num_samples if drawn else 1
     if len(grid) * num_samples > MAX_CROSSED:
         raise _too_many(sweep, len(grid) * num_samples)
@@ -215,7 +215,7 @@ def make_points(sweep: SweepSection) -> list[Values]:
             extended = [point]
             for axis in sweep.axes:
                 if axis.key in drawn:
-                    extended = _crossed(sweep, extended, axis, index)
+                    extended = _cross(sweep, extended, axis, index)
             for one in extended:
                 in_order = {axis.key: one[axis.key] for axis in sweep.axes if axis.key in one}
                 found.setdefault(json.dumps(in_order, sort_keys=True), in_order)
@@ -224,7 +224,7 @@ def make_points(sweep: SweepSection) -> list[Values]:
     return list(found.values())
 
 
-def _crossed(
+def _cross(
     sweep: SweepSection, so_far: list[Values], axis: AxisSection, index: int
 ) -> list[Values]:
     """Return every point with each value of the axis where it applies, without excluded combinations."""
@@ -233,7 +233,7 @@ def _crossed(
         if not all(key in point and point[key] in allowed for key, allowed in axis.when.items()):
             extended.append(point)
         elif axis.sample is not None:
-            extended.append({**point, axis.key: _drawn(sweep, point, axis.key, axis.sample, index)})
+            extended.append({**point, axis.key: _draw(sweep, point, axis.key, axis.sample, index)})
         else:
             extended += [{**point, axis.key: value} for value in axis.values or ()]
         if len(extended) > MAX_CROSSED:
@@ -245,7 +245,7 @@ def _has(point: Values, excluded: Values) -> bool:
     return all(key in point and point[key] == value for key, value in excluded.items())
 
 
-def _drawn(sweep: SweepSection, point: Values, key: str, source: Draw, index: int) -> Any:
+def _draw(sweep: SweepSection, point: Values, key: str, source: Draw, index: int) -> Any:
     """Return a value drawn for this point alone: other points and later draws do not change it."""
     rng = random.Random(json.dumps([sweep.sample_seed, key, index, point], sort_keys=True))
     match source:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylearner.errors import ConfigError
-from raylearner.jobs.sweep.plan import Plan, Trial, axis_keys, shown
+from raylearner.jobs.sweep.plan import Plan, Trial, axis_keys, format_value
 from raylearner.jobs.sweep.state import Status, SweepState, TrialState
 from raylearner.observability.display import clock
 from raylearner.text import visible
@@ -53,7 +53,7 @@ def _write_csv(
     records = [
         {
             "trial": trial.number,
-            **{key: shown(trial.values.get(key, "")) for key in keys},
+            **{key: format_value(trial.values.get(key, "")) for key in keys},
             "seed": trial.seed,
             "status": str(state.status),
             "attempts": state.num_attempts,
@@ -97,7 +97,7 @@ def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> 
     ]
     groups = sorted(_by_point(pairs).values(), key=lambda g: _rank(g, goal=metric.goal))
     for group in groups:
-        cells = [shown(group[0][0].values.get(key, "-")) for key in keys]
+        cells = [format_value(group[0][0].values.get(key, "-")) for key in keys]
         lines.append("| " + " | ".join([*cells, *_summary(group)]) + " |")
     failed = [(trial, state) for trial, state in pairs if state.error]
     if failed:
@@ -179,12 +179,14 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
         if state.value is not None and state.status is not Status.DONE:
             label = None if has_crosses else "did not complete"
             has_crosses = True
-            axes.plot(places[shown(trial.values[key])], state.value, "x", color="gray", label=label)
+            axes.plot(
+                places[format_value(trial.values[key])], state.value, "x", color="gray", label=label
+            )
         elif state.value is not None:
             there = [other for other in others if other in trial.values]
-            named = [f"{o.rsplit('.', 1)[-1]}={shown(trial.values[o])}" for o in there]
+            named = [f"{o.rsplit('.', 1)[-1]}={format_value(trial.values[o])}" for o in there]
             line = lines.setdefault(", ".join(named), {})
-            line.setdefault(places[shown(trial.values[key])], []).append(state.value)
+            line.setdefault(places[format_value(trial.values[key])], []).append(state.value)
     for name, by_place in sorted(lines.items()):
         xs = sorted(by_place)
         means = [statistics.fmean(by_place[x]) for x in xs]
@@ -206,8 +208,8 @@ def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> 
 def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | None]:
     """Return the position of each value on the axis, and the tick labels of values that are not numbers."""
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-        return {shown(v): float(v) for v in values if isinstance(v, int | float)}, None
-    names = list(dict.fromkeys(shown(value) for value in values))
+        return {format_value(v): float(v) for v in values if isinstance(v, int | float)}, None
+    names = list(dict.fromkeys(format_value(value) for value in values))
     return {name: float(index) for index, name in enumerate(names)}, names
 
 

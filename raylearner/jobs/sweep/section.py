@@ -1,4 +1,4 @@
-"""A sweep: which trials over which keys, what is compared, when a trial is given up."""
+"""The section of a sweep file: axes, seeds, the metric and early stopping."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,11 +16,11 @@ def _not_empty(items: _Items) -> _Items:
 
 
 NOT_EMPTY = AfterValidator(_not_empty)
-"""Of a list; unlike a least length it says nothing more of a list whose items are wrong."""
+"""For lists; unlike a minimum length it adds no error to a list whose items are wrong."""
 
 
 class Uniform(Section):
-    """Evenly between two bounds."""
+    """Uniform between two bounds."""
 
     kind: Literal["uniform"]
     low: float
@@ -30,7 +30,7 @@ class Uniform(Section):
 
 
 class LogUniform(Section):
-    """Evenly in the logarithm, for rates and coefficients."""
+    """Uniform in the logarithm, for rates and coefficients."""
 
     kind: Literal["log_uniform"]
     low: Annotated[float, Field(gt=0)]
@@ -40,7 +40,7 @@ class LogUniform(Section):
 
 
 class IntUniform(Section):
-    """Whole numbers, both bounds included."""
+    """Uniform integers, including both bounds."""
 
     kind: Literal["int_uniform"]
     low: int
@@ -54,34 +54,34 @@ class Choice(Section):
 
     kind: Literal["choice"]
     values: Annotated[tuple[Any, ...], NOT_EMPTY]
-    """What is drawn from; one or more."""
+    """Values to draw from; one or more."""
 
 
 Draw = Annotated[Uniform | LogUniform | IntUniform | Choice, Field(discriminator="kind")]
 
 
 class AxisSection(Section):
-    """One key and what it takes: `values` on a grid, or `sample` at random."""
+    """One key with its `values` for a grid, or a `sample` distribution."""
 
     key: str
     """Dotted key of a run's configuration, such as `learner.learning_rate`."""
     values: tuple[Any, ...] | None = None
-    """Every one of them, crossed with the other axes; a section may be a value."""
+    """Values, crossed with the other axes; a value may be a section."""
     sample: Draw | None = None
-    """Drawn anew for each of the `num_samples` trials at a grid point."""
+    """Distribution from which each of the `num_samples` trials at a grid point draws."""
     when: dict[str, tuple[Any, ...]] = Field(default_factory=dict[str, tuple[Any, ...]])
-    """The axis counts only where the earlier axes named here have one of these values, drawn or not."""
+    """The axis applies only if these earlier axes have one of these values, drawn or not."""
 
 
 class SweepMetric(Section):
-    """What trials are compared by."""
+    """The metric by which trials are compared."""
 
     key: str = "rollout/reward/mean"
-    """A key of metrics.jsonl, or `evaluation/` and one of eval.jsonl, of which the last row counts."""
+    """Key of metrics.jsonl, or `evaluation/` and a key of eval.jsonl, whose last row counts."""
     goal: Literal["max", "min"] = "max"
-    """Whether more or less is better."""
+    """Whether larger or smaller values are better."""
     last_steps: PositiveInt = 5
-    """The mean over so many last steps."""
+    """Number of last steps over which the metric is averaged."""
 
 
 class AshaSection(Section):
@@ -89,33 +89,33 @@ class AshaSection(Section):
 
     kind: Literal["asha"]
     grace_steps: PositiveInt = 10
-    """No trial is stopped before."""
+    """Minimum number of steps before a trial may be stopped."""
     reduction_factor: Annotated[float, Field(gt=1)] = 3.0
-    """One of so many goes on beyond each rung; rungs lie at grace_steps times its powers."""
+    """One in this many trials continues beyond each rung; rungs are at grace_steps times its powers."""
 
 
 class SweepSection(Section):
-    """A whole sweep."""
+    """A sweep file."""
 
     name: Name
-    """Names the sweep's folder, `runs/sweeps/<name>`, its jobs and its runs."""
+    """Name of the sweep's folder, `runs/sweeps/<name>`, its jobs and its runs."""
     base: Annotated[tuple[str, ...], NOT_EMPTY]
     """Configuration files, one or more, merged left to right, as on the command line."""
     overrides: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Dotted keys and values that are the same in every trial."""
+    """Dotted keys and values that all trials share."""
     axes: Annotated[tuple[AxisSection, ...], NOT_EMPTY]
-    """What varies; one axis or more."""
+    """Keys that vary between trials; one or more."""
     exclude: tuple[dict[str, Any], ...] = ()
-    """Combinations that are left out: a trial with all values of one of these, drawn or not."""
+    """Combinations to leave out: trials with all values of one of these, drawn or not."""
     seeds: Annotated[tuple[Seed, ...], NOT_EMPTY] = (0,)
-    """`run.seed` of the repetitions of each combination, one or more."""
+    """`run.seed` of each repetition of a combination, one or more."""
     num_samples: PositiveInt = 1
-    """Trials at each grid point, where an axis is sampled; fewer where draws are alike or excluded."""
+    """Number of trials at each grid point if an axis is sampled; fewer if draws are equal or excluded."""
     sample_seed: NaturalInt = 0
-    """Seed of what is drawn."""
+    """Seed of the draws."""
     metric: SweepMetric = SweepMetric()
-    """What is compared."""
+    """The metric by which trials are compared."""
     early_stopping: AshaSection | None = None
-    """Present: trials that fall behind are stopped."""
+    """If set, trials that fall behind are stopped."""
     max_concurrent: PositiveInt | None = None
-    """Most trials at once. Default: as many as the cluster has CPUs and GPUs for."""
+    """Maximum number of trials at once; by default as many as the cluster's CPUs and GPUs allow."""
