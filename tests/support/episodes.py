@@ -1,6 +1,7 @@
 """Turns, trajectories and episodes for rewards."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ def make_trajectory(
             "source": claim.prompt.source,
             "claim_policy_version": claim.policy_version,
         }
-    if changes.get("error"):
-        values["stop_reason"] = StopReason.ERROR
+    if error := changes.get("error"):
+        values |= {"stop_reason": StopReason.ERROR, "error_kind": error.partition(":")[0]}
     return Trajectory(**values | changes)
 
 
@@ -97,3 +98,14 @@ def make_group(turns: Sequence[Turn]) -> TrajectoryGroup:
     """A group of one episode with these turns."""
     trajectory = make_trajectory(turns=tuple(turns))
     return TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(trajectory,))
+
+
+def assert_same(left: Trajectory, right: Trajectory) -> None:
+    """All fields are equal, with equal types."""
+    for field in fields(Trajectory):
+        old, new = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(old, np.ndarray):
+            assert old.dtype == new.dtype
+            assert np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
+        else:
+            assert (old, type(old)) == (new, type(new))

@@ -2,16 +2,16 @@
 
 import json
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
-from episodes import make_trajectory, make_turn
+from episodes import assert_same, make_trajectory, make_turn
 
 from raylearner.codec import ARRAY_TYPES, EpisodeBatch, pack, unpack
 from raylearner.replay.validation import trajectory_error
-from raylearner.types import CompletionStop, StopReason, Trajectory
+from raylearner.types import CompletionStop, Trajectory
 
 
 def make_segment(group_id: int, size: int = 2, **values) -> Trajectory:
@@ -25,18 +25,8 @@ def batch() -> EpisodeBatch:
     long = make_segment(
         1, 10, turns=(turn, turn), images=(b"png",), rewards={"format": None}, shown=("a", "b")
     )
-    failed = make_segment(2, stop_reason=StopReason.ERROR, error="tool: down")
+    failed = make_segment(2, error="tool: down")
     return EpisodeBatch([[make_segment(0)], [long, replace(long, segment=1)], [failed]])
-
-
-def assert_same(left: Trajectory, right: Trajectory) -> None:
-    for name in (field.name for field in fields(Trajectory)):
-        old, new = getattr(left, name), getattr(right, name)
-        if isinstance(old, np.ndarray):
-            assert old.dtype == new.dtype
-            assert np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
-        else:
-            assert (old, type(old)) == (new, type(new))
 
 
 def test_a_batch_pickles_as_few_buffers(batch: EpisodeBatch) -> None:

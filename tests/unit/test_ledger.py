@@ -5,7 +5,6 @@ from itertools import chain
 import pytest
 
 from raylearner.config.schema import ReplaySection
-from raylearner.errors import CheckpointError
 from raylearner.replay.groups import SampleState
 from raylearner.replay.ledger import Ledger, episode_seed
 from raylearner.replay.sampler import PromptSource
@@ -40,22 +39,6 @@ def test_prompts_never_end_and_each_epoch_shuffles_anew() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     again = PromptSource(make_prompts(20), seed=1)
     assert [again.next_index() for _ in range(60)] == list(chain(*epochs))
-
-
-def test_a_restored_prompt_source_goes_on_where_it_was() -> None:
-    source = PromptSource(make_prompts(), seed=1)
-    for _ in range(7):
-        source.next_index()
-    metadata, order = source.state()
-    resumed = PromptSource(make_prompts(), seed=99)
-    resumed.restore(json.loads(json.dumps(metadata)), order)
-    assert [resumed.next_index() for _ in range(20)] == [source.next_index() for _ in range(20)]
-
-
-def test_a_state_of_other_prompts_is_refused() -> None:
-    metadata, order = PromptSource(make_prompts(5), seed=1).state()
-    with pytest.raises(CheckpointError, match="same data"):
-        PromptSource(make_prompts(6), seed=1).restore(metadata, order)
 
 
 def test_no_prompts_are_refused() -> None:

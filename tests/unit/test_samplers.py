@@ -254,10 +254,3 @@ def test_a_sampler_that_names_no_prompt_is_told_so() -> None:
     buffer = make_buffer(make_sampler(section, prompts, seed=0, weights={}))
     with pytest.raises(ReplayError, match=r"Beyond\.next_index"):
         buffer.claim("actor", 0, 1)
-
-
-def test_a_claim_carries_the_steps_that_were_committed() -> None:
-    buffer = make_buffer()
-    for _ in range(3):
-        play(buffer, 0.0, 1.0)
-    assert buffer.claim("actor", 0, 1).claims[0].step == 3
