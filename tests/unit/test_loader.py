@@ -335,7 +335,7 @@ def test_derived_numbers_follow_from_the_sections(base: str) -> None:
     numbers = dict(derived(config))
     assert numbers["replay capacity"].startswith("16 groups")
     assert numbers["episodes per step"].startswith("32 ")
-    assert numbers["tokens per step"].startswith("16,384 at most")
+    assert numbers["tokens per step"].startswith("at most 16,384")
     assert worst_staleness(config) == 4
     synchronous = load([base], ["replay.max_staleness=0"])
     assert worst_staleness(synchronous) == 0

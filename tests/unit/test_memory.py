@@ -151,7 +151,7 @@ def test_check_tells_it_where_the_files_are_here(folder: Path) -> None:
     rows = dict(report.derived(config))
     assert rows["model"] == f"{2 * NUM_BLOCK + NUM_REST:,} parameters in 2 blocks"
     assert rows["learner memory"].startswith("about ")
-    assert rows["engine memory"].startswith("0.85 of its share of a GPU, 0.00 GiB of it weights")
+    assert rows["engine memory"].startswith("0.85 of its share of a GPU: 0.00 GiB of weights")
     elsewhere = config.model.model_copy(update={"path": "owner/name"})
     assert "model" not in dict(report.derived(config.model_copy(update={"model": elsewhere})))
 
