@@ -23,8 +23,8 @@ from raylearner.environments.tool_use import ToolUseEnvironment
 from raylearner.errors import ConfigError
 from raylearner.tools.catalogue import make_tool
 from raylearner.tools.pages import ImageCheck
-from raylearner.tools.protocol import Tool
 from raylearner.tools.service import START_WAIT_S, wait_for_service
+from raylearner.tools.tool import Tool
 from raylearner.types import Message, Prompt, StopReason
 
 

@@ -16,7 +16,7 @@ from raylearner.environments.foreign_calls import foreign_form
 from raylearner.errors import ConfigError
 from raylearner.text import encodable_values, load_json, outside
 from raylearner.tokenization.reasoning import Reasoning
-from raylearner.tools.protocol import Tool
+from raylearner.tools.tool import Tool
 
 MAX_CALLS_PER_TURN = 16
 SHOWN_CHARACTERS = 80

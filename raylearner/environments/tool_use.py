@@ -13,7 +13,7 @@ from typing import Any
 from raylearner.config.environment import ToolUse
 from raylearner.environments.dialect import Action, Answer, Dialect, Invalid, ToolCall
 from raylearner.environments.protocol import Outcome, Reply
-from raylearner.tools.protocol import Observation, Tool
+from raylearner.tools.tool import Observation, Tool
 from raylearner.types import CALLS, FAILURES, Message, Prompt, StopReason, new_call_id
 
 CUT = Invalid(

@@ -93,11 +93,7 @@ def make_reward(
 def conversation(episode: EpisodeView) -> Conversation:
     """Return the prompt's messages, then those of the policy and its tools in turn."""
     messages = [{"role": m.role, "content": m.content} for m in episode.prompt.messages]
-    for turn in episode.turns:
-        messages.append({"role": "assistant", "content": turn.said})
-        if turn.reply:
-            messages.append({"role": "tool", "content": turn.reply})
-    return tuple(messages)
+    return (*messages, *episode.new_messages)
 
 
 def _no_model(name: str) -> ModelCall:

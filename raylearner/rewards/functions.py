@@ -38,6 +38,16 @@ class EpisodeView:
         return "".join(turn.said for turn in self.turns)
 
     @property
+    def new_messages(self) -> list[dict[str, str]]:
+        """The messages of the policy and its tools in turn, without thoughts."""
+        messages: list[dict[str, str]] = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.said})
+            if turn.reply:
+                messages.append({"role": "tool", "content": turn.reply})
+        return messages
+
+    @property
     def prompt_text(self) -> str:
         """The contents of the prompt's messages without the system's."""
         messages = self.prompt.messages

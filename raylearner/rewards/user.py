@@ -171,14 +171,7 @@ def _prompt(episode: EpisodeView) -> str | list[dict[str, Any]]:
 
 def _completion(episode: EpisodeView) -> str | list[dict[str, str]]:
     """Return text for a plain row; for messages, those of the policy and its tools in turn."""
-    if not episode.prompt.is_conversational:
-        return episode.completion
-    messages: list[dict[str, str]] = []
-    for turn in episode.turns:
-        messages.append({"role": "assistant", "content": turn.said})
-        if turn.reply:
-            messages.append({"role": "tool", "content": turn.reply})
-    return messages
+    return episode.new_messages if episode.prompt.is_conversational else episode.completion
 
 
 def _read_parameters(

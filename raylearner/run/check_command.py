@@ -25,7 +25,7 @@ from raylearner.observability.spans import Tracer
 from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.run import prompt_checks
 from raylearner.tokenization.renderer import Renderer
-from raylearner.tools.protocol import Tool
+from raylearner.tools.tool import Tool
 from raylearner.types import Claim, Prompt, Sampling, StopReason, Trajectory
 
 SHOWN_CHARACTERS = 2000

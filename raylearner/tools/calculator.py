@@ -6,8 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
-from raylearner.tools.service import FailureRule, ToolMetrics
+from raylearner.tools.tool import Arguments, Observation, Tool, function_schema, text_argument
 from raylearner.types import Prompt
 
 MAX_EXPRESSION_CHARACTERS = 200
@@ -21,15 +20,12 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-class Calculator:
+class Calculator(Tool):
     """Answers `84` to `<calc>12*(3+4)</calc>`, and `error: why` to text that is not an
     expression."""
 
     def __init__(self, *, name: str = "calculator", tag: str = "calc") -> None:
-        self.name = name
-        self.tag = tag
-        self._metrics = ToolMetrics(name)
-        self._rule = FailureRule(name, "observation", self._metrics)
+        super().__init__(name, tag)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -39,16 +35,7 @@ class Calculator:
             {"expression": {"type": "string", "description": "For instance 12*(3+4)."}},
         )
 
-    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
-        return await self._rule.apply(self._call(arguments))
-
-    def drain_metrics(self) -> dict[str, float]:
-        return self._metrics.drain()
-
-    async def close(self) -> None:
-        return None
-
-    async def _call(self, arguments: Arguments) -> Observation:
+    async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
         text = calculate(text_argument(arguments, "expression"))
         return Observation(text=text, is_error=text.startswith("error:"))
 

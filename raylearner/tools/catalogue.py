@@ -13,8 +13,8 @@ from raylearner.tools.calculator import Calculator
 from raylearner.tools.code_execution import CodeExecution
 from raylearner.tools.function import Function
 from raylearner.tools.pages import ImageCheck, PageFetch, PageSearch
-from raylearner.tools.protocol import Tool
 from raylearner.tools.search import Search
+from raylearner.tools.tool import Tool
 
 
 def make_tool(section: ToolSection, check_image: ImageCheck | None = None) -> Tool:

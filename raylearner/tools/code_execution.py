@@ -7,8 +7,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from raylearner.config.environment import CodeExecutionTool
 from raylearner.sandbox.sandbox import Sandbox
-from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
-from raylearner.tools.service import BadReply, FailureRule, Service, ToolMetrics
+from raylearner.tools.service import BadReply, Service
+from raylearner.tools.tool import Arguments, Observation, Tool, function_schema, text_argument
 from raylearner.types import Prompt
 
 _FORM = '{"status": text, "run_result": {"stdout": text, "stderr": text, "return_code": number}}'
@@ -31,18 +31,14 @@ class _Reply(BaseModel):
 _REPLY = TypeAdapter(_Reply)
 
 
-class CodeExecution:
+class CodeExecution(Tool):
     """The SandboxFusion wire form where a url is given, the local sandbox otherwise."""
 
     def __init__(self, section: CodeExecutionTool) -> None:
-        self.name, self.tag = section.function_name, section.tag
+        super().__init__(section.function_name, section.tag, on_failure=section.on_failure)
         self._section = section
-        self._metrics = ToolMetrics(section.function_name)
-        self._rule = FailureRule(section.function_name, section.on_failure, self._metrics)
         self._service = (
-            Service(section.function_name, section.url, section.http, self._metrics)
-            if section.url
-            else None
+            Service(self.name, section.url, section.http, self.metrics) if section.url else None
         )
         self._sandbox = Sandbox(section.sandbox) if self._service is None else None
 
@@ -54,17 +50,11 @@ class CodeExecution:
             {"code": {"type": "string", "description": "The whole program."}},
         )
 
-    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
-        return await self._rule.apply(self._call(arguments))
-
-    def drain_metrics(self) -> dict[str, float]:
-        return self._metrics.drain()
-
     async def close(self) -> None:
         if self._service is not None:
             await self._service.close()
 
-    async def _call(self, arguments: Arguments) -> Observation:
+    async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
         code = text_argument(arguments, "code")
         if fenced := _FENCE.match(code):
             code = fenced.group(1)

@@ -14,8 +14,7 @@ from raylearner.config.section import load_reference
 from raylearner.errors import ConfigError, ToolError
 from raylearner.observability import jsonl
 from raylearner.text import encodable_values
-from raylearner.tools.protocol import Arguments, BadArguments, Observation
-from raylearner.tools.service import FailureRule, ToolMetrics
+from raylearner.tools.tool import Arguments, BadArguments, Observation, Tool
 from raylearner.types import Prompt
 from raylearner.user_code import host
 from raylearner.user_code.frames import describe
@@ -25,7 +24,7 @@ PROMPT_PARAMETER = "prompt"
 """A parameter of this name receives the episode's prompt, and is not shown to the policy."""
 
 
-class Function:
+class Function(Tool):
     """Calls the function where users' code runs: an async one on its loop, a sync one in a thread.
 
     Arguments that do not fit the signature are an observation; an exception of the function, or a
@@ -33,11 +32,9 @@ class Function:
     """
 
     def __init__(self, section: FunctionTool) -> None:
+        super().__init__(section.function_name, section.tag, on_failure=section.on_failure)
         self._function = load_function(section.function)
-        self.name, self.tag = section.function_name, section.tag
         self._section = section
-        self._metrics = ToolMetrics(self.name)
-        self._rule = FailureRule(self.name, section.on_failure, self._metrics)
         self._takes_prompt, self._model = _model(self._function, section)
         self._places = asyncio.Semaphore(section.max_concurrent)
 
@@ -55,15 +52,6 @@ class Function:
                 "parameters": parameters,
             },
         }
-
-    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
-        return await self._rule.apply(self._call(arguments, prompt))
-
-    def drain_metrics(self) -> dict[str, float]:
-        return self._metrics.drain()
-
-    async def close(self) -> None:
-        return None
 
     async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
         keywords = {**self._validated(arguments), **self._section.arguments}

@@ -11,15 +11,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
 from raylearner.images import BadImage, decode_base64
-from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.tools.service import (
     BATCH_WINDOW_S,
     MAX_BATCH,
     Batcher,
-    FailureRule,
     Service,
-    ToolMetrics,
 )
+from raylearner.tools.tool import Arguments, Observation, Tool, function_schema, text_argument
 from raylearner.types import IMAGE_MARK, Prompt
 
 ERROR_ID = "error"
@@ -50,7 +48,7 @@ class _Page(BaseModel):
     id: str
 
 
-class _Pages(Generic[Row]):
+class _PageTool(Tool, Generic[Row]):
     """The common part of search and fetch: batches of (query, document id) to one path of a
     service."""
 
@@ -64,11 +62,12 @@ class _Pages(Generic[Row]):
         form: str,
         extra: dict[str, object],
     ) -> None:
+        super().__init__(
+            section.function_name, section.tag, on_failure=section.on_failure, own=(BAD_PAGES,)
+        )
         self._section, self._check_image = section, check_image
         self._path, self._reply, self._form, self._extra = path, reply, form, extra
-        self.metrics = ToolMetrics(section.function_name, own=(BAD_PAGES,))
-        self.rule = FailureRule(section.function_name, section.on_failure, self.metrics)
-        self._service = Service(section.function_name, section.url, section.http, self.metrics)
+        self._service = Service(self.name, section.url, section.http, self.metrics)
         self._batcher: Batcher[_Question, Row] = Batcher(
             self._ask,
             send_alone=self._ask_alone,
@@ -76,10 +75,10 @@ class _Pages(Generic[Row]):
             max_batch=MAX_BATCH,
         )
 
-    async def ask(self, text: str, prompt: Prompt) -> Row:
+    async def _fetch(self, text: str, prompt: Prompt) -> Row:
         return await self._batcher.call(_Question(text, prompt.doc_id or ""))
 
-    async def show(self, pages: Sequence[_Page]) -> Observation:
+    async def _show(self, pages: Sequence[_Page]) -> Observation:
         """Return an observation of pages, best first, each image below the line that names its
         page.
 
@@ -117,7 +116,7 @@ class _Pages(Generic[Row]):
     def _count_bad(self, page: _Page, error: BadImage | RenderError) -> None:
         """Count a bad page and log the first: no call fails, and the policy is shown no image."""
         if self.metrics.count(BAD_PAGES) == 1:
-            log.warning("tool %s: page %r: %s", self._section.function_name, page.id, error)
+            log.warning("tool %s: page %r: %s", self.name, page.id, error)
 
     async def close(self) -> None:
         await self._batcher.close()
@@ -143,13 +142,12 @@ def _unmarked(text: str) -> str:
     return text.replace(IMAGE_MARK, "")
 
 
-class PageSearch:
+class PageSearch(_PageTool[list[_Page]]):
     """Finds the pages of the prompt's document that fit a query, by `POST /batch_search`."""
 
     def __init__(self, section: PageSearchTool, check_image: ImageCheck | None = None) -> None:
-        self.name, self.tag = section.function_name, section.tag
         self._top_n = section.top_n
-        self._pages = _Pages(
+        super().__init__(
             section,
             check_image,
             path="/batch_search",
@@ -166,26 +164,16 @@ class PageSearch:
             {"query": {"type": "string", "description": "What to search for."}},
         )
 
-    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
-        return await self._pages.rule.apply(self._call(arguments, prompt))
-
-    def drain_metrics(self) -> dict[str, float]:
-        return self._pages.metrics.drain()
-
-    async def close(self) -> None:
-        await self._pages.close()
-
     async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
-        found = await self._pages.ask(text_argument(arguments, "query"), prompt)
-        return await self._pages.show(found[: self._top_n])
+        found = await self._fetch(text_argument(arguments, "query"), prompt)
+        return await self._show(found[: self._top_n])
 
 
-class PageFetch:
+class PageFetch(_PageTool[_Page]):
     """Fetches one page of the prompt's document, by `POST /batch_fetch`."""
 
     def __init__(self, section: PageFetchTool, check_image: ImageCheck | None = None) -> None:
-        self.name, self.tag = section.function_name, section.tag
-        self._pages = _Pages(
+        super().__init__(
             section,
             check_image,
             path="/batch_fetch",
@@ -202,15 +190,6 @@ class PageFetch:
             {"page": {"type": "string", "description": "Id of the page."}},
         )
 
-    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
-        return await self._pages.rule.apply(self._call(arguments, prompt))
-
-    def drain_metrics(self) -> dict[str, float]:
-        return self._pages.metrics.drain()
-
-    async def close(self) -> None:
-        await self._pages.close()
-
     async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
-        page = await self._pages.ask(text_argument(arguments, "page"), prompt)
-        return await self._pages.show([page])
+        page = await self._fetch(text_argument(arguments, "page"), prompt)
+        return await self._show([page])

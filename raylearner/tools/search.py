@@ -6,15 +6,13 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from raylearner.config.environment import SearchTool
-from raylearner.tools.protocol import Arguments, Observation, function_schema, text_argument
 from raylearner.tools.service import (
     BATCH_WINDOW_S,
     MAX_BATCH,
     Batcher,
-    FailureRule,
     Service,
-    ToolMetrics,
 )
+from raylearner.tools.tool import Arguments, Observation, Tool, function_schema, text_argument
 from raylearner.types import Prompt
 
 NOTHING_FOUND = "no passage found"
@@ -37,16 +35,13 @@ class _Retrieved(BaseModel):
 _SEARCH, _RETRIEVE = TypeAdapter(list[_Passage]), TypeAdapter(_Retrieved)
 
 
-class Search:
+class Search(Tool):
     """Speaks `POST /search` one query at a time, or Search-R1's `POST /retrieve` in batches."""
 
     def __init__(self, section: SearchTool) -> None:
-        self.name = section.function_name
-        self.tag = section.tag
+        super().__init__(section.function_name, section.tag, on_failure=section.on_failure)
         self._section = section
-        self._metrics = ToolMetrics(section.function_name)
-        self._rule = FailureRule(section.function_name, section.on_failure, self._metrics)
-        self._service = Service(section.function_name, section.url, section.http, self._metrics)
+        self._service = Service(self.name, section.url, section.http, self.metrics)
         self._batcher: Batcher[str, list[str]] = Batcher(
             self._retrieve,
             send_alone=self._retrieve_alone,
@@ -62,17 +57,11 @@ class Search:
             {"query": {"type": "string", "description": "What to search for."}},
         )
 
-    async def call(self, arguments: Arguments, *, prompt: Prompt) -> Observation:
-        return await self._rule.apply(self._call(arguments))
-
-    def drain_metrics(self) -> dict[str, float]:
-        return self._metrics.drain()
-
     async def close(self) -> None:
         await self._batcher.close()
         await self._service.close()
 
-    async def _call(self, arguments: Arguments) -> Observation:
+    async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
         query = text_argument(arguments, "query")
         is_batched = self._section.form == "retrieve"
         passages = await (self._batcher.call(query) if is_batched else self._search(query))

@@ -1,11 +1,9 @@
-"""Calls of tools: services, batches, metrics, and the rule for failures."""
+"""Services behind tools: calls over HTTP, and batches of them."""
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -13,9 +11,8 @@ from raylearner.config.section import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.http_client import HttpClient, RequestFailed, quote
 from raylearner.text import dump_json, encodable_json
-from raylearner.tools.protocol import BadArguments, Observation, refused
+from raylearner.tools.tool import ToolMetrics
 
-MAX_LATENCIES = 4096
 BATCH_WINDOW_S, MAX_BATCH = 0.003, 64
 """Concurrent queries within this time share one request, up to the maximum below."""
 START_WAIT_S = 60.0
@@ -28,40 +25,6 @@ Answer = TypeVar("Answer")
 
 class BadReply(ToolError):
     """A reply of a service that does not have the expected form."""
-
-
-class ToolMetrics:
-    """Counts and latency quantiles of one tool, drained once a learner step."""
-
-    def __init__(self, name: str, *, own: Sequence[str] = ()) -> None:
-        """`own` are counts that only this tool has."""
-        self._name = name
-        self._counts = dict.fromkeys(("calls", "errors", "retries", *own), 0)
-        self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
-
-    def count_call(self, *, latency_s: float, is_error: bool) -> None:
-        self._counts["calls"] += 1
-        self._counts["errors"] += is_error
-        self._latencies.append(latency_s)
-
-    def count_retry(self) -> None:
-        self.count("retries")
-
-    def count(self, key: str) -> int:
-        """Increment a count and return it."""
-        self._counts[key] += 1
-        return self._counts[key]
-
-    def drain(self) -> dict[str, float]:
-        prefix = f"tools/{self._name}"
-        values = {f"{prefix}/{key}": float(count) for key, count in self._counts.items()}
-        ordered = sorted(self._latencies)
-        for percent in (50, 90, 99) if ordered else ():
-            place = min(len(ordered) - 1, len(ordered) * percent // 100)
-            values[f"{prefix}/latency_s/p{percent}"] = ordered[place]
-        self._counts = dict.fromkeys(self._counts, 0)
-        self._latencies.clear()
-        return values
 
 
 class Service:
@@ -239,60 +202,3 @@ async def wait_for_service(url: str, *, wait_s: float) -> None:
             await asyncio.sleep(START_RETRY_S)
     finally:
         await client.close()
-
-
-async def timed(call: Awaitable[Answer], metrics: ToolMetrics) -> Answer:
-    """Return the answer of `call`, counted. Wrong arguments of the policy are neither an error of
-    the tool nor part of its latency."""
-    started = time.monotonic()
-    try:
-        answer = await call
-    except BadArguments:
-        metrics.count("calls")
-        raise
-    except BaseException:
-        metrics.count_call(latency_s=time.monotonic() - started, is_error=True)
-        raise
-    metrics.count_call(latency_s=time.monotonic() - started, is_error=False)
-    return answer
-
-
-LOG_EVERY = 100
-
-log = logging.getLogger(__name__)
-
-
-class FailureRule:
-    """Counts a tool's calls and applies `on_failure` of its section.
-
-    The policy is shown that the tool failed without details such as addresses. The first failure
-    and every hundredth are logged in full.
-    """
-
-    def __init__(
-        self, name: str, on_failure: Literal["observation", "fail"], metrics: ToolMetrics
-    ) -> None:
-        self._name = name
-        self._on_failure = on_failure
-        self._metrics = metrics
-        self._num_failures = 0
-
-    async def apply(self, call: Awaitable[Observation]) -> Observation:
-        try:
-            return await timed(call, self._metrics)
-        except BadArguments as error:
-            return refused(error)
-        except ToolError as error:
-            if self._num_failures % LOG_EVERY == 0:
-                log.warning(
-                    "tool %s failed (%d times so far): %s",
-                    self._name,
-                    self._num_failures + 1,
-                    error,
-                )
-            self._num_failures += 1
-            if self._on_failure == "fail":
-                raise
-            return Observation(
-                text=f"error: {self._name} failed, try again later", is_error=True, is_failure=True
-            )

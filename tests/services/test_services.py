@@ -22,7 +22,7 @@ from raylearner.config.environment import (
 )
 from raylearner.services import code, pages, search
 from raylearner.services.corpora import facts
-from raylearner.services.corpora.page_images import write_pages
+from raylearner.services.corpora.facts import write_pages
 from raylearner.tools.code_execution import CodeExecution
 from raylearner.tools.pages import PageFetch, PageSearch
 from raylearner.tools.search import Search

@@ -12,7 +12,7 @@ from kits import Says, make_claim, make_kit, make_renderer, play_one
 from raylearner.actors.episode import EpisodeKit
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
-from raylearner.services.corpora.page_images import write_pages
+from raylearner.services.corpora.facts import write_pages
 from raylearner.services.pages import pages_app, read_pages
 from raylearner.tiny.model import make_tiny_model
 from raylearner.types import IMAGE_MARK, Message, Prompt, StopReason

@@ -13,7 +13,7 @@ from pydantic import Field
 from raylearner.config.environment import FunctionTool
 from raylearner.errors import ConfigError, ToolError
 from raylearner.tools.function import Function
-from raylearner.tools.protocol import Observation
+from raylearner.tools.tool import Observation
 from raylearner.types import Prompt
 
 PROMPT = Prompt(prompt_id="p-1", messages=(), doc_id="doc-1")

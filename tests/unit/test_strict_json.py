@@ -21,7 +21,8 @@ from raylearner.config.section import HttpSection
 from raylearner.data.table import table_prompts
 from raylearner.observability import jsonl
 from raylearner.text import dump_json, load_json, to_json_types
-from raylearner.tools.service import Service, ToolMetrics
+from raylearner.tools.service import Service
+from raylearner.tools.tool import ToolMetrics
 
 UTC = datetime.UTC
 HALF = "\ud83d"

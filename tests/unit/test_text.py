@@ -33,7 +33,7 @@ from raylearner.observability.sinks.tensorboard import TensorBoardFile
 from raylearner.rewards.functions import RewardLog
 from raylearner.text import as_metrics, encodable, encodable_json, encodable_values, visible
 from raylearner.tokenization.template import template_message
-from raylearner.tools.protocol import Observation
+from raylearner.tools.tool import Observation
 from raylearner.types import (
     EpisodeScore,
     Message,

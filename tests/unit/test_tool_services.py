@@ -19,8 +19,8 @@ from raylearner.config.environment import ToolSection
 from raylearner.config.section import HttpSection
 from raylearner.errors import ConfigError, ToolError
 from raylearner.tools.catalogue import make_tool
-from raylearner.tools.protocol import Observation
-from raylearner.tools.service import BadReply, Batcher, Service, ToolMetrics, wait_for_service
+from raylearner.tools.service import BadReply, Batcher, Service, wait_for_service
+from raylearner.tools.tool import Observation, ToolMetrics
 from raylearner.types import Prompt
 
 PROMPT = Prompt(prompt_id="p", messages=(), doc_id="d")
