@@ -38,5 +38,5 @@ def test_a_token_file_that_is_not_there_is_told_before_ray_aborts(
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")
-    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH=/nowhere/token: no such file"):
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH=/nowhere/token"):
         cluster.connect(ClusterSection(address=unused))

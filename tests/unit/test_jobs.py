@@ -235,7 +235,7 @@ def test_a_missing_token_file_is_reported_before_ray_aborts(
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"RAY_AUTH_TOKEN_PATH=.*no such file"):
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_TOKEN_PATH"):
         jobs_client.connect()
 
 

@@ -186,7 +186,7 @@ class ReplayMachine(RuleBasedStateMachine):
         """What a dead, cancelled or rolled back claim sends is never stored."""
         claim = data.draw(st.sampled_from(self.void_claims))
         outcome = self.put_claim(claim, 1.0, [0])
-        assert outcome == "late" or outcome.endswith("was never given")
+        assert outcome == "late" or outcome.endswith("was never issued")
 
     def void(self, keys) -> None:
         self.void_claims += [self.model.open_claims.pop(key) for key in list(keys)]
