@@ -228,7 +228,7 @@ class Turn:
         return is_long and self.is_valid and self.tool is None
 
     @property
-    def said(self) -> str:
+    def content(self) -> str:
         """The text without its reasoning, which is parsed and scored."""
         return outside(self.text, self.thoughts)
 

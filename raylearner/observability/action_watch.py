@@ -56,7 +56,7 @@ class ActionWatch:
             num_turns,
             foreign[0].foreign_form,
             self._expected,
-            visible(foreign[0].said.strip()[:SHOWN_CHARACTERS]),
+            visible(foreign[0].content.strip()[:SHOWN_CHARACTERS]),
         )
 
 

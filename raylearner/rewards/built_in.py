@@ -119,7 +119,7 @@ def answer_format(episode: EpisodeView, section: AnswerFormat) -> float:
     if not episode.turns:
         return 0.0
     turn, tag = episode.turns[-1], section.reasoning_tag
-    text = turn.said.strip()
+    text = turn.content.strip()
     if tag is None:
         return _is_one_answer(text, section, before="(?P<before>.*?)")
     if turn.thoughts:

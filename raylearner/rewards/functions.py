@@ -35,14 +35,14 @@ class EpisodeView:
     @property
     def completion(self) -> str:
         """The policy's text, turns joined, without its thoughts; `turns` hold both."""
-        return "".join(turn.said for turn in self.turns)
+        return "".join(turn.content for turn in self.turns)
 
     @property
     def new_messages(self) -> list[dict[str, str]]:
         """The messages of the policy and its tools in turn, without thoughts."""
         messages: list[dict[str, str]] = []
         for turn in self.turns:
-            messages.append({"role": "assistant", "content": turn.said})
+            messages.append({"role": "assistant", "content": turn.content})
             if turn.reply:
                 messages.append({"role": "tool", "content": turn.reply})
         return messages
@@ -143,7 +143,7 @@ def last_answer(episode: EpisodeView, tag: str | None) -> str:
     """Return the program's answer, or that of the last turn without its thoughts; empty without turns."""
     if episode.answer is not None:
         return given_answer(episode.answer, tag)
-    return given_answer(episode.turns[-1].said, tag) if episode.turns else ""
+    return given_answer(episode.turns[-1].content, tag) if episode.turns else ""
 
 
 @lru_cache(maxsize=64)

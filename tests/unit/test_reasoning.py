@@ -112,7 +112,7 @@ def test_thoughts_are_found_from_their_opening_on(
         max_policy_version=0,
         thoughts=thoughts.spans,
     )
-    assert (turn.said, thoughts.unclosed) == (said, unclosed)
+    assert (turn.content, thoughts.unclosed) == (said, unclosed)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_tags_inside_a_thought_neither_stop_nor_run_nor_score(
     )
     trajectory = await stage.play()
     assert [turn.text for turn in trajectory.turns] == texts
-    assert [turn.said for turn in trajectory.turns] == [
+    assert [turn.content for turn in trajectory.turns] == [
         "<calc>12+34</calc>",
         "<answer>46</answer>",
     ]
@@ -224,7 +224,7 @@ async def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     text = "<answer>9</answer>[/THINK]<answer>46</answer>"
     stage = make_stage(tmp_path, [text], template=SPECIAL_TAGS, special=special)
     trajectory = await stage.play()
-    assert (trajectory.reward, trajectory.turns[0].said) == (1.0, "<answer>46</answer>")
+    assert (trajectory.reward, trajectory.turns[0].content) == (1.0, "<answer>46</answer>")
 
 
 async def test_a_thought_goes_on_behind_an_inline_reply(tmp_path: Path) -> None:
