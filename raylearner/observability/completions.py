@@ -76,7 +76,7 @@ def rows(
     parts = sorted({name for e in chosen for name in e.first.rewards})
     columns = sorted({name for e in chosen for name in e.first.columns})
     logged = sorted({name for e in chosen for name in e.metrics})
-    made: Rows = []
+    table: Rows = []
     for episode in chosen:
         first = episode.first
         row = {
@@ -88,8 +88,8 @@ def rows(
         _add(row, {"advantage": _number((advantages or {}).get(first.key))})
         _add(row, {name: _cell(first.columns.get(name), config) for name in columns})
         _add(row, {name: _number(episode.metrics.get(name)) for name in logged})
-        made.append(row)
-    return made
+        table.append(row)
+    return table
 
 
 def _add(row: dict[str, str], cells: Mapping[str, str]) -> None:

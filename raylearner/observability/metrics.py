@@ -54,7 +54,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     # The replay buffer.
     ("buffer/size", "trajectories", "Number of trajectories in the buffer, of complete and running groups."),
     ("buffer/images", "images", "Number of distinct images in the buffer."),
-    ("buffer/groups/<state>", "groups", "Groups now running, held (complete; awaiting_scores of them are with functions that see groups) or leased (taken, not committed); groups admitted and trained since the run began."),
+    ("buffer/groups/<state>", "groups", "Number of groups that are running, held (complete; awaiting_scores counts those at group reward functions) or leased (taken, not yet committed); groups admitted and trained since the run began."),
     ("buffer/samples/<event>", "samples", "Number of samples claimed, and claimed again after their actor died, since the run began."),
     ("buffer/staleness/mean", "versions", "Mean staleness of the taken trajectories: learner version minus the oldest version of a trained token."),
     ("buffer/staleness/max", "versions", "Maximum staleness of the taken trajectories."),

@@ -48,7 +48,7 @@ def test_unique_prompts_show_one_completion_each_and_logged_numbers_have_columns
     assert [(row["reward"], row["length"]) for row in rows] == [("0.1", "4"), ("0.5", "2")]
 
 
-def test_a_table_survives_what_completions_say() -> None:
+def test_text_of_completions_cannot_break_the_table() -> None:
     rows = completions.rows([make_episode(1.0)], CompletionsSection(max_characters=20))
     _, _, line = completions.markdown(rows).splitlines()
     assert "an &lt;answer ... <br>two lines" in line
@@ -86,7 +86,7 @@ def test_weight_shares_add_up_and_name_their_bins() -> None:
     }
 
 
-def test_what_rewards_logged_stands_in_the_table_and_in_the_transcript() -> None:
+def test_logged_values_are_in_the_table_and_in_the_transcript() -> None:
     trajectory = make_episode(1.0, columns={"given": "46", "is_right": True, "score": 0.25})
     (row,) = completions.rows([trajectory], CompletionsSection())
     assert (row["given"], row["is_right"], row["score"]) == ("46", "True", "0.25")

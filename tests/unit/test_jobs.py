@@ -90,7 +90,7 @@ def submit(client: Client) -> str:
     )
 
 
-def test_the_hash_of_a_configuration_is_of_what_it_says_not_of_where_it_writes(
+def test_the_hash_of_a_configuration_ignores_the_run_directory(
     config: Callable[..., RunConfig],
 ) -> None:
     assert jobs_client.config_hash(config()) == jobs_client.config_hash(config("run.dir=elsewhere"))
@@ -120,7 +120,7 @@ def test_a_machine_is_this_one_by_its_name_and_by_an_address(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ValueError("Package size (600MiB) exceeds the maximum size of 512MiB."), r"\.rayignore"),
         (
@@ -131,8 +131,8 @@ def test_a_machine_is_this_one_by_its_name_and_by_an_address(
         (ConnectionResetError("reset by peer"), "reset by peer"),
     ],
 )
-def test_a_refused_job_is_an_error_with_its_cause(error: Exception, said: str) -> None:
-    with pytest.raises(RaylearnerError, match=said):
+def test_a_refused_job_is_an_error_with_its_cause(error: Exception, message: str) -> None:
+    with pytest.raises(RaylearnerError, match=message):
         submit(Client(error))
 
 
@@ -157,8 +157,8 @@ def test_runs_and_environments_stay_behind_and_sweep_files_do_not(tmp_path: Path
     ]
     along = ["raylearner/cli.py", "configs/sweeps/a.yaml", "raylearner/jobs/sweep/plan.py"]
     command = ["git", "-C", str(tmp_path), "check-ignore", *behind, *along]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == behind
+    message = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert message.splitlines() == behind
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_a_models_text_stays_on_its_line_for_every_reader(tmp_path: Path) -> Non
     ]
 
 
-def test_steps_become_json_lines_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+def test_steps_become_json_lines_with_null_for_values_that_are_not_finite(tmp_path: Path) -> None:
     with open_recorder(tmp_path) as recorder:
         recorder.step(1, {"policy_version": 1.0, "learner/loss": math.nan, "a/b": math.inf})
         recorder.step(2, {"policy_version": 2.0, "learner/loss": np.float32(0.5)})
@@ -104,7 +104,7 @@ def test_steps_become_json_lines_with_null_for_what_is_not_finite(tmp_path: Path
     assert second["time_s"] >= first["time_s"] >= 0
 
 
-def test_a_rewind_forgets_later_steps_everywhere_and_says_so(
+def test_a_rewind_removes_later_steps_everywhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -126,7 +126,7 @@ def test_a_rewind_forgets_later_steps_everywhere_and_says_so(
     assert "back to step 3" in (run / "log.txt").read_text()
 
 
-def test_time_goes_on_from_the_last_row_after_a_resume(tmp_path: Path) -> None:
+def test_time_continues_from_the_last_row_after_a_resume(tmp_path: Path) -> None:
     with open_recorder(tmp_path) as recorder:
         recorder.step(1, {"policy_version": 1, "time_s": 500.0})
         recorder.step(2, {"policy_version": 2, "time_s": 900.0})
@@ -198,15 +198,17 @@ def test_failed_episodes_are_logged_with_their_frames_and_kept(
     assert rows(tmp_path / "run" / "failures.jsonl") == [{"step": 3, "error": error}]
 
 
-def test_a_tool_that_begins_to_fail_is_told_once(
+def test_a_tool_that_begins_to_fail_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_recorder(tmp_path) as recorder:
         for step, errors, bad_pages in ((1, 0.0, 2.0), (2, 3.0, 1.0), (3, 4.0, 0.0)):
             counts = {"tools/look/errors": errors, "tools/look/bad_pages": bad_pages}
             recorder.step(step, counts | {"tools/look/calls": 9.0, "rollout/errors/tool": 1.0})
-    told = [r.getMessage().partition(";")[0] for r in caplog.records if r.levelname == "WARNING"]
-    assert told == ["tools/look/bad_pages is 2 at step 1", "tools/look/errors is 3 at step 2"]
+    warnings = [
+        r.getMessage().partition(";")[0] for r in caplog.records if r.levelname == "WARNING"
+    ]
+    assert warnings == ["tools/look/bad_pages is 2 at step 1", "tools/look/errors is 3 at step 2"]
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ class FakeWandbRun:
         self._open, self._step = {}, step
 
 
-def test_wandb_keeps_an_evaluation_that_comes_late_and_what_it_comes_between(
+def test_wandb_keeps_a_late_evaluation_and_the_steps_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FakeWandbRun()
@@ -348,7 +350,7 @@ def test_stages_and_spans_end_up_in_one_trace(tmp_path: Path) -> None:
     assert tracks == {"actor-0", "controller"}
 
 
-def test_a_stage_that_fails_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_stage_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = open_recorder(tmp_path)
     with pytest.raises(RuntimeError), recorder.stage("starting engines"):
         raise RuntimeError
@@ -358,7 +360,7 @@ def test_a_stage_that_fails_says_so(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "starting engines failed after" in caplog.text
 
 
-def test_step_lines_align_whatever_is_missing() -> None:
+def test_step_lines_align_with_missing_values() -> None:
     whole = {"step": 3, "policy_version": 3, "rollout/reward/mean": 0.5, "learner/loss": -1e-3}
     lines = [
         step_line(whole, num_steps=100),

@@ -42,7 +42,7 @@ def test_spans_keep_names_arguments_and_errors() -> None:
     assert tracer.drain() == []
 
 
-def test_memory_is_bounded_and_what_is_forgotten_is_counted() -> None:
+def test_memory_is_bounded_and_dropped_spans_are_counted() -> None:
     tracer = Tracer("a", max_spans=3)
     for index in range(5):
         with tracer.span(str(index)):
@@ -114,7 +114,7 @@ def test_spans_of_one_row_never_cross_whatever_order_batches_come_in(tmp_path: P
                 assert not a < c < b < d
 
 
-def test_a_trace_is_readable_after_a_crash_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_a_trace_is_readable_after_a_crash_and_continues_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     crashed = TraceFile(path)
     crashed.write([make_span(0, 1, name="first")])

@@ -105,7 +105,7 @@ def test_draws_are_within_bounds_and_the_same_every_time(folder: Path) -> None:
     assert {values["replay.max_staleness"] for values in drawn} == {1, 2, 3}
 
 
-def test_conditions_and_exclusions_hold_for_what_is_drawn(folder: Path) -> None:
+def test_conditions_and_exclusions_apply_to_drawn_values(folder: Path) -> None:
     drawn = {"kind": "choice", "values": ["linear", "cosine"]}
     axes = [
         {"key": "learner.schedule", "sample": drawn},
@@ -174,14 +174,14 @@ def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
         {"key": "learner.learning_rat", "values": [1]},
         {"key": "replay.group_size", "values": [0, 4]},
     ]
-    said = problems(axes=axes)
-    assert "learner.learning_rat=1: unknown key; did you mean 'learning_rate'?" in said
-    assert "replay.group_size=0: must be >= 1, got 0" in said
-    assert said.endswith("2 problems; nothing was started.")
+    message = problems(axes=axes)
+    assert "learner.learning_rat=1: unknown key; did you mean 'learning_rate'?" in message
+    assert "replay.group_size=0: must be >= 1, got 0" in message
+    assert message.endswith("2 problems; nothing was started.")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"metrik": 1}, "metrik: unknown key; did you mean 'metric'?"),
         ({"axes": [{"key": "run.seed", "values": [1]}]}, "'run.seed' is set by the sweep"),
@@ -249,9 +249,9 @@ def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
     ],
 )
 def test_a_sweep_that_makes_no_sense_is_refused(
-    folder: Path, changes: dict[str, Any], said: str
+    folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    assert said in problems(**changes)
+    assert message in problems(**changes)
 
 
 def test_a_printed_command_gives_the_trial_again(folder: Path) -> None:
@@ -296,14 +296,14 @@ def test_a_record_that_is_damaged_or_in_the_place_of_the_folder_is_refused(folde
     path = folder / "sweep" / "sweep.json"
     SweepState(path.parent, read())
     whole = json.loads(path.read_text())
-    for text, said in (
+    for text, message in (
         ("{", "Expecting property name"),
         ('{"trials": [1]}', "'plan'"),
         (json.dumps({**whole, "trials": [1]}), r"trials\.0: "),
         (json.dumps({**whole, "trials": whole["trials"][:-1]}), "7 trials, expected 8"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             SweepState(path.parent, read())
     (folder / "file").touch()
     with pytest.raises(ConfigError, match="/file: "):

@@ -163,13 +163,13 @@ def test_a_new_call_retries_failed_trials(folder: Path, caplog: pytest.LogCaptur
 
 
 class _StopsTheSecond:
-    """Stands for ASHA; keeps what it was told."""
+    """Stands for ASHA; keeps the curves that it gets."""
 
     def __init__(self) -> None:
-        self.told: dict[int, list[tuple[int, float]]] = {}
+        self.curves: dict[int, list[tuple[int, float]]] = {}
 
     def should_stop(self, number: int, curve: list[tuple[int, float]]) -> bool:
-        self.told[number] = curve
+        self.curves[number] = curve
         return number == 1
 
 
@@ -206,11 +206,11 @@ def test_early_stopping_sees_ended_trials_at_once_and_after_a_resume(folder: Pat
     cluster.stop = lambda number: setattr(cluster, "status", lambda *_: "STOPPED")
     with pytest.raises(KeyboardInterrupt):
         sweep.run()
-    assert first.told == {0: [(1, 0.5), (2, 0.5)]}
+    assert first.curves == {0: [(1, 0.5), (2, 0.5)]}
     assert standing(folder) == [("done", 1), ("waiting", 0)]
     again = _StopsTheSecond()
     make_sweep(folder, Cluster(lambda number, attempt: "SUCCEEDED"), asha=again).run()
-    assert again.told[0] == [(1, 0.5), (2, 0.5)]
+    assert again.curves[0] == [(1, 0.5), (2, 0.5)]
 
 
 def test_a_sweep_logs_missing_resources_and_errors_at_its_end(
@@ -253,8 +253,8 @@ def test_trials_get_the_packages_of_the_job_that_the_sweep_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pip = {"packages": ["einops"], "pip_check": False}
-    told = {"runtime_env": {"working_dir": "gcs://a.zip", "pip": pip, "env_vars": {"A": "b"}}}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(told))
+    job_config = {"runtime_env": {"working_dir": "gcs://a.zip", "pip": pip, "env_vars": {"A": "b"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job_config))
     got = trial_jobs.runtime_env(None)
     assert (got["working_dir"], got["pip"]) == ("gcs://a.zip", pip)
 

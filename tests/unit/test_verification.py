@@ -154,7 +154,7 @@ def test_a_push_that_broke_off_leaves_nothing_that_the_next_one_would_miss() -> 
     assert verify_weights(sent(now), [report], policy_version=1) == 2
 
 
-def test_tensors_that_come_one_after_another_through_the_same_memory_are_told_apart() -> None:
+def test_tensors_that_use_the_same_memory_in_turn_are_distinguished() -> None:
     worker, buffer, now = Worker(0), torch.empty(6, 8), tensors(0)
     del now["embedding"], now["norm"]
     report = worker.load((name, buffer.copy_(tensor)) for name, tensor in now.items())
@@ -164,7 +164,7 @@ def test_tensors_that_come_one_after_another_through_the_same_memory_are_told_ap
     assert {name: read(held[name]) for name in halves} == halves
 
 
-def test_what_a_loader_computes_in_the_memory_of_an_earlier_tensor_is_not_taken_for_that() -> None:
+def test_a_computed_value_in_the_memory_of_an_earlier_tensor_is_not_taken_for_it() -> None:
     worker = Worker(0)
     memory = bytearray(3 * 4)
     norm, scale = torch.randn(DIM), torch.randn(3)
@@ -190,7 +190,7 @@ def test_what_a_loader_computes_in_the_memory_of_an_earlier_tensor_is_not_taken_
     assert verify_weights(sums, [report], policy_version=0) == 3
 
 
-def test_what_a_loader_computes_is_verified_where_it_arrives() -> None:
+def test_computed_values_are_verified_on_arrival() -> None:
     worker = Worker(0)
     now = {"scale": torch.randn(3)}
     for seed in (0, 1):

@@ -168,7 +168,7 @@ def test_other_files_are_not_steps_and_files_of_the_run_are_not_overwritten(
         viewer.page(run_dir)
 
 
-def test_what_is_damaged_or_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
+def test_damaged_files_and_failed_writes_are_named(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output .*page\.html: .*No such file"):
         viewer.write(run_dir, tmp_path / "none" / "page.html")
     damaged = run_dir / "trajectories" / "step_000001.jsonl"

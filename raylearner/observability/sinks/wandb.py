@@ -82,11 +82,11 @@ def _run_id(run_dir: Path) -> str:
         original = _read(origin) if origin != here else None
         if original is None or original["id"] != known["id"]:
             return known["id"]
-    made = {"id": secrets.token_hex(8), "run_dir": str(here)}
+    record = {"id": secrets.token_hex(8), "run_dir": str(here)}
     draft = here / f"{ID_FILE}.partial"
-    draft.write_text(json.dumps(made) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
     draft.replace(here / ID_FILE)
-    return made["id"]
+    return record["id"]
 
 
 def _read(run_dir: Path) -> dict[str, str] | None:
