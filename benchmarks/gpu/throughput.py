@@ -9,11 +9,11 @@ import time
 import torch
 
 from benchmarks.gpu.common import Result, model_folder, parser
-from raylearner.learner import optimizer
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
 from raylearner.learner.model.policy import ModelOptions
+from raylearner.learner.optimizer import ClippedAdamW
 from raylearner.learner.recording import ModelCost, peak_flops
 
 
@@ -49,8 +49,8 @@ def main() -> None:
         random_seed=0,
     )
     parameters = list(model.parameters())
-    adamw = optimizer.make_optimizer(
-        parameters, learning_rate=1e-6, betas=(0.9, 0.999), weight_decay=0.0
+    adamw = ClippedAdamW(
+        parameters, learning_rate=1e-6, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0
     )
     cost = ModelCost.of(model.causal_lm)
     result.add(
@@ -73,10 +73,8 @@ def main() -> None:
         for _ in range(num_micros):
             scores = model(tokens)
             (-(scores.logprobs * advantages).sum() / len(advantages) / num_micros).backward()
-        norm = optimizer.global_grad_norm(parameters)
-        optimizer.scale_grads(parameters, norm=norm, max_norm=1.0)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
+        adamw.clip_and_step(adamw.grad_norm())
+        adamw.zero_grad()
 
     started = time.monotonic()
     for _ in range(3):

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.errors import CheckpointError, LearnerError
-from raylearner.learner import optimizer
 from raylearner.learner.batch import metric
 from raylearner.learner.batch.metric import Metrics
 from raylearner.learner.batch.micro_batch import MicroBatch
@@ -44,6 +43,7 @@ from raylearner.learner.objective.objective import (
     select_update_tokens,
 )
 from raylearner.learner.objective.prepare import PreparedBatch, PreparedMiniBatch, prepare
+from raylearner.learner.optimizer import learning_rate_at
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.learner.update import (
     Update,
@@ -97,7 +97,7 @@ class Learner:
         self._warmup_steps = 0 if config.critic is None else config.critic.warmup_steps
         num_policy_steps = spec.run.num_steps - self._warmup_steps
         self._rate_at = partial(
-            optimizer.learning_rate_at,
+            learning_rate_at,
             schedule=config.schedule,
             warmup=config.warmup_steps,
             num_updates=num_policy_steps * config.num_epochs * config.num_mini_batches,
@@ -131,7 +131,7 @@ class Learner:
             prepared_batch = self._prepare(batch)
         updates: list[Update] = []
         for number, mini_batch in enumerate(prepared_batch.mini_batches * self._config.num_epochs):
-            if self._is_warming_up:
+            if self.num_steps < self._warmup_steps:
                 updates.append(self._update(prepared_batch, mini_batch, None, []))
             else:
                 updates.append(self._train(prepared_batch, mini_batch, number=number))
@@ -190,10 +190,6 @@ class Learner:
             controller.coefficient = coefficient
 
     @property
-    def _is_warming_up(self) -> bool:
-        return self.num_steps < self._warmup_steps
-
-    @property
     def _step_seed(self) -> int:
         """Seed of draws that are the same on every rank, and again in a resumed run."""
         return self._spec.run.seed * 1_000_003 + self.num_steps
@@ -208,13 +204,13 @@ class Learner:
             reader=self.models.reader,
             device=self._device,
         )
-        parts = [[(micro_batch(r), r) for r in m.micro_batches] for m in batch.mini_batches]
+        mini_batches = [[(micro_batch(r), r) for r in m.micro_batches] for m in batch.mini_batches]
         if self.models.reader is not None:
-            shown = [micro.tokens.images for part in parts for micro, _ in part]
+            shown = [micro.tokens.images for mini_batch in mini_batches for micro, _ in mini_batch]
             self.models.reader.expect(images for images in shown if images is not None)
         return prepare(
             self._config,
-            parts,
+            mini_batches,
             table=EpisodeTable.of(
                 batch,
                 self._config.reward,
@@ -266,7 +262,7 @@ class Learner:
                     )
                 )
         if number > 0 and self._exceeds_max_kl(measured):
-            self.models.optimizer.zero_grad(set_to_none=True)
+            self.models.optimizer.zero_grad()
             return Update(exceeds_max_kl=True)
         return self._update(batch, mini_batch, shares, measured)
 
@@ -327,32 +323,30 @@ class Learner:
         """
         value_shares = self._critic_gradients(batch, mini_batch, measured)
         started_s = time.time()
-        parameters, critic = list(self.models.policy.parameters()), self.models.critic
+        policy_optimizer, critic = self.models.optimizer, self.models.critic
         loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None
         rate_of = partial(self._rate_at, self._progress.num_updates)
         vision_peak, vision_learning_rate = self._config.vision_learning_rate, None
         if shares is not None:
             loss = self._layout.total(shares, device=self._device)
-            grad_norm = optimizer.global_grad_norm(parameters)
+            grad_norm = policy_optimizer.grad_norm()
             learning_rate = rate_of(peak=self._config.learning_rate)
             vision_learning_rate = None if vision_peak is None else rate_of(peak=vision_peak)
         if critic is not None and value_shares is not None:
             value_loss = self._layout.total(value_shares, device=self._device)
-            critic_grad_norm = critic.grad_norm()
+            critic_grad_norm = critic.optimizer.grad_norm()
         numbers = [n for n in (loss, grad_norm, value_loss, critic_grad_norm) if n is not None]
         is_made = all(map(math.isfinite, numbers))
         if is_made and grad_norm is not None and learning_rate is not None:
-            optimizer.scale_grads(parameters, norm=grad_norm, max_norm=self._config.max_grad_norm)
-            optimizer.set_learning_rates(self.models.optimizer, rate_of)
-            self.models.optimizer.step()
+            policy_optimizer.clip_and_step(grad_norm, rate_of=rate_of)
             self._progress = replace(self._progress, num_updates=self._progress.num_updates + 1)
         if is_made and critic is not None and critic_grad_norm is not None:
-            critic.step(norm=critic_grad_norm)
+            critic.optimizer.clip_and_step(critic_grad_norm)
             num_updates = self._progress.num_critic_updates + 1
             self._progress = replace(self._progress, num_critic_updates=num_updates)
-        self.models.optimizer.zero_grad(set_to_none=True)
+        policy_optimizer.zero_grad()
         if critic is not None:
-            critic.zero_grad()
+            critic.optimizer.zero_grad()
         self._tracer.since("update", started_s)
         return Update(
             loss=loss,
@@ -372,7 +366,7 @@ class Learner:
         """Count the step and advance the version if any update was made; return whether none was."""
         is_skipped = not any(update.is_made for update in updates)
         num_skipped = self._progress.num_skipped_in_a_row + 1 if is_skipped else 0
-        makes_version = not is_skipped and not self._is_warming_up
+        makes_version = not is_skipped and self.num_steps >= self._warmup_steps
         self._progress = replace(
             self._progress,
             policy_version=self.policy_version + makes_version,

@@ -13,40 +13,74 @@ PEAK = "peak_lr"
 """Key of a parameter group's peak learning rate."""
 
 
-def make_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    own_rates: Mapping[nn.Parameter, float] | None = None,
-) -> torch.optim.AdamW:
-    """Return AdamW over the masters (float32, or float64 in tests), without decay of vectors.
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW over the masters (float32, or float64 in tests), clipped by the norm over all ranks.
 
-    `own_rates` has the peaks of parameters that differ from `learning_rate`.
+    Vectors are not decayed.
     """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        peak = (own_rates or {}).get(parameter, learning_rate)
-        decay = weight_decay if parameter.ndim > 1 else 0.0
-        groups.setdefault((peak, decay), []).append(parameter)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": members, "lr": peak, PEAK: peak, "weight_decay": decay}
-            for (peak, decay), members in groups.items()
-        ],
-        betas=betas,
-        fused=True,
-    )
-    # As in the first step, so that a checkpoint before it has the same tensors as one after it.
-    for parameter in parameters:
-        adamw.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter.detach()),
-            "exp_avg_sq": torch.zeros_like(parameter.detach()),
-        }
-    return adamw
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        max_grad_norm: float,
+        own_rates: Mapping[nn.Parameter, float] | None = None,
+    ) -> None:
+        """`own_rates` has the peaks of parameters that differ from `learning_rate`."""
+        self._max_grad_norm = max_grad_norm
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for parameter in self._trained:
+            peak = (own_rates or {}).get(parameter, learning_rate)
+            decay = weight_decay if parameter.ndim > 1 else 0.0
+            groups.setdefault((peak, decay), []).append(parameter)
+        super().__init__(
+            [
+                {"params": members, "lr": peak, PEAK: peak, "weight_decay": decay}
+                for (peak, decay), members in groups.items()
+            ],
+            betas=betas,
+            fused=True,
+        )
+        # As in the first step, so that a checkpoint before it has the same tensors as one after it.
+        for parameter in self._trained:
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter.detach()),
+                "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            }
+
+    def grad_norm(self) -> float:
+        """Return the norm over all ranks' shards; the same on every rank, NaN or inf included."""
+        grads = [p.grad for p in self._trained if p.grad is not None]
+        shards = [local(grad) for grad in grads]
+        norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards if s.numel()]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
+        if mesh is not None:
+            # An offloaded model's shards are in host memory, and NCCL reduces only GPU memory.
+            total = total.to(mesh.device_type)
+        dist.all_reduce(total)
+        if mesh is not None and mesh.ndim == 2:
+            total /= mesh.size(0)  # each copy of a shard was counted
+        return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+
+    def clip_and_step(self, norm: float, *, rate_of: Callable[..., float] | None = None) -> None:
+        """Scale gradients of this global `norm` down to the maximum, and make the update.
+
+        `rate_of(peak=...)` is the present rate of each group.
+        """
+        if norm > self._max_grad_norm:
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(self._max_grad_norm / norm)
+        if rate_of is not None:
+            for group in self.param_groups:
+                group["lr"] = rate_of(peak=group[PEAK])
+        self.step()
 
 
 def learning_rate_at(
@@ -68,36 +102,6 @@ def learning_rate_at(
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, rate_of: Callable[..., float]) -> None:
-    """Set each group's rate to `rate_of(peak=...)`."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate_of(peak=group[PEAK])
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Return the norm over all ranks' shards; the same on every rank, NaN or inf included."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [local(grad) for grad in grads]
-    norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards if s.numel()]
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-    mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
-    if mesh is not None:
-        # An offloaded model's shards are in host memory, and NCCL reduces only GPU memory.
-        total = total.to(mesh.device_type)
-    dist.all_reduce(total)
-    if mesh is not None and mesh.ndim == 2:
-        total /= mesh.size(0)  # each copy of a shard was counted
-    return math.sqrt(total.item()) if total.item() >= 0 else math.nan
-
-
-def scale_grads(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Clip by global norm: multiply every gradient by max_norm / norm if that is below 1."""
-    if norm > max_norm:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(max_norm / norm)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from raylearner.config.schema import CriticSection
-from raylearner.learner import optimizer
 from raylearner.learner.batch.metric import Metrics
 from raylearner.learner.batch.micro_batch import MicroBatch, PackedTokens
 from raylearner.learner.batch.rows import Rows
@@ -19,6 +18,7 @@ from raylearner.learner.checkpoint.state import Save, restore_tensors, save_tens
 from raylearner.learner.model.policy import PackedModel
 from raylearner.learner.objective.aggregation import aggregate
 from raylearner.learner.objective.value_loss import value_loss
+from raylearner.learner.optimizer import ClippedAdamW
 
 
 class Critic:
@@ -27,11 +27,12 @@ class Critic:
     def __init__(self, config: CriticSection, model: PackedModel) -> None:
         self._config = config
         self._model = model
-        self._optimizer = optimizer.make_optimizer(
+        self.optimizer = ClippedAdamW(
             self._model.parameters(),
             learning_rate=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
         )
 
     def state_values(self, tokens: PackedTokens) -> Tensor:
@@ -47,25 +48,12 @@ class Critic:
         self._model.reshard()
         return values
 
-    def grad_norm(self) -> float:
-        return optimizer.global_grad_norm(self._model.parameters())
-
-    def step(self, *, norm: float) -> None:
-        """Make one optimizer update from the accumulated gradients, clipped by their global `norm`."""
-        optimizer.scale_grads(
-            self._model.parameters(), norm=norm, max_norm=self._config.max_grad_norm
-        )
-        self._optimizer.step()
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
     def save(self, folder: Path, save: Save) -> None:
-        save_tensors(folder, self._model.own_parameters(), self._optimizer, save)
+        save_tensors(folder, self._model.own_parameters(), self.optimizer, save)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
         restore_tensors(
-            folder, self._model.own_parameters(), self._optimizer, num_updates=num_updates
+            folder, self._model.own_parameters(), self.optimizer, num_updates=num_updates
         )
 
 

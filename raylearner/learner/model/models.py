@@ -14,7 +14,6 @@ from raylearner.config.image_checks import TEXT_ONLY
 from raylearner.config.memory import estimate_of
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
-from raylearner.learner import optimizer
 from raylearner.learner.checkpoint.state import Progress, Save, restore_tensors, save_tensors
 from raylearner.learner.model import lora
 from raylearner.learner.model.critic import Critic
@@ -25,6 +24,7 @@ from raylearner.learner.model.mesh import ContextGroup
 from raylearner.learner.model.policy import DTYPES, ModelOptions, PackedModel
 from raylearner.learner.model.reference import Reference, reference_path
 from raylearner.learner.objective.kl import AdapterOffReference
+from raylearner.learner.optimizer import ClippedAdamW
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Models:
     """Directory that the policy was loaded from."""
     export_dtype: torch.dtype
     policy: PackedModel
-    optimizer: torch.optim.AdamW
+    optimizer: ClippedAdamW
     critic: Critic | None
     reference: Reference | None
     reader: ImageReader | None
@@ -112,11 +112,12 @@ class Models:
             folder=folder,
             export_dtype=_export_dtype(config),
             policy=policy,
-            optimizer=optimizer.make_optimizer(
+            optimizer=ClippedAdamW(
                 policy.parameters(),
                 learning_rate=config.learning_rate,
                 betas=config.betas,
                 weight_decay=config.weight_decay,
+                max_grad_norm=config.max_grad_norm,
                 own_rates=_vision_rates(config, policy, folder),
             ),
             critic=critic,
