@@ -1,4 +1,4 @@
-"""What a learner rank is given at its start, and what it returns from each step."""
+"""Input of a learner rank at its start, and its output of each step."""
 
 import uuid
 from collections.abc import Mapping

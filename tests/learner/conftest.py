@@ -111,7 +111,7 @@ def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """What two processes did with `steps`: outputs, probe and weights, and their checkpoints."""
+    """Results of two processes for `steps`: outputs, probe, weights and checkpoints."""
 
     config: dict[str, Any]
     steps: list[list[TrajectoryGroup]]
@@ -119,17 +119,17 @@ class TwoRanks:
     probe: list[list[float]]
     weights: dict[str, Any]
     checksums: dict[str, Any]
-    """By each rank of its own rows, added up."""
+    """Sum of each rank's checksums of its own rows."""
     sent: dict[str, Any]
     """Checksums of the full tensors."""
     saved: Path
     saved_beside: Path
-    """By `finish_save`, while rank 1 had no room for its own files."""
+    """Checkpoint by `finish_save`, while rank 1 could not write its own files."""
 
 
 @pytest.fixture(scope="session")
 def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
-    """Two steps of several mini-batches, then one with a single row, which leaves a rank without."""
+    """Two steps of several mini-batches, then one with a single row, so that one rank has none."""
     from ranks import run_ranks
 
     from raylearner.learner.batch.pack import pack

@@ -1,4 +1,4 @@
-"""Ranks that try many objectives, one after the other, and leave what they did.
+"""Ranks that run many objectives in turn, and write their results.
 
 Run by `ranks.run_ranks`.
 
@@ -18,7 +18,7 @@ from raylearner.learner.spec import StepOutput
 
 
 def play(config: dict[str, Any], model: str, batches: list[Any]) -> tuple[list[StepOutput], dict]:
-    """What each step said, and the weights after the last."""
+    """Outputs of each step, and the weights after the last."""
     learner = make_learner(model, LearnerSection(**config), temperature=0.9)
     outputs = [learner.step(batch) for batch in batches]
     return outputs, {

@@ -1,4 +1,4 @@
-"""Ranks of a learner as processes: they run the job in FOLDER and leave its results there.
+"""Ranks of a learner as processes: they run the job in FOLDER and write its results there.
 
 Run by `ranks.run_ranks`.
 

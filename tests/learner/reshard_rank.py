@@ -1,4 +1,4 @@
-"""One rank that goes on from a checkpoint, or from nothing, steps, and saves beside a further step.
+"""One rank that resumes from a checkpoint, or starts, steps, and saves beside a further step.
 
 Run by `ranks.run_ranks`.
 

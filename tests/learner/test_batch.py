@@ -201,7 +201,7 @@ def test_segments_share_an_episode_and_its_reward(
     assert [row.episode for row in rows_of([batch])] == [0, 0]
 
 
-def test_what_follows_the_last_trained_token_is_not_sent(
+def test_tokens_after_the_last_trained_one_are_cut(
     make_trajectory: Callable[..., Trajectory],
 ) -> None:
     row = make_trajectory(np.random.default_rng(0), num_tokens=20)
@@ -215,10 +215,10 @@ def test_what_follows_the_last_trained_token_is_not_sent(
     assert rows_of([batch])[0].trajectory.num_tokens == 10
 
 
-def test_rows_tell_turns_and_what_they_start_from(
+def test_rows_have_turns_and_hashes_of_their_start(
     make_trajectory: Callable[..., Trajectory],
 ) -> None:
-    """Two episodes with the same first reply and unlike second ones."""
+    """Two episodes with the same first reply and different second ones."""
 
     def episode(index: int, replies: tuple[str, str, str]) -> Trajectory:
         t = make_trajectory(np.random.default_rng(index), sample_index=index, num_tokens=12)
@@ -252,7 +252,7 @@ def test_rows_tell_turns_and_what_they_start_from(
     assert micro.anchors[6:12].tolist() == [first.anchors[1]] * 3 + [first.anchors[2]] * 3
 
 
-def test_turns_after_unlike_images_start_from_unlike_states(
+def test_turns_after_different_images_have_different_hashes(
     make_trajectory: Callable[..., Trajectory],
 ) -> None:
     """The words of both replies are the same; each shows two images, the second in two tokens."""

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, whole or not there, found again, and good for other rank counts."""
+"""Checkpoints: exact, complete or absent, found again, and usable with other numbers of ranks."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def test_two_ranks_are_resumed_by_one(tiny_folder: Path, two_ranks: Any) -> None
         np.testing.assert_array_equal(tensor, two_ranks.weights[name])
 
 
-def test_a_rank_without_room_for_its_own_files_keeps_no_other_waiting(
+def test_a_rank_that_cannot_write_its_files_does_not_block_others(
     tiny_folder: Path, two_ranks: Any
 ) -> None:
     assert (two_ranks.saved_beside / "learner" / "rng_00001.json").is_dir()
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         ("rng_00000.json", r"learner/rng_00000\.json"),
     ],
 )
-async def test_a_damaged_file_is_named_and_the_last_whole_checkpoint_with_it(
+async def test_a_damaged_file_is_named_with_the_latest_complete_checkpoint(
     tiny_folder: Path, tmp_path: Path, damage: str, path: str
 ) -> None:
     learner = make_learner(tiny_folder)
@@ -158,7 +158,9 @@ async def test_a_damaged_file_is_named_and_the_last_whole_checkpoint_with_it(
     assert str(tmp_path / "step_000001") in str(refused.value)
 
 
-async def test_the_newest_whole_checkpoint_is_found_and_the_rest_named(tmp_path: Path) -> None:
+async def test_the_newest_complete_checkpoint_is_found_and_skipped_ones_are_named(
+    tmp_path: Path,
+) -> None:
     for number in (1, 2, 3, 4):
         await write(tmp_path, number, f"text {number}")
     (tmp_path / "step_000005.partial").mkdir()
@@ -237,7 +239,7 @@ async def test_a_step_written_again_replaces_the_old_one(tmp_path: Path) -> None
     assert names_in(tmp_path) == ["step_000001"]
 
 
-async def test_pruning_keeps_the_newest_of_the_run_and_nothing_of_a_future_given_up(
+async def test_pruning_keeps_the_newest_and_removes_steps_after_a_roll_back(
     tmp_path: Path,
 ) -> None:
     """Resumed from 20, since 30 was corrupt, and stopped at 22."""

@@ -143,7 +143,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_passes_on_to_the_next_row_is_noticed_in_half_precision_too(
+def test_a_state_that_leaks_into_the_next_row_is_detected_in_half_precision_too(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     leaking = make_model(tmp_path / "leaking", STATEFUL, width=0.1)

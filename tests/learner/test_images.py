@@ -166,7 +166,7 @@ def test_packed_images_equal_one_sequence_at_a_time(
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
-def test_text_alone_runs_all_of_the_tower_for_nothing(
+def test_text_only_batches_run_the_whole_tower_without_effect(
     family: str, request: pytest.FixtureRequest
 ) -> None:
     """A rank whose tower had fewer gradients than another's would reduce other shards than it."""
@@ -346,7 +346,7 @@ def test_a_frozen_tower_gets_no_adapters(qwen2_5_folder: Path, tower: str) -> No
 
 
 @pytest.mark.parametrize("key", ["critic", "kl.reference"])
-def test_a_model_of_text_cannot_be_given_the_policys_images(
+def test_a_text_only_model_beside_a_vision_policy_is_refused(
     qwen2_5_folder: Path, tiny_folder: Path, key: str
 ) -> None:
     settings: dict[str, Any] = {"compute_dtype": "float32"}
@@ -360,13 +360,13 @@ def test_a_model_of_text_cannot_be_given_the_policys_images(
         learners.make_learner(qwen2_5_folder, section, num_steps=1)
 
 
-def test_a_rate_of_a_tower_that_is_not_there_is_refused(tiny_folder: Path) -> None:
+def test_a_vision_learning_rate_without_a_tower_is_refused(tiny_folder: Path) -> None:
     section = LearnerSection(vision_learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"learner\.vision_learning_rate"):
         learners.make_learner(tiny_folder, section, num_steps=1)
 
 
-def test_pixel_values_made_ahead_change_no_bit_and_are_made_once(
+def test_prefetched_pixel_values_change_no_bit_and_are_loaded_once(
     qwen2_5_folder: Path, make_groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vision = Vision.from_pretrained(str(qwen2_5_folder))
@@ -412,7 +412,7 @@ def test_an_image_that_does_not_decode_ends_the_step_with_its_trajectory(
         step(learner, [*others, broken], max_tokens_per_micro_batch=64)
 
 
-def test_the_next_images_load_while_the_present_ones_are_used_and_few_stay() -> None:
+def test_the_next_images_load_ahead_and_the_cache_is_bounded() -> None:
     """Pixel values of 400 bytes an image, and room for three."""
     started: list[bytes] = []
     names = [bytes([number]) for number in range(8)]
@@ -502,7 +502,7 @@ def test_ranks_of_which_some_show_images_equal_one_rank(
 
 
 @pytest.mark.parametrize("should_clear_caches", [True, False])
-def test_a_probe_shows_an_image_that_caches_must_not_keep(
+def test_a_probe_shows_an_image_that_is_not_cached(
     qwen2_5_folder: Path, should_clear_caches: bool
 ) -> None:
     """The same one at every push where caches are cleared, and else one that none of them has seen."""

@@ -249,7 +249,7 @@ def test_a_model_directory_that_cannot_be_trained_is_a_config_error(
         make_learner(tmp_path)
 
 
-def test_a_model_without_room_is_refused_before_it_is_loaded(
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1 kB\n")
@@ -258,7 +258,7 @@ def test_a_model_without_room_is_refused_before_it_is_loaded(
         make_learner(tiny_folder)
 
 
-def test_what_blocks_keep_is_estimated_within_a_third(untied_folder: Path) -> None:
+def test_activation_memory_is_estimated_within_a_third(untied_folder: Path) -> None:
     model = load_sharded(
         str(untied_folder),
         mesh.connect(),

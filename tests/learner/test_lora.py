@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what is pushed, what is saved, and what the policy is without its adapter."""
+"""LoRA: trained, pushed and saved weights, and the policy without its adapter."""
 
 import json
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def test_resume_is_exact_and_holds_adapters_only(
         make_learner(tiny_folder, lora={"rank": 8, "alpha": 8}).restore(tmp_path)
 
 
-def test_an_existing_adapter_is_gone_on_from(
+def test_an_existing_adapter_is_trained_further(
     tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
 ) -> None:
     learner = make_learner(tiny_folder, lora={"rank": 4, "alpha": 8, "target_modules": ["q_proj"]})
@@ -154,7 +154,7 @@ def test_a_small_update_of_a_half_precision_run_is_exported_whole(
         learner.models.policy.named_weights(torch.bfloat16)
 
 
-def test_reference_and_critic_start_as_the_policy_that_goes_on_from_an_adapter(
+def test_reference_and_critic_start_with_the_policys_existing_adapter(
     tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
 ) -> None:
     learner = make_learner(tiny_folder, learning_rate=3e-2)
@@ -184,7 +184,7 @@ def test_reference_and_critic_start_as_the_policy_that_goes_on_from_an_adapter(
         assert step(again, make_groups(5)).metrics["learner/kl"] == 0.0
 
 
-def test_what_cannot_be_adapted_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_modules_that_cannot_be_adapted_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*wq"):
         make_learner(tiny_folder, lora={"target_modules": ["wq"]})
     with pytest.raises(ConfigError, match="embed_tokens"):

@@ -103,7 +103,7 @@ def test_patches_attend_both_ways_within_their_image_and_equal_windows_share_a_c
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_transformers_takes_no_backend_for_a_library_of_its_own(backend: Backend) -> None:
+def test_transformers_does_not_mistake_a_backend_for_its_own_library(backend: Backend) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

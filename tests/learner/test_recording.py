@@ -1,4 +1,4 @@
-"""What a learner step tells of itself: advantages, log-probabilities, spans, profiles."""
+"""Records of a learner step: advantages, log-probabilities, spans, profiles."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from raylearner.types import TrajectoryGroup
 MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 
-def test_a_step_tells_advantages_and_its_first_log_probabilities_by_trajectory(
+def test_a_step_returns_advantages_and_start_log_probabilities_by_trajectory(
     tiny_folder: Path, make_groups: MakeGroups
 ) -> None:
     section = LearnerSection(
@@ -47,9 +47,9 @@ def test_a_step_tells_advantages_and_its_first_log_probabilities_by_trajectory(
         with torch.no_grad():
             logits = model(ids).logits[0, :-1].log_softmax(-1)
         expected = logits.gather(-1, ids[0, 1:, None])[:, 0].numpy()
-        told = output.logprobs[trajectory.key]
+        logprobs = output.logprobs[trajectory.key]
         mask = trajectory.loss_mask
-        assert told[mask] == pytest.approx(expected[mask[1:]], abs=1e-5)
+        assert logprobs[mask] == pytest.approx(expected[mask[1:]], abs=1e-5)
     names = [span.name for span in tracer.drain()]
     assert {"prepare", "forward", "backward", "update"} <= set(names)
     assert names.count("forward") == names.count("backward") >= 4

@@ -1,4 +1,4 @@
-"""Checkpoints saved beside training by four ranks, gone on with by two, and by one."""
+"""Checkpoints saved beside training by four ranks, resumed by two, and by one."""
 
 import pickle
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a step does beside its loss: warm-up, early stop, references that follow, skips, resuming."""
+"""Steps apart from the loss: warm-up, early stop, updated references, skips, resuming."""
 
 import json
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def test_while_the_critic_warms_up_policy_and_version_stay(
     assert not torch.equal(weights_of(learner)["model.norm.weight"], before["model.norm.weight"])
 
 
-def test_a_policy_that_went_too_far_ends_the_reuse_of_a_take(
+def test_exceeding_max_kl_ends_the_reuse_of_a_batch(
     tiny_folder: Path, make_groups: MakeGroups
 ) -> None:
     groups = make_groups(0)
@@ -146,7 +146,7 @@ def test_no_reference_is_loaded_at_coefficient_0(tiny_folder: Path, tmp_path: Pa
             make_learner(tiny_folder, kl={"reference": reference})
 
 
-def test_skipped_steps_are_counted_and_the_last_one_leaves_its_trajectories(
+def test_skipped_steps_are_counted_and_the_last_one_writes_its_trajectories(
     tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
 ) -> None:
     """One episode of a reward whose loss overflows: its group is what is written down, and no other."""

@@ -1,4 +1,4 @@
-"""Demonstrations: what the YAML's turns say, played in the real environment, masked as sampled tokens are."""
+"""Demonstrations: the configured turns, played in the real environment and masked like sampled tokens."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 
 async def written(renderer: Renderer, **changes: object) -> list[tuple[str, str]]:
-    """Of each demonstration the whole text, and what the demonstrator wrote of it."""
+    """The whole text of each demonstration, and the demonstrator's part of it."""
     config = WarmStart.model_validate({"num_demonstrations": 30, **changes})
     played = await demonstrate(PROMPTS, renderer, ToolUse(kind="tool_use"), config, seed=0)
     return [
@@ -58,7 +58,7 @@ async def test_a_share_guesses(renderer: Renderer) -> None:
     assert again == found
 
 
-async def test_a_column_that_is_not_there_is_named(renderer: Renderer) -> None:
+async def test_a_missing_column_is_named(renderer: Renderer) -> None:
     with pytest.raises(ConfigError, match=r"nonsense.* answer, expression"):
         await written(renderer, right_fraction=1.0, turns=["<calc>{nonsense}</calc>"])
 

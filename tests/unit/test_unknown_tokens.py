@@ -1,4 +1,4 @@
-"""Ids that a model has logits for and its tokenizer no token: sampled by no engine, given no probability."""
+"""Ids with logits but without a token in the tokenizer: never sampled, and without probability."""
 
 import math
 from pathlib import Path
@@ -18,13 +18,13 @@ from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.tokenizer import unknown_token_ids
 
 KNOWN = len(VOCABULARY) + 1
-"""The saved tokenizer has one for unknown texts too."""
+"""The saved tokenizer also has a token for unknown texts."""
 PADDED = 160
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary padded to 160, whose padding the untrained model likes best."""
+    """A vocabulary padded to 160; the untrained model prefers the padding."""
     path = tmp_path_factory.mktemp("padded")
     model = make_model(is_tied=False)
     model.resize_token_embeddings(PADDED, mean_resizing=False)

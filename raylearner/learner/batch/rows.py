@@ -77,8 +77,8 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 def dense_ids(ids: Tensor) -> tuple[Tensor, int]:
     """Renumber integers 0, 1, ... in ascending order; return `[N]` and how many there are."""
-    found: tuple[Tensor, Tensor] = torch.unique(ids, return_inverse=True)
-    return found[1], len(found[0])
+    distinct, index = torch.unique(ids, return_inverse=True)
+    return index, len(distinct)
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor, rows: Rows) -> Tensor:

@@ -64,15 +64,15 @@ def gather_checksums(
         local = tensor.to_local().to(mesh.device_type, dtype)
         row = math.prod(tensor.shape[1:])
         sums.add(name, local, whole(local.shape, offset[0] * row if offset else 0))
-    own, found = sums.result(), everywhere.result()
-    sharded = [name for name in sizes if name not in found]
+    own, result = sums.result(), everywhere.result()
+    sharded = [name for name in sizes if name not in result]
     table = torch.tensor([[_signed(n) for n in own.get(name, NOTHING)[:2]] for name in sharded])
     if group is not None and dist.get_world_size(group) > 1:
         table = table.to(device_type)
         dist.all_reduce(table, group=group)
     for name, (words, places) in zip(sharded, table.tolist(), strict=True):
-        found[name] = Checksum(words % MODULUS, places % MODULUS, sizes[name])
-    return {name: found[name] for name in sizes}
+        result[name] = Checksum(words % MODULUS, places % MODULUS, sizes[name])
+    return {name: result[name] for name in sizes}
 
 
 def _signed(number: int) -> int:

@@ -203,9 +203,9 @@ def _config(section: LoraSection, excluded: str | None) -> "LoraConfig":
         "alpha_pattern",
         "trainable_token_indices",
     )
-    found = [key for key in extras if getattr(config, key, None)]
-    if not isinstance(config, LoraConfig) or found or config.bias != "none":
-        what = ", ".join(found) or f"type {config.peft_type}, bias {getattr(config, 'bias', None)}"
+    used = [key for key in extras if getattr(config, key, None)]
+    if not isinstance(config, LoraConfig) or used or config.bias != "none":
+        what = ", ".join(used) or f"type {config.peft_type}, bias {getattr(config, 'bias', None)}"
         raise ConfigError(
             f"learner.lora.path: {section.path!r}: only plain LoRA adapters can be trained further, "
             f"this one has {what}"
