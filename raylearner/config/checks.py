@@ -206,10 +206,11 @@ def _lora(config: RunConfig) -> Iterator[Finding]:
         )
     engine = config.actors.engine
     merges = transport not in ("auto", "adapter") or isinstance(engine, TransformersEngine)
-    if merges and getattr(engine, "dtype", "float32") in HALF_DTYPES:
+    dtype = getattr(engine, "dtype", "float32")
+    if merges and dtype in HALF_DTYPES:
         yield Finding(
             "weights.transport" if isinstance(engine, VllmEngine) else "actors.engine.dtype",
-            f"merges learner.lora into {engine.dtype} weights of engines, whose rounding loses most of a"
+            f"merges learner.lora into {dtype} weights of engines, whose rounding loses most of a"
             " small update; use "
             + ("'adapter' or 'auto', " if isinstance(engine, VllmEngine) else "")
             + "actors.engine.dtype 'float32'",

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from raylearner.config.problems import Problem, Where, shown
 
@@ -140,10 +139,11 @@ def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
         root = yaml.compose(text)
         tree = None if root is None else reader.node(root, (), root.start_mark.line + 1)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        reason = error.problem or error.context or "cannot be read"
+        details: Any = error
+        mark = details.problem_mark or details.context_mark
+        reason = str(details.problem or details.context or "cannot be read")
         if reason.startswith("but "):  # the end of a sentence that the context begins
-            reason = f"{error.context} {reason}; split it into files, which merge left to right"
+            reason = f"{details.context} {reason}; split it into files, which merge left to right"
         elif "'\\t'" in reason:
             reason += "; indent with spaces"
         line = mark.line + 1 if mark is not None else 1
@@ -214,9 +214,9 @@ class _Reader:
             raise RecursionError
         self._open.add(id(node))
         try:
-            if isinstance(node, MappingNode):
+            if node.id == "mapping":
                 return Node(self._mapping(node, path), where)
-            if isinstance(node, SequenceNode):
+            if node.id == "sequence":
                 items = enumerate(cast(list[Any], node.value))
                 return Node(
                     [self.node(x, (*path, str(i)), x.start_mark.line + 1) for i, x in items], where
@@ -232,7 +232,7 @@ class _Reader:
             if key_node.tag == _TAG + "merge":
                 self._refuse(line, path, "merge keys (<<) are not supported; use an overlay file")
                 continue
-            if not isinstance(key_node, ScalarNode):
+            if key_node.id != "scalar":
                 self._refuse(line, path, "a key must be text, not a list or a mapping")
                 continue
             key = str(key_node.value)

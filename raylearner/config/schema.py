@@ -299,7 +299,8 @@ class RunConfig(Section):
             own = self.evaluation.sampling
             keys = {"temperature": 0.0} | own.model_dump(exclude_unset=True)
             sampling = self.sampling.model_copy(update=keys)
-            self.__dict__["evaluation"] = self.evaluation.model_copy(update={"sampling": sampling})
+            evaluation = self.evaluation.model_copy(update={"sampling": sampling})
+            object.__setattr__(self, "evaluation", evaluation)  # frozen
         return self
 
     @property
