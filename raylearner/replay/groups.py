@@ -90,37 +90,17 @@ class LedgerCounts:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "LedgerCounts":
-        return cls(
-            admitted=state["admitted"],
-            claimed=state["claimed"],
-            reissued=state["reissued"],
-            trained=state["trained"],
-            steps=state["steps"],
-            dropped=Counter(state["dropped"]),
-        )
+        values: dict[str, Any] = {**state, "dropped": Counter(state["dropped"])}
+        return cls(**values)
 
 
 def group_state(group: GroupRecord) -> dict[str, Any]:
     """Return values for JSON; times are left out, since another process has another clock."""
-    return {
-        "group_id": group.group_id,
-        "prompt_index": group.prompt_index,
-        "policy_version": group.policy_version,
-        "is_partial": group.is_partial,
-        "awaits_scores": group.awaits_scores,
-        "samples": [
-            {
-                "attempt": sample.attempt,
-                "state": sample.state.value,
-                "num_failures": sample.num_failures,
-                "claimant": sample.claimant,
-                "version": sample.version,
-                "is_failed": sample.is_failed,
-                "is_greedy": sample.is_greedy,
-            }
-            for sample in group.samples
-        ],
-    }
+    state = asdict(group)
+    del state["admitted_at_s"]
+    for sample in state["samples"]:
+        del sample["started_at_s"]
+    return state
 
 
 def groups_from(states: list[dict[str, Any]], now_s: float) -> dict[int, GroupRecord]:
@@ -129,23 +109,11 @@ def groups_from(states: list[dict[str, Any]], now_s: float) -> dict[int, GroupRe
 
 
 def _group_from(state: dict[str, Any], now_s: float) -> GroupRecord:
-    return GroupRecord(
-        group_id=state["group_id"],
-        prompt_index=state["prompt_index"],
-        policy_version=state["policy_version"],
-        admitted_at_s=now_s,
-        samples=[
-            SampleRecord(
-                attempt=sample["attempt"],
-                state=SampleState(sample["state"]),
-                num_failures=sample["num_failures"],
-                claimant=sample["claimant"],
-                version=sample["version"],
-                is_failed=sample["is_failed"],
-                is_greedy=sample["is_greedy"],
-            )
-            for sample in state["samples"]
-        ],
-        is_partial=state["is_partial"],
-        awaits_scores=state["awaits_scores"],
-    )
+    samples = [_sample_from(sample) for sample in state["samples"]]
+    values: dict[str, Any] = {**state, "samples": samples, "admitted_at_s": now_s}
+    return GroupRecord(**values)
+
+
+def _sample_from(state: dict[str, Any]) -> SampleRecord:
+    values: dict[str, Any] = {**state, "state": SampleState(state["state"])}
+    return SampleRecord(**values)
