@@ -95,7 +95,7 @@ class WeightWriter:
         """
         started = time.monotonic()
         self._version, config = version, self._spec.weights
-        payload = self._sender.write(version, members=members, group=group)
+        payload = self._sender.write(version, members, group)
         probe = make_probe(
             self._source,
             config,

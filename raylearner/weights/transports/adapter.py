@@ -31,11 +31,7 @@ class Sender(transport.Sender):
     """Rank 0 writes a directory as peft does; the other ranks take part in gathering."""
 
     def write(
-        self,
-        policy_version: PolicyVersion,
-        *,
-        members: Sequence[str],
-        group: WeightGroup | None,
+        self, policy_version: PolicyVersion, members: Sequence[str], group: WeightGroup | None
     ) -> dict[str, Any] | None:
         weights = self._weights
         tensors = weights.adapter_tensors()

@@ -24,11 +24,7 @@ class Sender(transport.Sender):
     _share: "IpcShare | None" = None
 
     def write(
-        self,
-        policy_version: PolicyVersion,
-        *,
-        members: Sequence[str],
-        group: WeightGroup | None,
+        self, policy_version: PolicyVersion, members: Sequence[str], group: WeightGroup | None
     ) -> dict[str, Any] | None:
         tensors = self._weights.tensors()
         if not members and self._rank != 0:

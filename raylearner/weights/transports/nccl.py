@@ -43,11 +43,7 @@ class Sender(transport.Sender):
         self._transfer: Any = None
 
     def write(
-        self,
-        policy_version: PolicyVersion,
-        *,
-        members: Sequence[str],
-        group: WeightGroup | None,
+        self, policy_version: PolicyVersion, members: Sequence[str], group: WeightGroup | None
     ) -> dict[str, Any] | None:
         # Before anything is sent: engines compare as soon as they have loaded the weights.
         checksums = self._weights.checksums()

@@ -25,11 +25,7 @@ class Sender(transport.Sender):
     """Rank 0 writes; the other ranks take part in gathering."""
 
     def write(
-        self,
-        policy_version: PolicyVersion,
-        *,
-        members: Sequence[str],
-        group: WeightGroup | None,
+        self, policy_version: PolicyVersion, members: Sequence[str], group: WeightGroup | None
     ) -> dict[str, Any] | None:
         tensors = self._weights.tensors()
         if self._rank != 0:

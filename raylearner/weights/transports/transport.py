@@ -55,11 +55,7 @@ class Sender:
         self._deadline_s = deadline_s
 
     def write(
-        self,
-        policy_version: PolicyVersion,
-        *,
-        members: Sequence[str],
-        group: WeightGroup | None,
+        self, policy_version: PolicyVersion, members: Sequence[str], group: WeightGroup | None
     ) -> dict[str, Any] | None:
         """Return this rank's part of the payload, rank 0 with the `checksums`; None for no part.
 
