@@ -19,7 +19,7 @@ from raylearner.learner.objective.estimate import (
 )
 from raylearner.learner.objective.importance import Correction, CorrectionInputs
 from raylearner.learner.objective.loss import LossInputs, LossOutput
-from raylearner.learner.objective.losses import LossSection, policy_loss
+from raylearner.learner.objective.losses import POLICY_LOSSES, LossSection
 from raylearner.learner.objective.returns import TokenInputs, TokenResult
 
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {
@@ -112,7 +112,7 @@ def loss_of(inputs: LossInputs, kind: str, **keys: Any) -> LossOutput:
     section = section_of("loss", kind, **keys)
     if section.selects_tokens:
         inputs = replace(inputs, selected_tokens=select_tokens(inputs, section, seed=0))
-    return policy_loss(inputs, section)
+    return POLICY_LOSSES[section.kind](inputs, section)
 
 
 def aggregate_output(

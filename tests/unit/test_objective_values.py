@@ -23,7 +23,7 @@ from torch import Tensor
 from raylearner.learner.batch.rows import Rows
 from raylearner.learner.objective.importance import interpolated_proximal
 from raylearner.learner.objective.loss import LossInputs, LossOutput
-from raylearner.learner.objective.losses import policy_loss
+from raylearner.learner.objective.losses import POLICY_LOSSES
 from raylearner.learner.objective.rejection import m2po_bound
 from raylearner.learner.objective.turn_advantages import gigpo_of_steps
 
@@ -58,7 +58,7 @@ def loss_of(
         rows=Rows.from_lengths(lengths),
         rewards=numbers(*[0.0] * len(lengths)) if rewards is None else rewards,
     )
-    output = policy_loss(inputs, section_of("loss", kind, **keys))
+    output = POLICY_LOSSES[kind](inputs, section_of("loss", kind, **keys))
     output.values.sum().backward()
     assert logprobs.grad is not None
     return output, logprobs.grad

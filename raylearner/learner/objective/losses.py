@@ -119,12 +119,7 @@ POLICY_LOSSES: dict[str, Callable[[LossInputs, Any], LossOutput]] = {
     "luspo": luspo,
     "custom": custom_loss,
 }
-"""Each takes the section of its kind."""
-
-
-def policy_loss(inputs: LossInputs, config: LossSection) -> LossOutput:
-    """Return the loss of the configured kind."""
-    return POLICY_LOSSES[config.kind](inputs, config)
+"""Formula of each kind; its second argument is the section of that kind."""
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:

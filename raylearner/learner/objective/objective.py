@@ -28,7 +28,7 @@ from raylearner.learner.objective.importance import (
 )
 from raylearner.learner.objective.kl import kl_loss
 from raylearner.learner.objective.loss import LossInputs, LossOutput
-from raylearner.learner.objective.losses import entropy_bonus, policy_loss
+from raylearner.learner.objective.losses import POLICY_LOSSES, entropy_bonus
 from raylearner.learner.objective.prepare import (
     PreparedBatch,
     PreparedMicroBatch,
@@ -58,7 +58,8 @@ def loss_share(
     inputs, correction = _inputs(
         config, prepared, scores, batch=batch, policy_version=policy_version
     )
-    output = policy_loss(replace(inputs, selected_tokens=selected), config.loss)
+    formula = POLICY_LOSSES[config.loss.kind]
+    output = formula(replace(inputs, selected_tokens=selected), config.loss)
     share = _aggregated(config, prepared, output, batch=batch, mini_batch=mini_batch)
     metrics: Metrics = {
         **({} if correction is None else correction.metrics),
