@@ -79,8 +79,9 @@ def _options_model(function: Callable[..., Any]) -> type[BaseModel] | None:
                 f"its second parameter's annotation {annotation!r} cannot be resolved: {error!r}; "
                 "import it outside of TYPE_CHECKING"
             ) from error
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_model else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def _explain(detail: Any, model: type[BaseModel]) -> str:

@@ -87,12 +87,13 @@ def custom_of_tokens(inputs: TokenInputs, config: CustomAdvantage) -> TokenResul
     if inputs.values is None:
         advantages = _checked(found, shape, config).to(inputs.rewards)
         return advantages, torch.zeros_like(advantages)
-    if not isinstance(found, tuple) or len(cast(tuple[Any, ...], found)) != 2:
+    pair = cast(tuple[Any, ...], found if isinstance(found, tuple) else (found,))
+    if len(pair) != 2:
         raise LearnerError(
             f"learner.advantage.function {config.function!r} must return advantages and value "
-            f"targets where learner.critic is set, got {type(found).__name__}"
+            f"targets where learner.critic is set, got {len(pair)} results"
         )
-    first, second = cast(tuple[Any, Any], found)
+    first, second = pair
     advantages, targets = _checked(first, shape, config), _checked(second, shape, config)
     return advantages.to(inputs.rewards), targets.to(inputs.rewards)
 

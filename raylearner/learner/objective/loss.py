@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field
 
 from raylearner.config.section import PositiveFloat, Section
-from raylearner.learner.batch.metric import Max, Mean, Metrics, Min
+from raylearner.learner.batch.metric import Max, Mean, Metric, Metrics, Min
 from raylearner.learner.batch.rows import Rows, clamp_log_ratio, select
 from raylearner.learner.lazy_torch import Tensor, torch
 
@@ -88,7 +88,7 @@ class LossOutput:
 
     values: Tensor  # [T] or [R], by `level`; 0 at masked tokens
     level: Literal["token", "row"] = "token"
-    metrics: Metrics = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict[str, Metric])
 
 
 def weigh(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -340,7 +340,8 @@ def _counted(
     num_episodes = len(table.rewards)
     counts = torch.zeros((len(sizes), 3, num_episodes), dtype=torch.float64)
     counts = counts.to(table.rewards.device)  # tokens, rows, value targets
-    remaining, parts = iter(flat), []
+    remaining = iter(flat)
+    parts: list[list[PreparedMicroBatch]] = []
     for of_part, size in zip(counts, sizes, strict=True):
         parts.append([next(remaining) for _ in range(size)])
         for p in parts[-1]:
