@@ -13,6 +13,7 @@ from raylearner.config.section import (
     Reference,
     Section,
 )
+from raylearner.environments.dialect import DialectSection, TagsDialect
 
 MIB = 1 << 20
 
@@ -169,31 +170,6 @@ class SingleTurn(Section):
     """One completion."""
 
     kind: Literal["single_turn"]
-
-
-class TagsDialect(Section):
-    """Calls and answers between tags: `<search>query</search>`, `<answer>text</answer>`."""
-
-    kind: Literal["tags"]
-    match: Literal["first", "last"] = "first"
-    """Pair that counts when a turn has several: the one that closes first, or the last one."""
-    precedence: Literal["tool", "answer"] = "tool"
-    """Pair that counts in a turn with both a tool call and an answer."""
-    answer_tag: str = "answer"
-    """Tag around the answer."""
-
-
-class JsonCallsDialect(Section):
-    """The model's own tool-calling template: JSON calls, several per turn, run concurrently."""
-
-    kind: Literal["json"]
-    answer_tag: str | None = "answer"
-    """Tag around the answer; with null, a turn without calls is the answer."""
-    max_calls: PositiveInt = 16
-    """Maximum number of calls run per turn."""
-
-
-DialectSection = Annotated[TagsDialect | JsonCallsDialect, Field(discriminator="kind")]
 
 
 class ToolUse(Section):

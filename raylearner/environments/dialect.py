@@ -8,10 +8,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, cast
+
+from pydantic import Field
 
 from raylearner.config.actors import ReasoningTags
-from raylearner.config.environment import DialectSection, JsonCallsDialect, TagsDialect
+from raylearner.config.section import PositiveInt, Section
 from raylearner.environments.foreign_calls import foreign_form
 from raylearner.errors import ConfigError
 from raylearner.text import encodable_values, load_json, outside
@@ -21,6 +23,52 @@ from raylearner.tools.tool import Tool
 MAX_CALLS_PER_TURN = 16
 SHOWN_CHARACTERS = 80
 THINK = Reasoning((("<think>", "</think>"),))
+
+
+JSON_FORM = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
+
+
+class TagsDialect(Section):
+    """Calls and answers between tags: `<search>query</search>`, `<answer>text</answer>`."""
+
+    kind: Literal["tags"]
+    match: Literal["first", "last"] = "first"
+    """Pair that counts when a turn has several: the one that closes first, or the last one."""
+    precedence: Literal["tool", "answer"] = "tool"
+    """Pair that counts in a turn with both a tool call and an answer."""
+    answer_tag: str = "answer"
+    """Tag around the answer."""
+    announces_tools: ClassVar[bool] = False
+    """Whether the chat template gets the tools' schemas."""
+
+    def describe_calls(self, tags: Sequence[str]) -> str:
+        """Describe the form of calls of tools with these tags, for messages."""
+        return " or ".join(f"<{tag}>..</{tag}>" for tag in tags)
+
+    def write_call(self, name: str, tag: str, arguments: Mapping[str, Any]) -> str:
+        values = list(arguments.values())
+        text = str(values[0]) if len(values) == 1 else json.dumps(arguments)
+        return f"<{tag}>{text}</{tag}>"
+
+
+class JsonCallsDialect(Section):
+    """The model's own tool-calling template: JSON calls, several per turn, run concurrently."""
+
+    kind: Literal["json"]
+    answer_tag: str | None = "answer"
+    """Tag around the answer; with null, a turn without calls is the answer."""
+    max_calls: PositiveInt = 16
+    """Maximum number of calls run per turn."""
+    announces_tools: ClassVar[bool] = True
+
+    def describe_calls(self, tags: Sequence[str]) -> str:
+        return JSON_FORM
+
+    def write_call(self, name: str, tag: str, arguments: Mapping[str, Any]) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+DialectSection = Annotated[TagsDialect | JsonCallsDialect, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +241,7 @@ class JsonDialect:
 
     opening = "<tool_call>"
     closing = "</tool_call>"
-    form = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
+    form = JSON_FORM
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class ToolUseEnvironment:
 
     @property
     def tool_schemas(self) -> tuple[dict[str, Any], ...]:
-        if self._config.dialect.kind == "tags":
+        if not self._config.dialect.announces_tools:
             return ()
         return tuple(tool.schema for tool in self._tools.values())
 

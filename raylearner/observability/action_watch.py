@@ -5,13 +5,13 @@ import logging
 from collections.abc import Sequence
 
 from raylearner.config.schema import EnvironmentSection, OpenAiProxy, ToolUse
+from raylearner.environments.dialect import JSON_FORM
 from raylearner.text import visible
 from raylearner.types import TrajectoryGroup, Turn
 
 NUM_STEPS = 3
 """Number of steps before the warning about a policy that never called a tool."""
 SHOWN_CHARACTERS = 120
-JSON_FORM = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,9 @@ class ActionWatch:
 
 def _expected(environment: EnvironmentSection) -> str:
     match environment:
-        case ToolUse(dialect=dialect) if dialect.kind == "tags":
-            tags = [getattr(tool, "tag", None) or "tag" for tool in environment.tools]
-            return " or ".join(f"<{tag}>..</{tag}>" for tag in tags)
-        case ToolUse() | OpenAiProxy():
+        case ToolUse(dialect=dialect):
+            return dialect.describe_calls([tool.tag for tool in environment.tools])
+        case OpenAiProxy():
             return JSON_FORM
         case _:
             return "the environment's format"

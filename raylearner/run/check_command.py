@@ -6,7 +6,6 @@ the row's own answer.
 """
 
 import asyncio
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.proxy.agent import Agent, start_agent
 from raylearner.cleanup import clean_up
-from raylearner.config.environment import JsonCallsDialect, ToolUse
+from raylearner.config.environment import ToolUse
 from raylearner.config.rewards import RewardModel
 from raylearner.config.schema import RunConfig
 from raylearner.environments.catalogue import EnvironmentFactory
@@ -129,13 +128,7 @@ def _turns(config: RunConfig, prompt: Prompt, tools: Sequence[Tool]) -> list[str
         tag = dialect.answer_tag
         for tool in tools:
             arguments = _arguments(tool.schema, prompt)
-            if isinstance(dialect, JsonCallsDialect):
-                call = json.dumps({"name": tool.name, "arguments": arguments})
-                calls.append(f"<tool_call>\n{call}\n</tool_call>")
-            else:
-                values = list(arguments.values())
-                text = str(values[0]) if len(values) == 1 else json.dumps(arguments)
-                calls.append(f"<{tool.tag}>{text}</{tool.tag}>")
+            calls.append(dialect.write_call(tool.name, tool.tag, arguments))
         calls = calls[: environment.max_turns]
     return [*calls, answer if tag is None else f"<{tag}>{answer}</{tag}>"]
 

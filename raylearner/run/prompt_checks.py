@@ -127,7 +127,7 @@ def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | Non
         return ()
     if not isinstance(environment, ToolUse):
         return None
-    if environment.dialect.kind != "json":
+    if not environment.dialect.announces_tools:
         return ()
     try:
         factory = EnvironmentFactory(environment)

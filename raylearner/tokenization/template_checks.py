@@ -18,11 +18,11 @@ def check_template(
     """
     if not isinstance(environment, ToolUse):
         return
-    tools = [STAND_IN_SCHEMA] if environment.dialect.kind == "json" else []
+    tools = [STAND_IN_SCHEMA] if environment.dialect.announces_tools else []
     asked: list[Json] = [{"role": "user", "content": "-"}]
     if tools and STAND_IN_TOOL not in renderer.chat.text(asked, tools):
         raise ConfigError(
-            "environment.dialect.kind: 'json' needs a chat template that announces tools, and the"
+            f"environment.dialect.kind: {environment.dialect.kind!r} needs a chat template that announces tools, and the"
             " model's does not; use 'tags', and explain in data.system_prompt how tools are called"
         )
     role = renderer.config.observation_role

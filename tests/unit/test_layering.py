@@ -50,7 +50,7 @@ def breaches(names: list[str]) -> list[str]:
             allowed = LEAVES
         for imported, line in imports(MODULES[name]):
             parts = imported.split(".")
-            is_listed = any(imported.startswith(f"raylearner.{part}.") for part in listed)
+            is_listed = any(f"{imported}.".startswith(f"raylearner.{part}.") for part in listed)
             if is_listed or parts[0] != "raylearner" or len(parts) < 2:
                 continue
             if parts[1] in ROOMS - allowed:
