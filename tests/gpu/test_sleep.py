@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
+from engines import start_vllm
 from transformers import Qwen2ForCausalLM
 
-from raylearner.actors.engines.vllm import VllmEngine
-from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.types import Sampling
 from raylearner.weights.transports.ipc import IpcShare
 from raylearner.weights.update import WeightUpdate
@@ -28,17 +27,13 @@ async def test_memory_is_free_in_sleep_and_running_requests_go_on(
     tmp_path: Path, *, eager: bool
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", is_tied=True)
-    section = VllmEngineSection(
-        kind="vllm",
-        dtype="float32",
-        max_model_tokens=512,
-        max_sequences=32,
+    engine = await start_vllm(
+        checkpoint,
+        weight_transport="ipc",
+        actor_id="engine",
         memory_fraction=0.3,
         sleep=True,
         eager=eager,
-    )
-    engine = await VllmEngine.start(
-        section, model_path=str(checkpoint), seed=0, weight_transport="ipc", actor_id="engine"
     )
     share = IpcShare()
     try:

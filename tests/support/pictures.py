@@ -1,4 +1,4 @@
-"""A tiny model that sees, an engine of it, and the learner's side: turns with images, pushes."""
+"""A tiny vision-language model, an engine of it, and the learner's side: turns with images, pushes."""
 
 import io
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from engines import start_vllm
 from PIL import Image
 
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import RendererSection, TinyModel, WeightsSection
-from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model.images import ImageReader
 from raylearner.learner.model.policy import PackedModel
@@ -52,14 +52,9 @@ def make_renderer(folder: Path) -> Renderer:
     return Renderer.from_pretrained(str(folder), section)
 
 
-async def start_engine(folder: Path, **changes: object) -> VllmEngine:
-    section = {"kind": "vllm", "dtype": "float32", "max_model_tokens": 1024, "max_sequences": 8}
-    return await VllmEngine.start(
-        VllmEngineSection.model_validate(section | changes),
-        model_path=str(folder),
-        seed=0,
-        weight_transport="shared_files",
-    )
+async def start_engine(folder: Path, **section: object) -> VllmEngine:
+    limits = {"max_model_tokens": 1024, "max_sequences": 8}
+    return await start_vllm(folder, **limits | section)
 
 
 async def play(engine: VllmEngine, renderer: Renderer, *, temperature: float) -> Trajectory:

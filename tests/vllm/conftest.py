@@ -9,33 +9,17 @@ import pytest
 import pytest_asyncio
 import torch
 from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+from engines import start_vllm
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
 from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm import VllmEngine
-from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.types import Completion, Sampling
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
-
-
-async def start_engine(checkpoint: Path, **changes: object) -> VllmEngine:
-    section = VllmEngineSection.model_validate(
-        {
-            "kind": "vllm",
-            "dtype": "float32",
-            "max_model_tokens": 512,
-            "max_sequences": 32,
-            "kv_cache_gib": 1,
-            **changes,
-        }
-    )
-    return await VllmEngine.start(
-        section, model_path=str(checkpoint), seed=0, weight_transport="shared_files"
-    )
 
 
 class Lab:
@@ -157,7 +141,7 @@ async def lab(
     is_tied = request.param == "tied"
     checkpoint = make_checkpoint(tmp_path_factory.mktemp(request.param), is_tied=is_tied)
     before = set(vllm_process.children())
-    engine = await start_engine(checkpoint)
+    engine = await start_vllm(checkpoint)
     try:
         yield Lab(engine, tmp_path_factory.mktemp("weights"), is_tied=is_tied)
     finally:

@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 import torch
 from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+from engines import start_vllm
 
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.learner import LoraSection
-from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.model import lora
 from raylearner.types import Completion, Sampling
@@ -93,12 +93,7 @@ class AdapterLab:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AdapterLab]:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("base"), is_tied=True)
-    section = VllmEngineSection.model_validate(
-        {"kind": "vllm", "dtype": "float32", "max_model_tokens": 512, "kv_cache_gib": 1}
-    )
-    engine = await VllmEngine.start(
-        section, model_path=str(checkpoint), seed=0, weight_transport="adapter", lora_rank=4
-    )
+    engine = await start_vllm(checkpoint, weight_transport="adapter", lora_rank=4)
     yield AdapterLab(engine, tmp_path_factory.mktemp("adapters"))
     await engine.close()
 

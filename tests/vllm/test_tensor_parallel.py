@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
+from engines import start_vllm
 
-from raylearner.actors.engines.vllm import VllmEngine
-from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import WeightTransferError
 from raylearner.types import Sampling
 from raylearner.weights.checksums import Checksum
@@ -48,16 +47,8 @@ def refuse_withheld_shards(sent: Mapping[str, Checksum], reports: Sequence[Any])
 
 async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", is_tied=False)
-    section = VllmEngineSection(
-        kind="vllm",
-        dtype="float32",
-        max_model_tokens=512,
-        max_sequences=16,
-        memory_fraction=0.2,
-        tensor_parallel_size=2,
-    )
-    engine = await VllmEngine.start(
-        section, model_path=str(checkpoint), seed=0, weight_transport="shared_files"
+    engine = await start_vllm(
+        checkpoint, max_sequences=16, memory_fraction=0.2, tensor_parallel_size=2
     )
     policy = make_model(is_tied=False, seed=1)
     weights = list(policy.named_parameters())
