@@ -3,6 +3,7 @@
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,15 @@ from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.update import WeightUpdate
 
 
-def make_image(seed: int, width: int, height: int) -> bytes:
+def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
+    image.save(buffer, form, **options)
     return buffer.getvalue()
+
+
+def make_image(seed: int, width: int, height: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return encode_image(Image.fromarray(pixels))
 
 
 PAGES = (make_image(0, 140, 100), make_image(1, 60, 90), make_image(2, 200, 120))

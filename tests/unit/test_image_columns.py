@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
+from pictures import encode_image
 from PIL import Image
 from pyarrow import parquet
 
@@ -31,14 +32,8 @@ from raylearner.types import IMAGE_MARK, Prompt
 ROOT = Path(__file__).parents[2]
 
 
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
-
-
 def plain(width: int = 16, height: int = 12, colour: str = "red") -> bytes:
-    return encoded(Image.new("RGB", (width, height), colour))
+    return encode_image(Image.new("RGB", (width, height), colour))
 
 
 def data_url(image: bytes) -> str:
@@ -108,7 +103,7 @@ def test_of_a_phones_photo_with_several_pictures_the_first_is_shown(tmp_path: Pa
     turned = Image.Exif()
     turned[0x0112] = 6  # by a quarter
     first, second = Image.new("RGB", (16, 12), "red"), Image.new("RGB", (40, 30), "blue")
-    photo = encoded(first, "MPO", save_all=True, append_images=[second], exif=turned)
+    photo = encode_image(first, "MPO", save_all=True, append_images=[second], exif=turned)
     assert Image.open(io.BytesIO(photo)).n_frames == 2
     (prompt,) = load_prompts([jsonl(tmp_path, {"prompt": "a", "image": data_url(photo)})])
     fitted = Image.open(io.BytesIO(fit_image(prompt.messages[0].images[0], lambda h, w: (h, w))))
@@ -120,7 +115,7 @@ def test_parquet_and_datasets_give_the_encoded_bytes_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    image = encoded(Image.new("RGB", (16, 12), "red"), "JPEG", quality=30)
+    image = encode_image(Image.new("RGB", (16, 12), "red"), "JPEG", quality=30)
     table = pyarrow.table({"prompt": ["a", "b"], "image": [image, None]})
     parquet.write_table(table, tmp_path / "plain.parquet")
     made = datasets.Dataset.from_dict(
@@ -164,12 +159,12 @@ def test_the_generators_pages_are_read_by_their_own_column(tmp_path: Path) -> No
         (plain()[:45], "does not decode as PNG, JPEG, WEBP: .*truncated"),
         (b"no image", "does not decode as PNG, JPEG, WEBP$"),
         (bytes(MAX_BYTES + 1), f"image longer than {MAX_BYTES} bytes"),
-        (encoded(Image.new("RGB", (16, 12)), "GIF"), "does not decode as PNG, JPEG, WEBP"),
+        (encode_image(Image.new("RGB", (16, 12)), "GIF"), "does not decode as PNG, JPEG, WEBP"),
         (b"", "does not decode"),
         (plain(1, 1), "image of 1x1 is smaller than 8 pixels"),
         (plain(30_000, 8), "image of 30000x8 is longer than 200 to 1"),
         (
-            encoded(
+            encode_image(
                 Image.new("RGB", (16, 12), "red"),
                 save_all=True,
                 append_images=[Image.new("RGB", (16, 12), "blue")],
@@ -191,19 +186,19 @@ def test_an_image_that_cannot_be_shown_is_named_by_its_row(
 def upright() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(Image.new("RGB", (16, 40), "red"), "JPEG", exif=exif)
+    return encode_image(Image.new("RGB", (16, 40), "red"), "JPEG", exif=exif)
 
 
 @pytest.mark.parametrize(
     ("make", "size", "colour"),
     [
         (
-            lambda: encoded(Image.new("CMYK", (16, 12), (0, 255, 255, 0)), "JPEG"),
+            lambda: encode_image(Image.new("CMYK", (16, 12), (0, 255, 255, 0)), "JPEG"),
             (16, 12),
             (254, 0, 0),
         ),
         (
-            lambda: encoded(Image.fromarray(np.full((12, 16), 65535, np.uint16))),
+            lambda: encode_image(Image.fromarray(np.full((12, 16), 65535, np.uint16))),
             (16, 12),
             (255, 255, 255),
         ),

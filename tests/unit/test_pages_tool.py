@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from pictures import encode_image
 from PIL import Image, PngImagePlugin
 
 from raylearner.config.environment import PageFetchTool, PageSearchTool
@@ -26,16 +27,12 @@ def prompt(doc_id: str | None = "doc-1") -> Prompt:
 
 
 def image(width: int = 32, height: int = 32, kind: str = "PNG") -> bytes:
-    held = io.BytesIO()
-    Image.effect_noise((width, height), 64).convert("RGB").save(held, kind)
-    return held.getvalue()
+    return encode_image(Image.effect_noise((width, height), 64).convert("RGB"), kind)
 
 
 def animated() -> bytes:
-    held = io.BytesIO()
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
-    frames[0].save(held, "WEBP", save_all=True, append_images=frames[1:])
-    return held.getvalue()
+    return encode_image(frames[0], "WEBP", save_all=True, append_images=frames[1:])
 
 
 def encoded(content: bytes) -> str:

@@ -1,6 +1,5 @@
 """Prompts that no episode could open with are named before anything starts."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from pictures import encode_image
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -97,9 +97,7 @@ def encoded(width: int, height: int, form: str, orientation: int = 1) -> bytes:
     pixels = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
     exif = Image.Exif()
     exif[0x0112] = orientation
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, form, exif=exif)
-    return buffer.getvalue()
+    return encode_image(Image.fromarray(pixels), form, exif=exif)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

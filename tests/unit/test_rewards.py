@@ -246,9 +246,9 @@ async def test_a_row_that_no_function_applies_to_is_named_once(
 @pytest.mark.parametrize(
     ("name", "timeout_s", "words"),
     [
-        ("breaks", 30.0, "raised KeyError"),
-        ("words", 30.0, "finite number or None"),
-        ("hangs", 0.05, "longer than"),
+        ("breaks", 30.0, "KeyError"),
+        ("words", 30.0, "None"),
+        ("hangs", 0.05, "0.05 s"),
     ],
 )
 async def test_a_failing_function_is_a_reward_error_with_its_name(
@@ -319,7 +319,7 @@ async def test_a_column_that_a_function_asks_for_and_the_row_lacks_is_named(
 ) -> None:
     functions.trl = lambda completions, solution: [1.0]
     prompt = Prompt(prompt_id="p", messages=(), columns={"level": 3})
-    with pytest.raises(RewardError, match="'solution', and the row 'p' has: level, prompt_id, sou"):
+    with pytest.raises(RewardError, match=r"'solution'.*'p'.*level"):
         await score_one("user_rewards:trl", make_view("x", prompt=prompt))
 
 
@@ -327,9 +327,9 @@ async def test_a_column_that_a_function_asks_for_and_the_row_lacks_is_named(
     ("function", "words"),
     [
         ({"kind": "no_such_module:f"}, "ModuleNotFoundError"),
-        ({"kind": "math:no_such"}, "has no attribute"),
-        ({"kind": "math:pi"}, "not callable"),
-        ({"kind": "user_rewards:logs", "arguments": {"fctor": 1}}, "takes no 'fctor'"),
+        ({"kind": "math:no_such"}, "no_such"),
+        ({"kind": "math:pi"}, "math:pi"),
+        ({"kind": "user_rewards:logs", "arguments": {"fctor": 1}}, "'fctor'"),
     ],
 )
 def test_a_function_that_cannot_be_taken_is_a_config_error(

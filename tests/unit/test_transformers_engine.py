@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kits import make_renderer
+from pictures import make_image
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -107,13 +108,6 @@ async def test_logprobs_are_those_of_a_plain_forward(
         assert np.abs(completion.logprobs - expected[len(prompt) - 1 :]).max() < 1e-5
 
 
-def make_image(width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 async def test_images_are_encoded_and_weights_may_change_under_them(tmp_path: Path) -> None:
     """Requests of text, of one image and of two, together: as one at a time by transformers."""
     config = {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "num_layers": 1, "vision": {}}
@@ -122,7 +116,7 @@ async def test_images_are_encoded_and_weights_may_change_under_them(tmp_path: Pa
     vision, processor = Vision.from_pretrained(str(folder)), load_image_processor(str(folder))
     assert vision is not None
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    wide, small = make_image(112, 56), make_image(28, 28)
+    wide, small = make_image(112, 112, 56), make_image(28, 28, 28)
     place = vision.image_token_id
     image = [vision.start_token_id, place, vision.end_token_id]
     calls: list[tuple[list[int], tuple[bytes, ...]]] = [

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import encode_image
 from PIL import Image
 
 from raylearner.actors.engines.vllm_arguments import vision_arguments
@@ -100,16 +101,7 @@ def make_renderer(folder: Path, **settings: Any) -> Renderer:
 
 
 def make_image(rng: np.random.Generator, width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return encode_image(Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)))
 
 
 def make_message(rng: np.random.Generator, num_images: int, *, role: Any = "user") -> Message:
@@ -311,7 +303,7 @@ async def test_more_images_than_the_limit_truncate_like_a_full_context(
     say(transcript, "x")
     assert not transcript.add_reply(await renderer.fit_images([make_message(rng, 2)]))
     assert len(closed(transcript).images) == 2
-    with pytest.raises(RenderError, match=r"prompt has 3 images, .*max_images is 2"):
+    with pytest.raises(RenderError, match=r"3 images.*2"):
         await opened(renderer, make_message(rng, 3))
 
 
@@ -329,20 +321,20 @@ async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: 
     vision = renderer.vision
     assert vision is not None
     image = make_image(np.random.default_rng(0), 112, 140)
-    with pytest.raises(RenderError, match="2 marks in the content for 1 images"):
+    with pytest.raises(RenderError, match=r"2 .* 1 images"):
         await opened(renderer, Message(role="user", content=IMAGE_MARK * 2, images=(image,)))
-    with pytest.raises(RenderError, match="1 placeholders for 0 images"):
+    with pytest.raises(RenderError, match=r"1 .* 0 images"):
         vision.expand([vision.image_token_id], [])
     trajectory = closed(
         await opened(renderer, Message(role="user", content=IMAGE_MARK, images=(image,)))
     )
-    with pytest.raises(RenderError, match="20 placeholders for 16 image features"):
+    with pytest.raises(RenderError, match=r"20 .* 16 "):
         vision.positions(trajectory.token_ids, [(1, 8, 8)])
-    other = encoded(Image.new("RGB", (112, 112)))
+    other = encode_image(Image.new("RGB", (112, 112)))
     for changes, words in (
         ({"images": ()}, "0 images, 1 runs of placeholders"),
         ({"images": (other,)}, "image 1 of 1, 112x112, has 16 features, but 20 placeholders"),
-        ({"images": (encoded(Image.new("RGB", (112, 140)), "JPEG"),)}, "image 1 of 1"),
+        ({"images": (encode_image(Image.new("RGB", (112, 140)), "JPEG"),)}, "image 1 of 1"),
     ):
         assert words in str(trajectory_error(replace(trajectory, **changes)))
 
@@ -380,7 +372,7 @@ async def test_a_model_of_text_refuses_images(renderer: Renderer) -> None:
 
 
 def test_a_budget_beyond_the_processors_own_is_a_config_error(qwen2_5_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"262144 to 4194304 pixels, .* takes 784 to 1003520"):
+    with pytest.raises(ConfigError, match=r"renderer\.images: 262144 to 4194304 .*784 to 1003520"):
         make_renderer(qwen2_5_folder, images={})
 
 
@@ -395,9 +387,9 @@ RED = (200, 10, 10)
             b"\x89PNG\r\n\x1a\nnonsense",
             "^image of 16 bytes [^:]+: [^<]+$",
         ),
-        (encoded(Image.new("RGB", (64, 64), RED))[:-40], "does not decode"),
+        (encode_image(Image.new("RGB", (64, 64), RED))[:-40], "does not decode"),
         (
-            encoded(
+            encode_image(
                 Image.new("RGB", (40, 40), RED),
                 "WEBP",
                 save_all=True,
@@ -405,8 +397,8 @@ RED = (200, 10, 10)
             ),
             "animated",
         ),
-        (encoded(Image.new("1", (30_000, 8))), "aspect ratio"),
-        (encoded(Image.new("1", (9_200, 9_200))), "more than"),
+        (encode_image(Image.new("1", (30_000, 8))), "aspect ratio"),
+        (encode_image(Image.new("1", (9_200, 9_200))), "more than"),
     ],
 )
 async def test_bad_images_are_counted_failures(
@@ -421,10 +413,10 @@ async def test_odd_images_become_upright_and_rgb(qwen2_5_folder: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     odd = [
-        encoded(Image.new("CMYK", (56, 84), (0, 0, 0, 0)), "JPEG"),
-        encoded(Image.fromarray(np.full((84, 56), 65_535, np.uint16))),
-        encoded(Image.new("RGBA", (56, 84), (0, 0, 0, 0))),
-        encoded(Image.new("RGB", (84, 56), (255, 255, 255)), exif=exif),
+        encode_image(Image.new("CMYK", (56, 84), (0, 0, 0, 0)), "JPEG"),
+        encode_image(Image.fromarray(np.full((84, 56), 65_535, np.uint16))),
+        encode_image(Image.new("RGBA", (56, 84), (0, 0, 0, 0))),
+        encode_image(Image.new("RGB", (84, 56), (255, 255, 255)), exif=exif),
     ]
     message = Message(role="tool", content=IMAGE_MARK * 4, images=tuple(odd))
     (fitted,) = await make_renderer(qwen2_5_folder).fit_images([message])
