@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""What calling a service through our tools costs: 1,000 episodes at once, a service of 50 ms.
+"""Measure calls of a service through the search tool: 1,000 episodes at once, a service of 50 ms.
 
     python benchmarks/tools.py
 
