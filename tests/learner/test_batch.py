@@ -1,7 +1,6 @@
 """Packing: nothing lost, nothing padded, every rank the same number of micro-batches."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from learners import make_groups, random_trajectory
 
 from raylearner.learner.batch.micro_batch import MicroBatch
 from raylearner.learner.batch.pack import LearnerBatch, pack, row_cost
@@ -57,7 +57,6 @@ def rows_of(batches: list[LearnerBatch]) -> list[Any]:
     seed=st.integers(0, 5),
 )
 def test_packing_loses_and_repeats_nothing(
-    make_trajectory: Callable[..., Trajectory],
     lengths: list[list[int]],
     num_ranks: int,
     num_mini_batches: int,
@@ -68,7 +67,7 @@ def test_packing_loses_and_repeats_nothing(
         group_of(
             g,
             [
-                make_trajectory(
+                random_trajectory(
                     rng, group_id=g, sample_index=i, num_tokens=n, trains=rng.random() < 0.8
                 )
                 for i, n in enumerate(row)
@@ -114,7 +113,7 @@ def test_packing_loses_and_repeats_nothing(
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_packing_is_deterministic(make_groups: Callable[..., list[TrajectoryGroup]]) -> None:
+def test_packing_is_deterministic() -> None:
     def layout() -> list[list[tuple[int, int]]]:
         batches = pack(
             make_groups(7), policy_version=0, num_ranks=2, max_tokens_per_micro_batch=BUDGET
@@ -128,12 +127,12 @@ def test_packing_is_deterministic(make_groups: Callable[..., list[TrajectoryGrou
     assert layout() == layout()
 
 
-def test_ranks_are_balanced_and_micro_batches_nearly_full(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
+def test_ranks_are_balanced_and_micro_batches_nearly_full() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(6.0, 1.0, 256).astype(int) + 4, 8000)
-    rows = [make_trajectory(rng, sample_index=i, num_tokens=int(n)) for i, n in enumerate(lengths)]
+    rows = [
+        random_trajectory(rng, sample_index=i, num_tokens=int(n)) for i, n in enumerate(lengths)
+    ]
     batches = pack(
         [group_of(0, rows)], policy_version=0, num_ranks=4, max_tokens_per_micro_batch=8192
     )
@@ -148,10 +147,8 @@ def test_ranks_are_balanced_and_micro_batches_nearly_full(
     assert len(costs[0]) <= np.ceil(lengths.sum() / (4 * 8192)) + 1
 
 
-def test_fewer_rows_than_ranks_leave_empty_micro_batches(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
-    rows = [make_trajectory(np.random.default_rng(0))]
+def test_fewer_rows_than_ranks_leave_empty_micro_batches() -> None:
+    rows = [random_trajectory(np.random.default_rng(0))]
     batches = pack(
         [group_of(0, rows)], policy_version=0, num_ranks=3, max_tokens_per_micro_batch=64
     )
@@ -159,10 +156,8 @@ def test_fewer_rows_than_ranks_leave_empty_micro_batches(
     assert sorted(sizes) == [[0], [0], [1]]
 
 
-def test_nothing_to_train_gives_no_mini_batch_but_keeps_rewards(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
-    rows = [make_trajectory(np.random.default_rng(0), trains=False, reward=0.5)]
+def test_nothing_to_train_gives_no_mini_batch_but_keeps_rewards() -> None:
+    rows = [random_trajectory(np.random.default_rng(0), trains=False, reward=0.5)]
     (batch,) = pack(
         [group_of(4, rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=8
     )
@@ -171,22 +166,18 @@ def test_nothing_to_train_gives_no_mini_batch_but_keeps_rewards(
     assert batch.groups.tolist() == [4]
 
 
-def test_a_trajectory_over_the_budget_is_refused_with_its_length(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
-    rows = [make_trajectory(np.random.default_rng(0), group_id=9, sample_index=2, num_tokens=65)]
+def test_a_trajectory_over_the_budget_is_refused_with_its_length() -> None:
+    rows = [random_trajectory(np.random.default_rng(0), group_id=9, sample_index=2, num_tokens=65)]
     with pytest.raises(ValueError, match="group 9, sample 2"):
         pack([group_of(9, rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
 
 
-def test_segments_share_an_episode_and_its_reward(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
+def test_segments_share_an_episode_and_its_reward() -> None:
     rng = np.random.default_rng(0)
     rows = [
-        make_trajectory(rng, sample_index=0, segment=0, reward=1.0),
-        make_trajectory(rng, sample_index=0, segment=1, reward=1.0),
-        make_trajectory(rng, sample_index=1, reward=None),
+        random_trajectory(rng, sample_index=0, segment=0, reward=1.0),
+        random_trajectory(rng, sample_index=0, segment=1, reward=1.0),
+        random_trajectory(rng, sample_index=1, reward=None),
     ]
     (batch,) = pack(
         [group_of(0, rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=99
@@ -201,10 +192,8 @@ def test_segments_share_an_episode_and_its_reward(
     assert [row.episode for row in rows_of([batch])] == [0, 0]
 
 
-def test_tokens_after_the_last_trained_one_are_cut(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
-    row = make_trajectory(np.random.default_rng(0), num_tokens=20)
+def test_tokens_after_the_last_trained_one_are_cut() -> None:
+    row = random_trajectory(np.random.default_rng(0), num_tokens=20)
     train_mask = row.loss_mask.copy()
     train_mask[10:] = False
     train_mask[9] = row.loss_mask[9] = True
@@ -215,13 +204,11 @@ def test_tokens_after_the_last_trained_one_are_cut(
     assert rows_of([batch])[0].trajectory.num_tokens == 10
 
 
-def test_rows_have_turns_and_hashes_of_their_start(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
+def test_rows_have_turns_and_hashes_of_their_start() -> None:
     """Two episodes with the same first reply and different second ones."""
 
     def episode(index: int, replies: tuple[str, str, str]) -> Trajectory:
-        t = make_trajectory(np.random.default_rng(index), sample_index=index, num_tokens=12)
+        t = random_trajectory(np.random.default_rng(index), sample_index=index, num_tokens=12)
         mask = np.isin(np.arange(12), [2, 3, 6, 9, 11])
         spans = ((2, 4, 6), (6, 7, 9), (9, 12, 12))
         return replace(
@@ -252,13 +239,11 @@ def test_rows_have_turns_and_hashes_of_their_start(
     assert micro.anchors[6:12].tolist() == [first.anchors[1]] * 3 + [first.anchors[2]] * 3
 
 
-def test_turns_after_different_images_have_different_hashes(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
+def test_turns_after_different_images_have_different_hashes() -> None:
     """The words of both replies are the same; each shows two images, the second in two tokens."""
 
     def episode(index: int, images: tuple[bytes, ...]) -> Trajectory:
-        t = make_trajectory(np.random.default_rng(0), sample_index=index, num_tokens=12)
+        t = random_trajectory(np.random.default_rng(0), sample_index=index, num_tokens=12)
         mask = np.isin(np.arange(12), [3, 9, 11])
         places = np.isin(np.arange(12), [1, 5, 7, 8, 10])
         turns = tuple(
@@ -293,9 +278,7 @@ def test_turns_after_different_images_have_different_hashes(
     assert [a == b for a, b in zip(first, turned, strict=True)] == [True, False, False]
 
 
-def test_a_penalty_that_some_episodes_have_is_0_for_the_others(
-    make_trajectory: Callable[..., Trajectory],
-) -> None:
+def test_a_penalty_that_some_episodes_have_is_0_for_the_others() -> None:
     rng = np.random.default_rng(0)
     parts = ({"exact": 1.0}, {"exact": None, "penalty": -0.5}, {})
     group = TrajectoryGroup(
@@ -303,7 +286,7 @@ def test_a_penalty_that_some_episodes_have_is_0_for_the_others(
         prompt_id="0",
         policy_version=0,
         trajectories=tuple(
-            replace(make_trajectory(rng, sample_index=i), rewards=rewards)
+            replace(random_trajectory(rng, sample_index=i), rewards=rewards)
             for i, rewards in enumerate(parts)
         ),
         greedy_reward=0.5,

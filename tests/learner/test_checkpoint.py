@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import learners
 import numpy as np
 import pytest
 import torch
-from learners import step, weights_of
+from learners import make_groups, step, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylearner.config.schema import LearnerSection
@@ -26,9 +25,6 @@ from raylearner.learner.checkpoint.directory import (
 from raylearner.learner.checkpoint.state import AGREEMENT_TIMEOUT_S
 from raylearner.learner.learner import Learner
 from raylearner.learner.model.mesh import COLLECTIVE_TIMEOUT_S
-from raylearner.types import TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 
 def make_learner(folder: Path, **changes: Any) -> Learner:
@@ -46,32 +42,6 @@ async def write(folder: Path, number: int, text: str) -> None:
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("num_before", [0, 2])
-def test_resume_is_exact(
-    untied_folder: Path, tmp_path: Path, make_groups: MakeGroups, num_before: int
-) -> None:
-    """Also from a checkpoint that precedes the first step."""
-    steps = [make_groups(seed) for seed in range(4)]
-    whole = make_learner(untied_folder)
-    for groups in steps[:num_before]:
-        step(whole, groups)
-    whole.save(tmp_path)
-    state = torch.get_rng_state()
-    after = [step(whole, groups) for groups in steps[num_before:]]
-
-    resumed = make_learner(untied_folder)
-    resumed.restore(tmp_path)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (resumed.policy_version, resumed.num_steps) == (num_before, num_before)
-    again = [step(resumed, groups) for groups in steps[num_before:]]
-    for key in ("learner/loss", "learner/grad_norm", "learner/learning_rate"):
-        assert [o.metrics[key] for o in after] == [o.metrics[key] for o in again]
-    ours = weights_of(resumed, torch.float32)
-    assert all(
-        torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole, torch.float32).items()
-    )
 
 
 def test_two_ranks_are_resumed_by_one(tiny_folder: Path, two_ranks: Any) -> None:
@@ -104,7 +74,6 @@ def test_ranks_wait_for_each_others_files_for_less_than_for_a_step(tiny_folder: 
 def test_the_exported_model_loads_with_from_pretrained(
     request: pytest.FixtureRequest,
     tmp_path: Path,
-    make_groups: MakeGroups,
     monkeypatch: pytest.MonkeyPatch,
     model: str,
 ) -> None:

@@ -1,7 +1,6 @@
 """Four ranks that share micro-batches or parameters by twos or all, and models that cannot be shared."""
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learners import make_learner, step, weights_of
+from learners import make_groups, make_learner, step, weights_of
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,9 +20,6 @@ from raylearner.learner.batch.pack import pack
 from raylearner.learner.model.loading import load_sharded
 from raylearner.learner.model.mesh import ContextGroup, connect
 from raylearner.learner.model.policy import ModelOptions
-from raylearner.types import TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 CASES: dict[str, dict[str, Any]] = {
     "pairs": {
@@ -61,9 +57,7 @@ def grouped_folder(untied_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def test_any_grouping_of_four_ranks_equals_one_rank(
-    grouped_folder: Path, make_groups: MakeGroups, tmp_path: Path
-) -> None:
+def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_path: Path) -> None:
     groups = make_groups(5)
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_mini_batches": 2}
     jobs = {}

@@ -1,13 +1,12 @@
 """Losses, advantages and corrections of a module outside the package, through the learner."""
 
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learners import make_learner, step, weights_of
+from learners import make_groups, make_learner, step, weights_of
 from minimal import MINIMAL
 
 from raylearner.config.loader import load
@@ -86,9 +85,7 @@ def play(folder: Path, groups: list[TrajectoryGroup], **keys: Any) -> tuple[Any,
     return step(learner, groups).metrics, weights_of(learner)
 
 
-def test_custom_objectives_train_as_the_built_in_ones_do(
-    tiny_folder: Path, make_groups: Callable[..., list[TrajectoryGroup]], module: str
-) -> None:
+def test_custom_objectives_train_as_the_built_in_ones_do(tiny_folder: Path, module: str) -> None:
     groups = make_groups(0)
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (
@@ -123,7 +120,6 @@ def test_custom_objectives_train_as_the_built_in_ones_do(
 )
 def test_outputs_of_a_wrong_shape_are_refused(
     tiny_folder: Path,
-    make_groups: Callable[..., list[TrajectoryGroup]],
     module: str,
     sort: str,
     options: dict[str, Any],

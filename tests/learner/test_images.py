@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families import make_glm4v, make_qwen3
-from learners import probe_of, step, weights_of
+from learners import make_groups, probe_of, step, weights_of
 from pictures import Source, make_image
 from ranks import run_ranks
 from safetensors import safe_open
@@ -233,7 +233,7 @@ def with_images(groups: list[TrajectoryGroup], vision: Vision) -> list[Trajector
 
 @pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
-    qwen2_5_folder: Path, make_groups: Any, tower: str
+    qwen2_5_folder: Path, tower: str
 ) -> None:
     vision = Vision.from_pretrained(str(qwen2_5_folder))
     assert vision is not None
@@ -259,7 +259,7 @@ def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
 
 
 def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
-    qwen2_5_folder: Path, make_groups: Any, tmp_path: Path
+    qwen2_5_folder: Path, tmp_path: Path
 ) -> None:
     """Adam's first update moves a weight by the rate, whatever its gradient; resuming is exact."""
     vision = Vision.from_pretrained(str(qwen2_5_folder))
@@ -316,7 +316,7 @@ def test_the_compiler_leaves_the_tower_alone(qwen2_5_folder: Path) -> None:
 
 
 def test_the_exported_model_loads_with_its_image_processor(
-    glm4v_folder: Path, make_groups: Any, tmp_path: Path
+    glm4v_folder: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForImageTextToText
 
@@ -367,7 +367,7 @@ def test_a_vision_learning_rate_without_a_tower_is_refused(tiny_folder: Path) ->
 
 
 def test_prefetched_pixel_values_change_no_bit_and_are_loaded_once(
-    qwen2_5_folder: Path, make_groups: Any, monkeypatch: pytest.MonkeyPatch
+    qwen2_5_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vision = Vision.from_pretrained(str(qwen2_5_folder))
     assert vision is not None
@@ -397,7 +397,7 @@ def test_prefetched_pixel_values_change_no_bit_and_are_loaded_once(
 
 
 def test_an_image_that_does_not_decode_ends_the_step_with_its_trajectory(
-    qwen2_5_folder: Path, make_groups: Any
+    qwen2_5_folder: Path,
 ) -> None:
     vision = Vision.from_pretrained(str(qwen2_5_folder))
     assert vision is not None
@@ -446,9 +446,7 @@ def test_the_next_images_load_ahead_and_the_cache_is_bounded() -> None:
     assert len(started) >= 4 * 8  # too many to stay from round to round
 
 
-def test_ranks_of_which_some_show_images_equal_one_rank(
-    qwen3_folder: Path, make_groups: Any, tmp_path: Path
-) -> None:
+def test_ranks_of_which_some_show_images_equal_one_rank(qwen3_folder: Path, tmp_path: Path) -> None:
     """Rounds of micro-batches in which one rank has images and the other none, both, and neither."""
     vision = Vision.from_pretrained(str(qwen3_folder))
     assert vision is not None

@@ -1,7 +1,6 @@
 """The learner against a naive padded loop, over ranks, and when numbers are not finite."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import learners
 import numpy as np
 import pytest
 import torch
-from learners import probe_of, weights_of
+from learners import make_groups, probe_of, weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +24,6 @@ from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
 from raylearner.learner.model.policy import ModelOptions
 from raylearner.types import TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 CONFIG: dict[str, Any] = {
     "compute_dtype": "float64",
@@ -109,9 +106,7 @@ def naive_loop(
 
 
 @pytest.mark.parametrize("model", ["tiny_folder", "untied_folder"])
-def test_three_steps_equal_a_naive_padded_loop(
-    request: pytest.FixtureRequest, make_groups: MakeGroups, model: str
-) -> None:
+def test_three_steps_equal_a_naive_padded_loop(request: pytest.FixtureRequest, model: str) -> None:
     folder = request.getfixturevalue(model)
     steps = [make_groups(seed, policy_version=seed) for seed in range(3)]
     losses, norms, expected = naive_loop(folder, steps, num_epochs=2)
@@ -154,7 +149,7 @@ def test_one_rank_and_two_give_the_same_numbers(tiny_folder: Path, two_ranks: An
         assert a == pytest.approx(b, abs=1e-9)
 
 
-def test_learning_rate_zero_leaves_every_bit(tiny_folder: Path, make_groups: MakeGroups) -> None:
+def test_learning_rate_zero_leaves_every_bit(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, learning_rate=0.0, compute_dtype="float32")
     before = weights_of(learner)
     output = learner.step(one_rank(make_groups(0)))
@@ -163,9 +158,7 @@ def test_learning_rate_zero_leaves_every_bit(tiny_folder: Path, make_groups: Mak
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, max_skipped_steps=2)
     before = weights_of(learner)
     groups = make_groups(0)
@@ -184,9 +177,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(
         learner.step(again)
 
 
-def test_a_batch_without_a_trained_token_is_skipped(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_a_batch_without_a_trained_token_is_skipped(tiny_folder: Path) -> None:
     groups = [
         replace(
             group,
@@ -201,9 +192,7 @@ def test_a_batch_without_a_trained_token_is_skipped(
     assert output.policy_version == 0
 
 
-def test_the_gap_is_zero_where_the_learner_itself_sampled(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_the_gap_is_zero_where_the_learner_itself_sampled(tiny_folder: Path) -> None:
     """Behavior log-probabilities that a padded forward of the same weights would have recorded."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
     groups: list[TrajectoryGroup] = []
@@ -226,7 +215,7 @@ def test_the_gap_is_zero_where_the_learner_itself_sampled(
     assert metrics["learner/approx_kl"] == 0.0
 
 
-def test_a_batch_of_another_version_is_refused(tiny_folder: Path, make_groups: MakeGroups) -> None:
+def test_a_batch_of_another_version_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(ValueError, match="policy version 4"):
         make_learner(tiny_folder).step(one_rank(make_groups(0), version=4))
 

@@ -1,14 +1,13 @@
 """LoRA: trained, pushed and saved weights, and the policy without its adapter."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import learners
 import pytest
 import torch
-from learners import probe_of, step, weights_of
+from learners import make_groups, probe_of, step, weights_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,9 +17,7 @@ from raylearner.config.schema import LearnerSection, TinyModel
 from raylearner.errors import CheckpointError, ConfigError
 from raylearner.learner.learner import Learner
 from raylearner.tiny.model import make_tiny_model
-from raylearner.types import TrajectoryGroup
 
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 PROBE = [[5, 6, 7, 8], [20, 21, 22]]
 
 
@@ -46,7 +43,7 @@ def test_an_untrained_adapter_changes_nothing(tiny_folder: Path) -> None:
 
 
 def test_steps_train_adapters_alone_and_peft_merges_them_alike(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_folder)
     before = weights_of(learner)
@@ -71,9 +68,7 @@ def test_steps_train_adapters_alone_and_peft_merges_them_alike(
             assert theirs == pytest.approx(mine, abs=1e-5)
 
 
-def test_the_reference_without_the_adapter_is_the_frozen_one(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_the_reference_without_the_adapter_is_the_frozen_one(tiny_folder: Path) -> None:
     """Both give the same KL and so the same policy; neither touches what is trained."""
     found: dict[str, list[float]] = {}
     weights: dict[str, dict[str, Tensor]] = {}
@@ -89,28 +84,17 @@ def test_the_reference_without_the_adapter_is_the_frozen_one(
         torch.testing.assert_close(weights["adapter_off"][name], weight, rtol=0, atol=1e-10)
 
 
-def test_resume_is_exact_and_holds_adapters_only(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
-) -> None:
+def test_a_checkpoint_has_the_state_of_adapters_only(tiny_folder: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_folder)
-    step(learner, make_groups(0))
     learner.save(tmp_path)
-    resumed = make_learner(tiny_folder)
-    resumed.restore(tmp_path)
-    outputs = [step(one, make_groups(1, policy_version=1)) for one in (learner, resumed)]
-    assert outputs[0].metrics["learner/loss"] == outputs[1].metrics["learner/loss"]
-    left, right = weights_of(learner), weights_of(resumed)
-    assert all(torch.equal(left[name], right[name]) for name in left)
     size = sum(f.stat().st_size for f in (tmp_path / "learner" / "tensors").glob("*.safetensors"))
-    whole = sum(weight.numel() for weight in left.values()) * 8
+    whole = sum(weight.numel() for weight in weights_of(learner).values()) * 8
     assert size < whole  # three copies of everything would be more than that
     with pytest.raises(CheckpointError, match="lora_A"):
         make_learner(tiny_folder, lora={"rank": 8, "alpha": 8}).restore(tmp_path)
 
 
-def test_an_existing_adapter_is_trained_further(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
-) -> None:
+def test_an_existing_adapter_is_trained_further(tiny_folder: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_folder, lora={"rank": 4, "alpha": 8, "target_modules": ["q_proj"]})
     step(learner, make_groups(0))
     learner.save(tmp_path)
@@ -124,9 +108,7 @@ def test_an_existing_adapter_is_trained_further(
     assert all(name.endswith("q_proj.weight") for name in changed)
 
 
-def test_in_half_precision_only_what_is_trained_has_masters(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_in_half_precision_only_what_is_trained_has_masters(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, compute_dtype="bfloat16", head_dtype="compute")
     dtypes = {p.requires_grad: p.dtype for p in learner.models.policy.causal_lm.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
@@ -134,7 +116,7 @@ def test_in_half_precision_only_what_is_trained_has_masters(
 
 
 def test_a_small_update_of_a_half_precision_run_is_exported_whole(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_folder, compute_dtype="bfloat16", learning_rate=1e-5, num_epochs=1)
     step(learner, make_groups(0))
@@ -155,7 +137,7 @@ def test_a_small_update_of_a_half_precision_run_is_exported_whole(
 
 
 def test_reference_and_critic_start_with_the_policys_existing_adapter(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_folder, learning_rate=3e-2)
     for seed in range(2):

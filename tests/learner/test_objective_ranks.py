@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from learners import make_groups
 from ranks import run_ranks
 
 from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.observability.metrics import undocumented
-from raylearner.types import TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 OF_THE_LAYOUT = (
     "learner/rank_tokens",
@@ -110,9 +108,7 @@ SHARED = (
 """Objectives that are also tried by ranks of one context group."""
 
 
-def batches(
-    name: str, make_groups: MakeGroups, *, num_ranks: int, max_tokens: int
-) -> list[list[LearnerBatch]]:
+def batches(name: str, *, num_ranks: int, max_tokens: int) -> list[list[LearnerBatch]]:
     """Two steps; one episode has two segments, one no reward, one ran out of tokens."""
     num_mini_batches = OBJECTIVES[name].get("num_mini_batches", 2)
     version, steps = 0, []
@@ -145,20 +141,18 @@ def batches(
 
 
 @pytest.fixture(scope="session")
-def on_two_ranks(
-    tiny_folder: Path, make_groups: MakeGroups, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def on_two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("objectives")
     jobs = {
         (name, 1): {
             "config": BASE | changes,
             "model": str(tiny_folder),
-            "batches": batches(name, make_groups, num_ranks=2, max_tokens=48),
+            "batches": batches(name, num_ranks=2, max_tokens=48),
         }
         for name, changes in OBJECTIVES.items()
     }
     for name in SHARED:
-        steps = batches(name, make_groups, num_ranks=1, max_tokens=48)
+        steps = batches(name, num_ranks=1, max_tokens=48)
         jobs[name, 2] = {
             "config": BASE | OBJECTIVES[name] | {"context_parallel_size": 2},
             "model": str(tiny_folder),
@@ -187,12 +181,11 @@ def test_one_rank_and_two_and_any_micro_batching_agree(
     name: str,
     context_size: int,
     tiny_folder: Path,
-    make_groups: MakeGroups,
     on_two_ranks: dict[str, Any],
     play: Callable[..., Any],
 ) -> None:
     theirs, their_weights = on_two_ranks[name, context_size]
-    steps = batches(name, make_groups, num_ranks=1, max_tokens=400)
+    steps = batches(name, num_ranks=1, max_tokens=400)
     config = BASE | OBJECTIVES[name]
     ours, our_weights = play(config, str(tiny_folder), [step[0] for step in steps])
     is_double = config["compute_dtype"] == "float64"

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import make_learner
+from learners import make_groups, make_learner
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch.pack import pack
 from raylearner.types import StopReason, TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 TEMPERATURE = 0.9
 LEARNING_RATE = 1e-2
@@ -225,9 +223,7 @@ def epochs(
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-def test_gae_and_ppo_with_a_critic(
-    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups, bootstrap: bool
-) -> None:
+def test_gae_and_ppo_with_a_critic(tiny_folder: Path, untied_folder: Path, bootstrap: bool) -> None:
     """Two epochs, so that clips act; the critic's values are not all 0, since its second step sees them."""
     groups = cut_some(make_groups(0))
     data, naive = pad(groups), Naive(tiny_folder)
@@ -260,9 +256,7 @@ def test_gae_and_ppo_with_a_critic(
     assert found[0]["learner/value_loss"] == pytest.approx(np.mean(value_losses), abs=1e-9)
 
 
-def test_vtrace_and_the_policy_gradient(
-    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_vtrace_and_the_policy_gradient(tiny_folder: Path, untied_folder: Path) -> None:
     groups = near(make_groups(1))
     data, naive, critic = pad(groups), Naive(tiny_folder), Naive(untied_folder)
     with torch.no_grad():
@@ -287,9 +281,7 @@ def test_vtrace_and_the_policy_gradient(
     assert found[0]["learner/value_loss"] == pytest.approx(loss.item(), abs=1e-9)
 
 
-def test_reinforce_plus_plus_and_truncated_reinforce(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_reinforce_plus_plus_and_truncated_reinforce(tiny_folder: Path) -> None:
     groups = near(make_groups(2))
     data, naive = pad(groups), Naive(tiny_folder)
     returns = torch.zeros_like(data.behavior)
@@ -314,7 +306,7 @@ def test_reinforce_plus_plus_and_truncated_reinforce(
 
 
 def test_rloo_and_the_sequence_ratio_with_the_kl_in_the_reward(
-    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups
+    tiny_folder: Path, untied_folder: Path
 ) -> None:
     groups = make_groups(3)
     data, naive, reference = pad(groups), Naive(tiny_folder), Naive(untied_folder)
@@ -347,7 +339,7 @@ def test_rloo_and_the_sequence_ratio_with_the_kl_in_the_reward(
     assert found[0]["learner/kl_coefficient"] == 0.2
 
 
-def test_gspo(tiny_folder: Path, make_groups: MakeGroups) -> None:
+def test_gspo(tiny_folder: Path) -> None:
     groups = make_groups(4)
     data, naive = pad(groups), Naive(tiny_folder)
     count, a = data.mask.sum(1), grpo(data)[:, 0]
@@ -367,9 +359,7 @@ def test_gspo(tiny_folder: Path, make_groups: MakeGroups) -> None:
     assert_equal(found, naive, losses, norms)
 
 
-def test_cispo_with_truncated_and_normalized_importance_weights(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_cispo_with_truncated_and_normalized_importance_weights(tiny_folder: Path) -> None:
     groups = near(make_groups(5))
     data, naive = pad(groups), Naive(tiny_folder)
     advantages = grpo(data)
@@ -391,9 +381,7 @@ def test_cispo_with_truncated_and_normalized_importance_weights(
     assert_equal(found, naive, losses, norms)
 
 
-def test_the_kl_loss_and_the_entropy_bonus(
-    tiny_folder: Path, untied_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_the_kl_loss_and_the_entropy_bonus(tiny_folder: Path, untied_folder: Path) -> None:
     groups = make_groups(6)
     data, naive, frozen = pad(groups), Naive(tiny_folder), Naive(untied_folder)
     advantages = grpo(data)
@@ -427,7 +415,7 @@ def test_the_kl_loss_and_the_entropy_bonus(
 
 
 def test_ppo_around_the_behavior_policy_and_rejected_tokens_out_of_the_count(
-    tiny_folder: Path, make_groups: MakeGroups
+    tiny_folder: Path,
 ) -> None:
     groups = near(make_groups(7))
     data, naive = pad(groups), Naive(tiny_folder)
@@ -461,9 +449,7 @@ def test_ppo_around_the_behavior_policy_and_rejected_tokens_out_of_the_count(
     assert_equal(found, naive, losses, norms)
 
 
-def test_dr_grpo_divides_by_a_constant_and_clips_rewards(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_dr_grpo_divides_by_a_constant_and_clips_rewards(tiny_folder: Path) -> None:
     groups = make_groups(8)
     data, naive = pad(groups), Naive(tiny_folder)
     rewards = data.rewards.clamp(max=0.6)
@@ -487,9 +473,7 @@ def test_dr_grpo_divides_by_a_constant_and_clips_rewards(
     assert_equal(found, naive, losses, norms)
 
 
-def test_a_shared_trunk_trains_by_the_sum_of_both_losses(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_a_shared_trunk_trains_by_the_sum_of_both_losses(tiny_folder: Path) -> None:
     groups = make_groups(9)
     data, naive = pad(groups), Naive(tiny_folder)
     with torch.no_grad():
@@ -514,7 +498,7 @@ def test_a_shared_trunk_trains_by_the_sum_of_both_losses(
     assert_equal(found, naive, losses, norms)
 
 
-def test_remax_subtracts_the_greedy_reward(tiny_folder: Path, make_groups: MakeGroups) -> None:
+def test_remax_subtracts_the_greedy_reward(tiny_folder: Path) -> None:
     groups = [replace(g, greedy_reward=0.25 * i) for i, g in enumerate(make_groups(10))]
     data, naive = pad(groups), Naive(tiny_folder)
     baseline = torch.tensor([g.greedy_reward for g in groups])[:, None]

@@ -1,18 +1,15 @@
 """A learner whose shards live in host memory: the same numbers, and less of a GPU's memory."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learners import full_state, make_learner, step
+from learners import full_state, make_groups, make_learner, step
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.learner import Learner
 from raylearner.types import TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 
 def play(folder: Path, steps: list[list[TrajectoryGroup]], device: str, **changes: Any) -> Learner:
@@ -26,7 +23,7 @@ def play(folder: Path, steps: list[list[TrajectoryGroup]], device: str, **change
     return learner
 
 
-def test_the_update_is_the_same_to_the_bit(tiny_folder: Path, make_groups: MakeGroups) -> None:
+def test_the_update_is_the_same_to_the_bit(tiny_folder: Path) -> None:
     steps = [make_groups(seed, policy_version=seed) for seed in range(2)]
     kept, offloaded = (
         full_state(play(tiny_folder, steps, "cpu", offload=is_offloaded))
@@ -40,7 +37,7 @@ def test_the_update_is_the_same_to_the_bit(tiny_folder: Path, make_groups: MakeG
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_shards_stay_on_the_host_and_numbers_close(
-    tiny_folder: Path, make_groups: MakeGroups, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
     steps = [make_groups(seed, policy_version=seed) for seed in range(2)]
     kept = play(tiny_folder, steps, "cuda")

@@ -2,26 +2,22 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learners import make_learner
+from learners import make_groups, make_learner
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection, ProfileSection
 from raylearner.learner.batch.pack import pack
 from raylearner.learner.recording import StepProfiler
 from raylearner.observability.spans import Tracer
-from raylearner.types import TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 
 def test_a_step_returns_advantages_and_start_log_probabilities_by_trajectory(
-    tiny_folder: Path, make_groups: MakeGroups
+    tiny_folder: Path,
 ) -> None:
     section = LearnerSection(
         compute_dtype="float64",

@@ -1,19 +1,18 @@
 """Checkpoints saved beside training by four ranks, resumed by two, and by one."""
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from learners import full_state, make_learner
+from learners import full_state, make_groups, make_learner
 from ranks import run_ranks
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.types import TrajectoryGroup
 
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 CONFIG: dict[str, Any] = {"compute_dtype": "float32", "learning_rate": 1e-2}
 SCRIPT = Path(__file__).with_name("reshard_rank.py")
 
@@ -40,7 +39,7 @@ def assert_equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def test_four_ranks_are_resumed_by_two_and_those_by_one(
-    untied_folder: Path, make_groups: MakeGroups, tmp_path: Path
+    untied_folder: Path, tmp_path: Path
 ) -> None:
     """The four hold two copies. Nothing of the step made while they wrote is in what they wrote."""
     groups = [make_groups(seed, policy_version=seed) for seed in range(3)]

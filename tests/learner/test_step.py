@@ -1,7 +1,6 @@
 """Steps apart from the loss: warm-up, early stop, updated references, skips, resuming."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,13 @@ from typing import Any
 import learners
 import pytest
 import torch
-from learners import step, weights_of
+from learners import make_groups, step, weights_of
 from torch import Tensor
 
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError, ConfigError, LearnerError
 from raylearner.learner.learner import Learner
 from raylearner.types import StopReason, TrajectoryGroup
-
-MakeGroups = Callable[..., list[TrajectoryGroup]]
 
 GAE: dict[str, Any] = {"advantage": {"kind": "gae"}, "critic": {"learning_rate": 1e-2}}
 REFRESHED = {"kind": "refreshed", "every_steps": 2, "mix": 0.5}
@@ -31,29 +28,46 @@ def make_learner(folder: Path, run_dir: Path | None = None, **changes: Any) -> L
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "num_before", "folders"),
     [
-        GAE | {"critic": {"warmup_steps": 1}},
-        GAE | {"critic": {"trunk": "shared"}},
-        {"kl": {"coefficient": 0.1, "reference": REFRESHED, "controller": ADAPTIVE}},
-        {"loss": {"kind": "clip_cov", "covariance_low": 0.0, "drop_ratio": 0.3}},
-        GAE | {"resampling": {"kind": "max_random"}},
+        ({"schedule": "cosine", "warmup_steps": 2}, 0, {"learner", "model"}),
+        (GAE | {"critic": {"warmup_steps": 1}}, 2, {"learner", "model", "critic"}),
+        (GAE | {"critic": {"trunk": "shared"}}, 2, {"learner", "model"}),
+        (
+            {"kl": {"coefficient": 0.1, "reference": REFRESHED, "controller": ADAPTIVE}},
+            2,
+            {"learner", "model", "reference"},
+        ),
+        (
+            {"loss": {"kind": "clip_cov", "covariance_low": 0.0, "drop_ratio": 0.3}},
+            2,
+            {"learner", "model"},
+        ),
+        (GAE | {"resampling": {"kind": "max_random"}}, 2, {"learner", "model", "critic"}),
+        ({"lora": {"rank": 4, "alpha": 8}}, 1, {"learner", "model", "adapter"}),
     ],
-    ids=["critic", "shared_critic", "reference", "clip_cov", "resampling"],
+    ids=["unstarted", "critic", "shared_critic", "reference", "clip_cov", "resampling", "lora"],
 )
 def test_resume_is_exact(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups, changes: dict[str, Any]
+    tiny_folder: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    num_before: int,
+    folders: set[str],
 ) -> None:
     steps = [make_groups(seed, num_groups=2) for seed in range(3)]
     whole = make_learner(tiny_folder, **changes)
-    for groups in steps[:2]:
+    for groups in steps[:num_before]:
         step(whole, groups)
     whole.save(tmp_path)
-    after = [step(whole, groups).metrics for groups in steps[2:]]
+    state = torch.get_rng_state()
+    after = [step(whole, groups).metrics for groups in steps[num_before:]]
 
     resumed = make_learner(tiny_folder, **changes)
     resumed.restore(tmp_path)
-    again = [step(resumed, groups).metrics for groups in steps[2:]]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert resumed.num_steps == num_before
+    again = [step(resumed, groups).metrics for groups in steps[num_before:]]
     for ours, theirs in zip(after, again, strict=True):
         times = ("learner/step_s", "learner/tokens_per_s")
         assert {k: v for k, v in ours.items() if k not in times} == {
@@ -61,10 +75,7 @@ def test_resume_is_exact(
         }
     ours = weights_of(resumed)
     assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole).items())
-    expected = {"learner", "model"}
-    expected |= {"critic"} if changes.get("critic") and "trunk" not in changes["critic"] else set()
-    expected |= {"reference"} if "kl" in changes else set()
-    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert {path.name for path in tmp_path.iterdir()} == folders
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_a_learner_that_has_one(
@@ -75,9 +86,7 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_learner_that_has_one(
         make_learner(tiny_folder, **GAE).restore(tmp_path)
 
 
-def test_while_the_critic_warms_up_policy_and_version_stay(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_while_the_critic_warms_up_policy_and_version_stay(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, **GAE | {"critic": {"warmup_steps": 2}})
     before = weights_of(learner)
     values = []
@@ -94,9 +103,7 @@ def test_while_the_critic_warms_up_policy_and_version_stay(
     assert not torch.equal(weights_of(learner)["model.norm.weight"], before["model.norm.weight"])
 
 
-def test_exceeding_max_kl_ends_the_reuse_of_a_batch(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_exceeding_max_kl_ends_the_reuse_of_a_batch(tiny_folder: Path) -> None:
     groups = make_groups(0)
     free = step(make_learner(tiny_folder, num_epochs=4), groups).metrics
     assert (free["learner/num_updates"], free["learner/stopped_early"]) == (4, 0)
@@ -112,7 +119,7 @@ def test_exceeding_max_kl_ends_the_reuse_of_a_batch(
 
 
 def test_a_refreshed_reference_moves_with_every_kth_version_and_the_coefficient_with_the_kl(
-    tiny_folder: Path, make_groups: MakeGroups
+    tiny_folder: Path,
 ) -> None:
     kl = {"coefficient": 0.1, "reference": REFRESHED, "controller": ADAPTIVE}
     learner = make_learner(tiny_folder, kl=kl, num_epochs=1)
@@ -147,7 +154,7 @@ def test_no_reference_is_loaded_at_coefficient_0(tiny_folder: Path, tmp_path: Pa
 
 
 def test_skipped_steps_are_counted_and_the_last_one_writes_its_trajectories(
-    tiny_folder: Path, tmp_path: Path, make_groups: MakeGroups
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
     """One episode of a reward whose loss overflows: its group is what is written down, and no other."""
     groups = make_groups(0, num_groups=2, group_size=4)
@@ -171,9 +178,7 @@ def test_skipped_steps_are_counted_and_the_last_one_writes_its_trajectories(
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
 
 
-def test_a_value_loss_that_is_not_finite_skips_both_updates(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_a_value_loss_that_is_not_finite_skips_both_updates(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, **GAE)
     critic = learner.models.critic
     assert critic is not None
@@ -184,9 +189,7 @@ def test_a_value_loss_that_is_not_finite_skips_both_updates(
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
 
 
-def test_truncated_episodes_train_nothing_and_stay_in_the_baseline(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_truncated_episodes_train_nothing_and_stay_in_the_baseline(tiny_folder: Path) -> None:
     groups = make_groups(0)
     cut = [
         replace(
@@ -209,9 +212,7 @@ def test_truncated_episodes_train_nothing_and_stay_in_the_baseline(
     assert metrics["learner/advantage/max"] < 0  # the rest of each group is below the cut one
 
 
-def test_gdpo_weighs_reward_functions_as_the_run_does(
-    tiny_folder: Path, make_groups: MakeGroups
-) -> None:
+def test_gdpo_weighs_reward_functions_as_the_run_does(tiny_folder: Path) -> None:
     """A function of weight 0 changes nothing, whatever it says."""
 
     def with_parts(noise: float) -> list[TrajectoryGroup]:

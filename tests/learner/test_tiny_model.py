@@ -1,6 +1,5 @@
 """The tiny model: whole tags, lossless text, a chat template, and files that load again."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learners import random_trajectory
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,15 +86,13 @@ def test_narrow_heads_are_refused(tmp_path: Path) -> None:
         make_tiny_model(config, tmp_path, seed=0)
 
 
-def test_a_warm_start_imitates_only_what_the_mask_shows(
-    tmp_path: Path, make_trajectory: Callable[..., Trajectory]
-) -> None:
+def test_a_warm_start_imitates_only_what_the_mask_shows(tmp_path: Path) -> None:
     config = TinyModel(kind="tiny", hidden_size=32, num_layers=1, num_heads=1, intermediate_size=64)
     make_tiny_model(config, tmp_path, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     shown, hidden = (tokenizer(text)["input_ids"] for text in ("abcabcabc", "xyz"))
     demonstration = replace(
-        make_trajectory(np.random.default_rng(0)),
+        random_trajectory(np.random.default_rng(0)),
         token_ids=np.array(hidden + shown, np.int32),
         loss_mask=np.array([False] * len(hidden) + [True] * len(shown)),
     )
@@ -108,9 +106,7 @@ def test_a_warm_start_imitates_only_what_the_mask_shows(
     assert logprobs[1:3].mean() < -1.0
 
 
-def test_a_warm_start_teaches_the_vision_tower_to_tell_pages_apart(
-    tmp_path: Path, make_trajectory: Callable[..., Trajectory]
-) -> None:
+def test_a_warm_start_teaches_the_vision_tower_to_tell_pages_apart(tmp_path: Path) -> None:
     config = TinyModel.model_validate(
         {"kind": "tiny", "hidden_size": 64, "num_layers": 1, "num_heads": 2, "vision": {}}
     )
@@ -126,7 +122,7 @@ def test_a_warm_start_teaches_the_vision_tower_to_tell_pages_apart(
         Image.new("RGB", (28, 28), colour).save(buffer, "PNG")
         ids = [30, *vision.block(buffer.getvalue()), answer]
         made = replace(
-            make_trajectory(np.random.default_rng(0)),
+            random_trajectory(np.random.default_rng(0)),
             token_ids=np.array(ids, np.int32),
             loss_mask=np.arange(len(ids)) == len(ids) - 1,
             images=(buffer.getvalue(),),

@@ -1,4 +1,4 @@
-"""Learners for tests, their steps and their state."""
+"""Learners for tests, random trajectories, steps and states."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,65 @@ from raylearner.learner.learner import Learner
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.learner.weight_writer import probe_logprobs
 from raylearner.observability.spans import Tracer
-from raylearner.types import TrajectoryGroup
+from raylearner.types import Trajectory, TrajectoryGroup
+
+
+def random_trajectory(
+    rng: np.random.Generator,
+    *,
+    group_id: int = 0,
+    sample_index: int = 0,
+    segment: int = 0,
+    num_tokens: int = 12,
+    policy_version: int = 0,
+    reward: float | None = 0.0,
+    trains: bool = True,
+) -> Trajectory:
+    """A prompt of 2 tokens, then sampled tokens with some observations between."""
+    loss_mask = rng.random(num_tokens) < 0.7
+    loss_mask[:2] = False
+    loss_mask[-1] = True
+    logprobs = np.where(loss_mask, -3.0 - rng.random(num_tokens), np.nan)
+    return Trajectory(
+        group_id=group_id,
+        sample_index=sample_index,
+        attempt=0,
+        segment=segment,
+        prompt_id=str(group_id),
+        token_ids=rng.integers(10, 200, num_tokens).astype(np.int32),
+        loss_mask=loss_mask,
+        train_mask=loss_mask.copy() if trains else np.zeros_like(loss_mask),
+        behavior_logprobs=logprobs.astype(np.float32),
+        policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
+        claim_policy_version=policy_version,
+        reward=reward,
+    )
+
+
+def make_groups(
+    seed: int, *, num_groups: int = 3, group_size: int = 4, policy_version: int = 0
+) -> list[TrajectoryGroup]:
+    """Groups of random lengths and 0/1 rewards."""
+    rng = np.random.default_rng(seed)
+    return [
+        TrajectoryGroup(
+            group_id=1000 * seed + group,
+            prompt_id=str(group),
+            policy_version=policy_version,
+            trajectories=tuple(
+                random_trajectory(
+                    rng,
+                    group_id=1000 * seed + group,
+                    sample_index=index,
+                    num_tokens=int(rng.integers(4, 24)),
+                    policy_version=policy_version,
+                    reward=float(rng.integers(0, 2)),
+                )
+                for index in range(group_size)
+            ),
+        )
+        for group in range(num_groups)
+    ]
 
 
 def make_learner(
