@@ -25,8 +25,6 @@ RENAMED_KEYS = {
     "run.should_checkpoint_async": "checkpoint_async",
     "weights.proof_statistic": "verify_statistic",
     "weights.proof_tolerance": "verify_tolerance",
-    "weights.proof_statistic": "verify_statistic",
-    "weights.proof_tolerance": "verify_tolerance",
     "weights.should_clear_caches": "clear_caches",
 }
 """Dotted keys, `*` for any item of a list, and the name that took the last part's place."""
