@@ -1,4 +1,4 @@
-"""Clean-ups that take every step and keep the first error."""
+"""Clean-up that takes every step and keeps the first error."""
 
 import inspect
 import logging
@@ -41,7 +41,7 @@ def clean_up_now(cause: BaseException | None, *steps: Callable[[], object]) -> N
 
 
 def _next(failure: Exception | None, error: Exception, cause: BaseException | None) -> Exception:
-    """Return the first failure; log later ones, and all behind a cause."""
+    """Return the first failure; log later ones, and all of them if there is a `cause`."""
     if failure is None and cause is None:
         return error
     logger.warning("while ending the run: %s", summary(error))

@@ -190,8 +190,8 @@ def submit(
     with _exit_codes():
         if sweep_file is not None and (arguments or resume is not None):
             raise ConfigError(
-                f"--sweep {sweep_file}: does not go with --resume, other files or overrides; write those"
-                " into `base` and `overrides` of the sweep file"
+                f"--sweep {sweep_file}: cannot be combined with --resume, other files or "
+                "overrides; write those into `base` and `overrides` of the sweep file"
             )
         _require_resume(restart_if_no_checkpoint, resume)
         from raylearner.jobs import submission
@@ -295,7 +295,7 @@ def _load(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """Load files and overrides; `environment` is that of the run, where it is known."""
+    """Load files and overrides; `environment` is the run's environment, if it is known."""
     overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
     files = [a for a in arguments if a not in overrides]
     if resume is not None:
@@ -327,7 +327,7 @@ def _with_run_dir(config: RunConfig, resume: Path | None) -> RunConfig:
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn errors into a message and an exit code; the only place that does."""
+    """Turn errors into a message and an exit code, for all commands."""
     job_variables.take()
     network.keep_direct()
     try:

@@ -1,4 +1,4 @@
-"""The one form in which trajectories leave a process: few arrays, and plain values beside them.
+"""The one packed form of trajectories outside a process: a few arrays, and plain values.
 
 Ray calls between actors, replay and learner pickle it, and the replay's snapshot writes it to disk.
 """
@@ -44,7 +44,7 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[list[dict[str, Any]], Arra
 
 
 def unpack(values: Sequence[Mapping[str, Any]], arrays: Arrays) -> list[Trajectory]:
-    """Invert `pack`, also after a way through JSON. Arrays are views of the packed ones."""
+    """Invert `pack`, also after a round trip through JSON. Arrays are views of the packed ones."""
     ends = list(accumulate(arrays["lengths"].tolist()))
     starts = [0, *ends]
     return [
@@ -66,7 +66,7 @@ class EpisodeBatch(list[list[Trajectory]]):
     """Episodes, each a list of segments, that pickle packed: many small buffers are slow on Ray.
 
     Arrives as a plain list. Trajectories with wrong dtypes or lengths travel unpacked, so that the
-    replay can refuse them and name the reason.
+    replay can reject them with the reason.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ class RaylearnerError(Exception):
 
 
 class ConfigError(RaylearnerError, ValueError):
-    """Bad input from the user: YAML, overrides, data rows, model directories. Exit code 2."""
+    """Invalid user input: YAML, overrides, data rows, model directories. Exit code 2."""
 
 
 class DialogueError(RaylearnerError, ValueError):
@@ -27,13 +27,13 @@ class DialogueError(RaylearnerError, ValueError):
 
 
 class TrajectoryError(RaylearnerError):
-    """An episode failed. Recorded on its trajectory and counted by `kind`; never fatal alone."""
+    """An episode failed. Recorded in its trajectory and counted by `kind`; never fatal on its own."""
 
     kind = "trajectory"
 
     @property
     def text(self) -> str:
-        """The message behind its kind, as trajectories record it."""
+        """The message with its kind as prefix, as trajectories record it."""
         return f"{self.kind}: {self}"
 
 
@@ -62,7 +62,7 @@ class RewardError(TrajectoryError):
 
 
 class JudgeRefused(RewardError):
-    """A judge's service refused a request, and would refuse it again."""
+    """A judge's service permanently refused a request."""
 
 
 class RenderError(TrajectoryError):
@@ -80,7 +80,7 @@ class UserCodeStuck(RaylearnerError):
 
 
 class ReplayError(RaylearnerError):
-    """A trajectory or a call breaks the replay contract; the rule is named."""
+    """A trajectory or a call violates the replay contract; the message contains the rule."""
 
 
 class TooManyFailures(RaylearnerError):
@@ -88,7 +88,7 @@ class TooManyFailures(RaylearnerError):
 
 
 class WeightTransferError(RaylearnerError):
-    """Weights did not arrive, or could not be verified to be the learner's."""
+    """Weights could not be loaded, or could not be verified to be the learner's."""
 
 
 class PushBroken(WeightTransferError):
@@ -104,7 +104,7 @@ class StalledError(RaylearnerError):
 
 
 class LearnerError(RaylearnerError):
-    """A learner step failed, and a restart would not help."""
+    """A learner step failed in a way that a restart would not fix."""
 
 
 class LearnerDied(RaylearnerError):

@@ -1,6 +1,6 @@
 """The HTTP client of tools and judges: requests limited in time, size and number, retried by one policy.
 
-A service outside may be behind a proxy, as `raylearner.network` has it. No cookies and no content
+External services may be called through a proxy, see `raylearner.network`. No cookies and no content
 encodings: a reply's size limit holds for the bytes that are parsed.
 """
 
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 class RequestFailed(Exception):
-    """A request failed for good: `POST <url>`, the reason and the number of tries."""
+    """A request finally failed: `POST <url>`, the reason and the number of tries."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RequestFailed(Exception):
         status: int | None = None,
         content: bytes = b"",
     ) -> None:
-        """`has_answered` is set where a reply came; `status` and `content` belong to a refusal."""
+        """`has_answered` is set if a reply arrived; `status` and `content` are those of a refusal."""
         super().__init__(reason)
         self.is_transient = is_transient
         self.has_answered = has_answered
@@ -184,7 +184,7 @@ class HttpClient:
             coding = response.headers.get("Transfer-Encoding", "chunked")
             if coding.lower() != "chunked":
                 response.close()
-                raise RequestFailed(f"answered in the transfer encoding {coding[:40]!r}")
+                raise RequestFailed(f"replied in the transfer encoding {coding[:40]!r}")
             most = self._section.max_reply_bytes
             length = response.content_length
             content = bytearray()
@@ -197,7 +197,7 @@ class HttpClient:
                     return response.status, bytes(content)
             response.close()
             raise RequestFailed(
-                f"answered more than {most} bytes", is_transient=False, has_answered=True
+                f"sent more than {most} bytes", is_transient=False, has_answered=True
             )
 
 

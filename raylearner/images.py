@@ -1,4 +1,4 @@
-"""Encoded images: checked where they come from outside, and fitted to what a model takes."""
+"""Encoded images: validated when they come from outside, and fitted to a model's limits."""
 
 import base64
 import binascii
@@ -13,8 +13,8 @@ from raylearner.errors import RenderError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MULTI_PICTURE = "MPO"
-"""Pillow's name for a JPEG with further pictures behind the first, as phones make them; the first is
-shown."""
+"""Pillow's name for a JPEG with several pictures, as some phones write; the first is shown.
+"""
 MIN_SIDE, MAX_PIXELS, MAX_BYTES = 8, 1 << 24, 8 << 20
 """Limits of images from outside: the shorter side, width times height, and the encoded size."""
 MAX_ASPECT_RATIO = 200
@@ -27,7 +27,7 @@ TURNED = (5, 6, 7, 8)
 """Orientations of EXIF in which width and height change places."""
 
 TargetSize = Callable[[int, int], tuple[int, int]]
-"""From height and width to those that the model is shown."""
+"""Function from height and width to those that the model is shown."""
 
 
 class BadImage(ValueError):
@@ -41,7 +41,7 @@ def decode_base64(contents: str) -> bytes:
     try:
         encoded = base64.b64decode(contents.encode("ascii"), altchars=b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error) as error:
-        raise BadImage("image is not whole url-safe base64") from error
+        raise BadImage("image is not valid url-safe base64") from error
     check_image(encoded)
     return encoded
 
@@ -77,7 +77,7 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
 
 
 def decode_fitted(encoded: bytes) -> Image.Image:
-    """Return an image that `fit_image` made, as RGB. Raises Pillow's errors where it does not decode."""
+    """Return an image from `fit_image` as RGB. Raises Pillow's errors where it does not decode."""
     with Image.open(io.BytesIO(encoded)) as image:
         return image.convert("RGB")
 
@@ -142,7 +142,7 @@ def _open(encoded: bytes) -> Iterator[Image.Image]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Put it on white where it is transparent, and reduce 16 bits a channel to 8."""
+    """Put transparent images on white, and reduce 16 bits per channel to 8."""
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.float64) / 257.0
         image = Image.fromarray(values.clip(0, 255).round().astype(np.uint8))

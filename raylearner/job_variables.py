@@ -43,7 +43,7 @@ def packed(names: Sequence[str], environment: Mapping[str, str]) -> Iterator[Pat
         content = {
             "salt": secrets.token_hex(
                 16
-            ),  # so that the visible hash reveals nothing about the values
+            ),  # salt: the visible hash reveals nothing about the values
             "variables": {name: environment[name] for name in names},
         }
         descriptor = os.open(package / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -65,7 +65,7 @@ def _problem(name: str, environment: Mapping[str, str]) -> str | None:
     if "=" in name:
         return f"{OPTION} {name.partition('=')[0]}=..: names a variable and takes no value; export it first"
     if not _NAME.fullmatch(name):
-        return f"{OPTION} {name}: is not a variable's name"
+        return f"{OPTION} {name}: is not a valid variable name"
     if name not in environment:
         return f"{OPTION} {name}: the environment variable is not set here; export it first"
     return None

@@ -3,8 +3,7 @@
 Our own addresses are always called directly: loopback, this machine's names and addresses, the
 nodes of the Ray cluster, its dashboard. All others follow `http_proxy`, `https_proxy`, `all_proxy`
 and `no_proxy` of the environment. `keep_direct` adds our addresses to `no_proxy`, which httpx,
-requests, urllib and the programs that a run starts read by themselves; `proxy_of` is for our own
-client.
+requests, urllib and the programs of a run read; `proxy_of` is for our own client.
 """
 
 import base64
@@ -152,14 +151,14 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def check_reachable(address: str) -> None:
-    """Raises `OSError` where nothing listens at `host:port`; other forms are Ray's to read."""
+    """Raises `OSError` if nothing listens at `host:port`; other forms of addresses are left to Ray."""
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal() and int(port) < 2**16:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def refuse_bad_authentication() -> None:
-    """Raises `ConfigError` for variables at which Ray would abort the process, or do as if not set."""
+    """Raises `ConfigError` for variables that would make Ray abort, or that it would ignore."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     if path and not os.environ.get("RAY_AUTH_TOKEN") and not _is_readable(path):
         raise ConfigError(

@@ -25,7 +25,7 @@ Metrics: TypeAlias = dict[str, float]
 
 
 def encodable(text: str) -> str:
-    """Replace every half of a surrogate pair by U+FFFD, and join whole pairs."""
+    """Replace every unpaired surrogate by U+FFFD, and join pairs."""
     if text.isascii():
         return text
     try:
@@ -59,7 +59,7 @@ def encodable_values(value: Any) -> Any:
 
 
 def encodable_json(content: bytes) -> bytes:
-    """Rewrite JSON for strict readers where it holds half a surrogate pair.
+    """Rewrite JSON for strict readers if it contains an unpaired surrogate.
 
     Content that is not JSON is returned unchanged.
     """
@@ -89,7 +89,7 @@ def visible(text: str) -> str:
 
 
 def finite_or_nan(value: object) -> float:
-    """Return a number as a finite float; NaN for any other value that users' code reports."""
+    """Return a number as a finite float; NaN for any other value that user code reports."""
     try:
         number = float(cast(Any, value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's

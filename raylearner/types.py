@@ -41,7 +41,7 @@ IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class StopReason(StrEnum):
-    """Why an episode ended."""
+    """Reason for the end of an episode."""
 
     ANSWER = "answer"
     END = "end"
@@ -52,7 +52,7 @@ class StopReason(StrEnum):
 
 
 class CompletionStop(StrEnum):
-    """Why the engine stopped sampling."""
+    """Reason for the end of sampling."""
 
     END = "end"
     STOP_STRING = "stop_string"
@@ -109,7 +109,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of a data source: what an episode starts from and what its rewards need."""
+    """One row of a data source: the start of an episode, and the inputs of its rewards."""
 
     prompt_id: str
     messages: tuple[Message, ...]
@@ -136,7 +136,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the engine samples; log-probabilities are those of the resulting distribution."""
+    """Sampling parameters of the engine; log-probabilities are those of the resulting distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -36,7 +36,7 @@ SEED_STEP = 1_000_003
 
 
 class Player(Protocol):
-    """Plays whole episodes by itself, as agent programs do."""
+    """Plays complete episodes without turns from here, as agent programs do."""
 
     async def play(self, kit: "EpisodeKit", claim: Claim, sampling: Sampling) -> list[Trajectory]:
         """Return the episode's segments, scored."""
@@ -212,7 +212,7 @@ async def sample_turn(
     opening: str = "",
     images: Sequence[bytes] = (),
 ) -> Completion:
-    """Sample one turn behind `token_ids`, which are in the engine's form.
+    """Sample one turn after `token_ids`, which are in the engine's form.
 
     `opening` is the tag of the thought that the turn begins in. Where the engine stops at a string
     inside a thought, the turn continues from there: its tokens, log-probabilities and policy versions

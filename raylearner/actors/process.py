@@ -1,4 +1,4 @@
-"""Preparation of every process of a run, before anything in it makes a call."""
+"""Setup of every process of a run, before its first network call."""
 
 import ray
 
@@ -6,7 +6,7 @@ from raylearner import job_variables, network
 
 
 def prepare_process() -> None:
-    """Take the variables that were handed on to the job, then reach the cluster's nodes directly."""
+    """Set the variables that were passed to the job, and exempt the cluster's nodes from proxies."""
     job_variables.take()
     reach_nodes_directly()
 

@@ -1,4 +1,4 @@
-"""The Ray shells of rewards in processes of their own: reward models, and functions of groups."""
+"""The Ray actors for rewards in separate processes: reward models, and group reward functions."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -134,7 +134,7 @@ async def _score(name: str, actor: Any, conversation: Conversation) -> float:
 
 
 def _make_absolute(section: RewardModel) -> RewardModel:
-    """Make a local path absolute: actors have working directories of their own."""
+    """Make a local path absolute, since actors have other working directories."""
     folder = Path(section.path).expanduser()
     return (
         section.model_copy(update={"path": str(folder.absolute())}) if folder.is_dir() else section

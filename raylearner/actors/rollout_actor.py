@@ -1,4 +1,4 @@
-"""The Ray shell around a rollout worker and its engine."""
+"""The Ray actor around a rollout worker and its engine."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 def make_sampling(section: schema.SamplingSection, renderer: Renderer) -> Sampling:
-    """Return the section's numbers with the renderer's special tokens, as engines take them."""
+    """Return engine sampling parameters from the section and the renderer's special tokens."""
     return Sampling(
         temperature=section.temperature,
         top_p=section.top_p,
@@ -56,7 +56,7 @@ class RolloutActor:
     ) -> None:
         """`replay` is the handle of the replay actor; None for an actor that only evaluates.
 
-        `adapter_rank` is the rank of pushed adapters; None where whole weights are pushed.
+        `adapter_rank` is the rank of pushed adapters; None where full weights are pushed.
         """
         prepare_process()
         self._actor_id = actor_id

@@ -2,7 +2,7 @@
 
 Consumes claims; produces trajectories. Waits for the replay to admit groups (unblocked by the
 learner's commit and by new weights of this engine) and for a free episode slot (unblocked by an
-episode). A finished episode waits briefly for others to be sent together with.
+episode). A finished episode waits briefly, to be sent together with others.
 """
 
 import asyncio
@@ -68,8 +68,9 @@ class RolloutWorker:
         self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
-        """Play until `halt`. Raises errors that are not one episode's failure, and `UserCodeStuck` when
-        users' code has used up this process."""
+        """Play until `halt`. Raises errors that are not the failure of one episode, and
+        `UserCodeStuck` when too many calls of user code in this process never ended.
+        """
         try:
             async with asyncio.TaskGroup() as episodes:
                 while not self._is_halted:
@@ -88,7 +89,7 @@ class RolloutWorker:
         self._slot_freed.set()
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Play one episode per prompt, beside any others; the replay receives none of them.
+        """Play one episode per prompt, in parallel to any others; the replay receives none of them.
 
         Segments of an episode share its group id.
         """
@@ -228,7 +229,9 @@ class _PendingEpisode:
 
 
 class _BusyClock:
-    """Seconds without any episode in flight, and in all, since the last drain; idle periods as spans."""
+    """Measures the seconds without an episode in flight, and in total, since the last drain;
+    records idle periods as spans.
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -1,6 +1,6 @@
 """Check combinations of keys that would deadlock, crash or bias a run.
 
-Nothing is started. Only the paths that a run would open are looked at.
+Nothing is started. Only the paths that a run would open are inspected.
 """
 
 from collections.abc import Iterator
@@ -283,7 +283,7 @@ attention that ranks exchange."""
 
 
 def check_context(config: RunConfig) -> Iterator[Finding]:
-    """Yield errors of the number of ranks and, as far as local files show, of the model."""
+    """Yield errors in the number of ranks and, for models with local files, in the model."""
     size, num_ranks = config.learner.context_parallel_size, config.learner.num_ranks
     if size == 1:
         return

@@ -19,7 +19,7 @@ from raylearner.config.section import (
 
 
 class _Source(Section):
-    """What all sources share."""
+    """Keys that all sources share."""
 
     source: MetricName | None = None
     """Name under which rewards of this source are reported. Default: that of the task or file."""
@@ -28,7 +28,7 @@ class _Source(Section):
 
     @property
     def source_name(self) -> str:
-        """Return the name under which it is reported."""
+        """Return the name under which the source is reported."""
         return self.source or self._default_name()
 
     def _default_name(self) -> str:
@@ -189,8 +189,8 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message of each prompt that has none."""
     examples: tuple[ExampleMessage, ...] = ()
-    """Worked examples, message by message, between the system message and each prompt; they show small
-    models the use of tags."""
+    """Worked examples, message by message, before each prompt; they teach small models to use tags.
+    """
 
     @property
     def weights(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from raylearner.config.problems import Problem, Where, shown
 Scalar: TypeAlias = str | int | float | bool | None
 
 NULL_WORDS = frozenset({"none", "nil", "null", "~"})
-"""Words that people write for no value; YAML reads `None` as text."""
+"""Spellings of null in other languages; YAML reads `None` as text."""
 DEFAULTS = Where(rank=-1, line=0, label="default")
 
 
@@ -177,7 +177,7 @@ def _yaml() -> Any:
 
 
 def _represent_text(representer: Any, text: str) -> Any:
-    """Quote words for null, which `loader.ambiguous_words` would refuse."""
+    """Quote spellings of null, which `loader.ambiguous_words` would refuse."""
     style = "'" if text.lower() in NULL_WORDS else None
     return representer.represent_scalar(_TAG + "str", text, style=style)
 
@@ -189,7 +189,7 @@ def _at(where: Where, line: int) -> Where:
 
 
 class _TooLarge(Exception):
-    """More values than a configuration could have."""
+    """Raised for a document with more values than a configuration could have."""
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""What an episode is: the environment and its tools."""
+"""The form of an episode: the environment and its tools."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -49,7 +49,7 @@ class SandboxSection(Section):
 
 
 class _NamedTool(Section):
-    """What all tools share."""
+    """Keys that all tools share."""
 
     name: str | None = None
     """Name of the tool in calls, and its tag in the tags dialect. Default: the kind, and a short tag."""
@@ -74,10 +74,11 @@ class CalculatorTool(_NamedTool):
 
 
 class _Tool(_NamedTool):
-    """What tools with a service or a function behind them share."""
+    """Keys that tools with a service or a function share."""
 
     on_failure: Literal["observation", "fail"] = "observation"
-    """What follows the last retry: the policy is shown the failure, or the trajectory fails."""
+    """Consequence of a failed last retry: the policy is shown the failure, or the trajectory fails.
+    """
 
 
 class _ServiceTool(_Tool):
@@ -163,7 +164,7 @@ ToolSection = Annotated[
 
 
 PROGRAM_KEYWORDS = ("base_url", "api_key", "messages", "columns")
-"""What a program is called with, by name."""
+"""Names of the keyword arguments that a program is called with."""
 
 
 class SingleTurn(Section):

@@ -38,7 +38,7 @@ def check_images(config: RunConfig) -> list[Finding]:
 
 
 def image_warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a note if pages are too large for a response."""
+    """Yield a warning if pages are too large for a response."""
     pixels, room = config.renderer.images.max_pixels, config.renderer.max_response_tokens
     per_token = _token_pixels(config)
     if per_token is None or not any(_pages(config)):
@@ -46,8 +46,9 @@ def image_warnings(config: RunConfig) -> Iterator[str]:
     most = pixels // per_token + NUM_MARKS
     if most > room:
         yield (
-            f"renderer.images.max_pixels: pages of {pixels:,} pixels have {most:,} tokens, more than"
-            f" renderer.max_response_tokens = {room:,}: such pages are left out and end episodes"
+            f"renderer.images.max_pixels: pages of {pixels:,} pixels take {most:,} tokens, more "
+            f"than renderer.max_response_tokens = {room:,}: such pages are left out and end "
+            "episodes"
         )
 
 
@@ -169,8 +170,8 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
         if has_images and smallest + NUM_MARKS > room:
             yield Finding(
                 f"renderer.{key}",
-                f"must be >= {smallest + NUM_MARKS}, got {room}: the smallest image has so many tokens with"
-                f" renderer.images.min_pixels = {minimum}; raise this or lower that",
+                f"must be >= {smallest + NUM_MARKS}, got {room}: this is the size of the smallest "
+                f"image with renderer.images.min_pixels = {minimum}; raise this or lower that",
             )
 
 

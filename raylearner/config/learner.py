@@ -72,9 +72,10 @@ class LearnerSection(Section):
     """Keeps master weights, moments and gradients in host memory (16 bytes per parameter) and updates them
     on CPUs; weights move to the GPU for every micro-batch's forward and backward."""
     context_parallel_size: PositiveInt = 1
-    """Number of neighbouring ranks that share each micro-batch, with a slice of its tokens each, for
-    trajectories too long for one. Must divide `num_ranks` and the attention heads; fewer key-value heads are
-    repeated."""
+    """Number of consecutive ranks that share each micro-batch, with a slice of its tokens each, for
+    trajectories too long for one. Must divide `num_ranks` and the attention heads; fewer key-value
+    heads are repeated.
+    """
     cpus_per_rank: NonNegativeFloat = 1.0
     """Number of CPUs that Ray reserves per rank."""
     gpus_per_rank: AutoFloat = "auto"
@@ -112,7 +113,8 @@ class LearnerSection(Section):
     """Attention kernel for packed sequences; `auto` takes flash-attn if installed, else torch's varlen
     kernel, and SDPA where neither runs."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward recomputes: nothing, all but matrix products and attention, or whole blocks."""
+    """Activations recomputed by the backward: none, all but matrix products and attention, or all.
+    """
     compile: bool = False
     """Compiles each transformer block except those of a vision tower: minutes at the start, faster steps
     after."""
@@ -129,7 +131,7 @@ class LearnerSection(Section):
     reward: RewardShaping = RewardShaping()
     """Shaping of rewards before any baseline."""
     advantage: AdvantageSection = GrpoAdvantage(kind="grpo")
-    """How rewards become advantages."""
+    """Estimator of advantages."""
     resampling: ResamplingSection | None = None
     """If present, episodes of a batch are resampled by their reward after advantages are known."""
     loss: LossSection = DecoupledPpo(kind="decoupled_ppo")
@@ -148,7 +150,8 @@ class LearnerSection(Section):
     critic: CriticSection | None = None
     """If present, a value function, for the advantages that need one."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number, always by global counts. Losses by row take their mean."""
+    """Aggregation of token losses into one number, by global counts. Losses per row are averaged.
+    """
     aggregation_scale: PositiveFloat | None = None
     """Token divisor of `sequence_mean_of_sums_scaled`: the maximum completion length."""
     mask_truncated: bool = False

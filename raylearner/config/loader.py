@@ -135,7 +135,9 @@ def _read_file(path: Path, where: Where) -> _Read:
 
 
 def _is_readable(path: Path) -> bool:
-    """Return whether reading ends: for files, directories and the shell's `<(command)`."""
+    """Return whether reading the path ends: true for files, directories and the shell's
+    `<(command)`.
+    """
     mode = path.stat().st_mode
     is_pipe = path.parent in (Path("/dev/fd"), Path("/proc/self/fd")) or path == Path("/dev/stdin")
     return S_ISREG(mode) or S_ISDIR(mode) or (S_ISFIFO(mode) and is_pipe)
@@ -189,7 +191,7 @@ def _validate(tree: Node, root: type[_Section]) -> tuple[_Section | None, list[P
         return root.model_validate_json(json.dumps(tree.plain()), strict=True), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    # Strict integers refuse 4e8, which people write for 400 million.
+    # Strict integers refuse 4e8, a common spelling of 400 million.
     is_rounded = False
     for detail in details:
         value = detail["input"]
@@ -339,7 +341,7 @@ def ambiguous_words(
 
 
 def is_null_word(value: object) -> bool:
-    """Return whether a value is a word that people write for null."""
+    """Return whether a value is a spelling of null."""
     return isinstance(value, str) and value.strip().lower() in NULL_WORDS
 
 
@@ -379,7 +381,7 @@ def _ambiguity(
     if is_null_word(value) and (is_nullable_text or is_bare):
         if allows_lower_case and value == value.lower():
             return None
-        quoted = "" if is_nullable_text else ", or put it in quotes if you mean the word"
+        quoted = "" if is_nullable_text else ", or put it in quotes to use it as text"
         return f"{value!r} is text in YAML, not null; write null{quoted}"
     return None
 

@@ -21,9 +21,9 @@ GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_HEADER_BYTES = 100_000_000
 LOGIT_COPIES = 4
-"""Number of float32 copies of a chunk's logits while their gradient is computed."""
+"""Number of float32 copies of a chunk's logits during the computation of their gradient."""
 GATHERED_BLOCKS = 2
-"""The block that computes, and the one that is prefetched."""
+"""Number of gathered blocks: the one that computes, and the one that is prefetched."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)\.(?:weight|bias)$")
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
 
@@ -219,10 +219,8 @@ def estimate(
 def _kept_per_token(size: ModelSize | TowerSize, checkpointing: str) -> int:
     """Return the number of elements that the blocks keep for the backward of one token."""
     hidden, inner, attention = size.hidden_size, size.intermediate_size, size.attention_size
-    products = (
-        attention + 3 * hidden + 2 * inner
-    )  # q, k, v, what attention gives, two outputs, gates
-    # Norms keep their input, in float32 twice as wide, and what they give; the gated unit two more.
+    products = attention + 3 * hidden + 2 * inner  # q, k, v, attention output, two outputs, gates
+    # Norms keep their input, in float32 twice as wide, and their output; the gated unit two more.
     everything = products + 8 * hidden + 2 * inner
     if checkpointing == "none":
         return size.num_blocks * everything

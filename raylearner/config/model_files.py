@@ -18,8 +18,9 @@ LOGIT_CHANGES = (
     "dim_model_base",
 )
 """Config keys that change logits after the head, unless neutral: 1, or the hidden size for
-`dim_model_base`, which divides it. Families have other such keys and defaults, so a learner measures its
-model when it loads it."""
+`dim_model_base`, which divides it. Families have other such keys and defaults, so a learner also
+tests its model when it loads it.
+"""
 
 CHUNK_BYTES = 1 << 24
 """Number of bytes of compared files that are read at a time."""
@@ -86,7 +87,7 @@ def model_errors(folder: Path, *, needs_weights: bool = True) -> Iterator[str]:
 def scoring_errors(folder: Path) -> Iterator[str]:
     """Yield reasons in config.json why the learner's log-probabilities would differ from the model's.
 
-    The learner measures its model as well, when it loads it.
+    The learner also tests its model when it loads it.
     """
     config = read_json(folder / "config.json")
     family, text = config.get("model_type"), text_config(config)
@@ -164,7 +165,7 @@ def _is_same(left: Place, right: Place) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """How the files of one family's models name tokens and count pixels."""
+    """Conventions of one model family's files: names of tokens, and the counting of pixels."""
 
     token_mark: str = "vision"
     """Part of the names of the tokens at an image's start and end."""

@@ -21,7 +21,7 @@ from raylearner.learner.objective.returns import VtraceAdvantage
 
 
 def check_objective(config: RunConfig) -> Iterator[Finding]:
-    """Find all clashes within the objective, and of it with the rest of a run."""
+    """Find all conflicts within the objective, and between it and the rest of a run."""
     yield from _custom(config)
     yield from _baselines(config)
     yield from _critic(config)
@@ -57,8 +57,8 @@ def objective_warnings(config: RunConfig) -> Iterator[str]:
         and kl.reference.path is None
     ):
         yield (
-            "learner.kl.reference: 'frozen' loads a second copy of the model that the adapters are "
-            "on; 'adapter_off' gives the same numbers without it"
+            "learner.kl.reference: 'frozen' loads a second copy of the base model; 'adapter_off' "
+            "gives the same numbers without it"
         )
     if kl is not None and kl.place == "loss" and kl.estimator == "k1" and not kl.straight_through:
         yield (
@@ -89,20 +89,21 @@ def _baselines(config: RunConfig) -> Iterator[Finding]:
     if advantage.kind == "gdpo" and num_functions < 2:
         yield Finding(
             "learner.advantage.kind",
-            f"'gdpo' normalizes several reward functions apart, and rewards.functions has "
-            f"{num_functions}; with one it is 'grpo'",
+            "'gdpo' normalizes each reward function separately, but rewards.functions has "
+            f"{num_functions}; with one, use 'grpo'",
         )
     if advantage.kind == "gdpo" and config.rewards.clip is not None:
         yield Finding(
             "rewards.clip",
-            "bounds the weighted sum, and learner.advantage.kind 'gdpo' looks at each reward function "
-            "alone; remove it, and bound their rewards by learner.reward.clip_low and clip_high",
+            "bounds the weighted sum, and learner.advantage.kind 'gdpo' normalizes each reward "
+            "function separately; remove it, and bound their rewards by learner.reward.clip_low "
+            "and clip_high",
         )
     if advantage.kind == "remax" and not replay.play_greedy:
         yield Finding(
             "learner.advantage.kind",
-            "'remax' subtracts the reward of a greedy episode, and none is played; "
-            "set replay.play_greedy to true, or use 'rloo'",
+            "'remax' subtracts the reward of a greedy episode, but none is played; set "
+            "replay.play_greedy to true, or use 'rloo'",
         )
     if replay.play_greedy and advantage.kind != "remax":
         yield Finding(
@@ -161,8 +162,8 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
     if kl.coefficient > 0 and kl.reference is None:
         yield Finding(
             "learner.kl.reference",
-            f"required with learner.kl.coefficient {kl.coefficient:g}: a penalty needs something to "
-            "pull to; use `reference: {kind: frozen}`",
+            f"required with learner.kl.coefficient {kl.coefficient:g}: a KL penalty needs a "
+            "reference policy; use `reference: {kind: frozen}`",
         )
     if isinstance(kl.reference, AdapterOffReference) and config.learner.lora is None:
         yield Finding(
@@ -173,13 +174,14 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
     if isinstance(kl.reference, RefreshedReference) and config.learner.lora is not None:
         yield Finding(
             "learner.kl.reference.kind",
-            "'refreshed' mixes weights, and two adapters mixed are not their policies mixed; with "
-            "learner.lora use 'adapter_off' or 'frozen'",
+            "'refreshed' averages weights, but the average of two LoRA adapters is not the "
+            "average of their policies; with learner.lora use 'adapter_off' or 'frozen'",
         )
     if isinstance(kl.controller, AdaptiveCoefficient) and kl.coefficient == 0:
         yield Finding(
             "learner.kl.coefficient",
-            "must be > 0 with an adaptive controller, which multiplies it, got 0; 0.001 will do",
+            "must be > 0 with an adaptive controller, which multiplies it, got 0; 0.001 is a "
+            "usual value",
         )
     if kl.place == "reward":
         for key, value in (
@@ -189,8 +191,8 @@ def _kl(config: RunConfig) -> Iterator[Finding]:
             if value:
                 yield Finding(
                     f"learner.kl.{key}",
-                    "is about gradients, and a penalty in the reward has none; set it to false, "
-                    "or learner.kl.place to 'loss'",
+                    "affects gradients only, and a penalty in the reward has no gradient; set it "
+                    "to false, or learner.kl.place to 'loss'",
                 )
         if advantage.kind in ("gdpo", "gigpo"):
             yield Finding(
@@ -209,25 +211,26 @@ def _corrections(config: RunConfig) -> Iterator[Finding]:
         if number:
             yield Finding(
                 key,
-                f"{kind!r} weighs by the ratio that {weighing[0][1]!r} weighs by already; "
-                f"{rejecting}",
+                f"{kind!r} applies the ratio that {weighing[0][1]!r} already applies; {rejecting}",
             )
         elif learner.loss.weighs_by_behavior:
             yield Finding(
                 key,
-                f"{kind!r} would weigh by learner against behavior probability twice, since "
+                f"{kind!r} would apply the ratio of learner to behavior probability twice, since "
                 f"learner.loss.kind {learner.loss.kind!r} does so itself; {rejecting}, or set "
                 "learner.loss.kind to 'ppo' or 'gpg'",
             )
         elif learner.advantage.kind == "vtrace":
             yield Finding(
-                key, f"{kind!r} would weigh twice, since V-trace's advantage does; {rejecting}"
+                key,
+                f"{kind!r} would apply the ratio twice, since V-trace's advantage contains "
+                f"it; {rejecting}",
             )
         elif learner.proximal == "behavior" and learner.loss.uses_proximal:
             yield Finding(
                 key,
-                f"{kind!r} would weigh twice, since with learner.proximal 'behavior' the ratio of "
-                f"learner.loss.kind {learner.loss.kind!r} is that weight; {rejecting}",
+                f"{kind!r} would apply the ratio twice, since with learner.proximal 'behavior' "
+                f"the ratio of learner.loss.kind {learner.loss.kind!r} is that weight; {rejecting}",
             )
     for index, section in enumerate(learner.corrections):
         if isinstance(section, ImportanceWeights) and section.normalize != "none":
@@ -237,8 +240,9 @@ def _corrections(config: RunConfig) -> Iterator[Finding]:
     if learner.advantage.kind == "vtrace" and learner.loss.weighs_by_behavior:
         yield Finding(
             "learner.loss.kind",
-            f"{learner.loss.kind!r} weighs by learner against behavior probability, which V-trace's "
-            "advantage does already; use 'gpg', or 'ppo' for several updates per batch",
+            f"{learner.loss.kind!r} applies the ratio of learner to behavior probability, which "
+            "V-trace's advantage already contains; use 'gpg', or 'ppo' for several updates per "
+            "batch",
         )
 
 
@@ -264,13 +268,13 @@ def _proximal(config: RunConfig) -> Iterator[Finding]:
     elif learner.advantage.kind == "vtrace" and learner.loss.uses_proximal:
         yield Finding(
             "learner.proximal",
-            f"with 'behavior' the ratio of learner.loss.kind {learner.loss.kind!r} is the one that "
-            "V-trace's advantage has already; set this to 'recomputed', or use loss 'gpg'",
+            f"with 'behavior' the ratio of learner.loss.kind {learner.loss.kind!r} is already in "
+            "V-trace's advantage; set this to 'recomputed', or use loss 'gpg'",
         )
 
 
 def _bounds(config: RunConfig) -> Iterator[Finding]:
-    """Find pairs of bounds that leave nothing between them."""
+    """Find pairs of bounds with an empty range."""
     learner = config.learner
     pairs: list[tuple[str, str, float | None, float | None]] = [
         ("learner.reward", "clip", learner.reward.clip_low, learner.reward.clip_high)
@@ -279,8 +283,8 @@ def _bounds(config: RunConfig) -> Iterator[Finding]:
         case Ppo(delta=float(delta), clip_high=clip_high) if delta <= 1 + clip_high:
             yield Finding(
                 "learner.loss.delta",
-                f"must be > 1 + clip_high = {1 + clip_high:g}, got {delta:g}: "
-                "it caps what the clip leaves",
+                f"must be > 1 + clip_high = {1 + clip_high:g}, got {delta:g}: it caps ratios that "
+                "the clip does not",
             )
         case Cispo(ratio_min=low, ratio_max=high) if low >= high:
             yield _crossed("learner.loss.ratio_min", low, "ratio_max", high)
@@ -318,7 +322,7 @@ def _bounds(config: RunConfig) -> Iterator[Finding]:
 
 
 def _crossed(key: str, low: float, upper: str, high: float) -> Finding:
-    return Finding(key, f"must be < {upper} = {high:g}, got {low:g}: nothing lies between")
+    return Finding(key, f"must be < {upper} = {high:g}, got {low:g}: the range is empty")
 
 
 def _aggregation(config: RunConfig) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Write a configuration out: the sizes that it implies, the resolved YAML, and the reference of all keys."""
+"""Reports on a configuration: implied sizes, the resolved YAML, and the reference of all keys."""
 
 import json
 import math
@@ -109,8 +109,8 @@ def _worst_staleness(config: RunConfig) -> str:
         "train": "older ones train as well",
     }[rule]
     return (
-        f"{worst_staleness(config)} steps: {bound} of queue, {worst_staleness(config) - bound} of"
-        f" publishing; stragglers more; {trained}"
+        f"{worst_staleness(config)} steps: {bound} of queue, {worst_staleness(config) - bound} of "
+        f"publishing; more for stragglers; {trained}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What an episode is worth: one section per kind of reward function."""
+"""Rewards of an episode: one section per kind of reward function."""
 
 from string import Formatter
 from typing import Annotated, Any, Literal
@@ -30,7 +30,7 @@ MetricName = Annotated[str, AfterValidator(_one_part)]
 
 
 class _Reward(Section):
-    """What all reward functions share."""
+    """Keys that all reward functions share."""
 
     name: MetricName | None = None
     """Name under which the reward is reported. Default: its kind, or the name of the function."""
@@ -70,7 +70,7 @@ class AnswerMatch(_AnswerReward):
 
 
 class CheckedAnswer(_AnswerReward):
-    """The answer checked by a library, in a process of its own.
+    """The answer checked by a library, in a separate process.
 
     `math_verify` is 1 when math-verify finds the answer equal to one of the prompt's, else 0, and None for
     a prompt whose answer it cannot read. `reasoning_gym` is the score from 0 to 1 of a reasoning-gym task,
@@ -186,7 +186,8 @@ class _Endpoint(_Reward):
     model: str
     """Name of the model."""
     api_key_variable: str | None = None
-    """Environment variable with the API key, in the process that asks. Null: no key is sent."""
+    """Environment variable with the API key, in the process that sends requests. Null: no key.
+    """
     temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature of the judge. Null: not sent."""
     max_tokens: PositiveInt | None = 512
@@ -214,8 +215,9 @@ class _Endpoint(_Reward):
 class Judge(_Endpoint):
     """A language model scores the episode, by the number in a tag at the end of its final answer.
 
-    `<score>` in the template stands for that tag, which is another for each request: text of the
-    policy that spells it does not count. The reward is the score's place between `min_score` and `max_score`, from 0 to 1.
+    `<score>` in the template stands for that tag, which is different in each request: text of the
+    policy that spells it does not count. The reward is the score's place between `min_score` and
+    `max_score`, from 0 to 1.
     """
 
     kind: Literal["judge"]
@@ -236,7 +238,7 @@ class Judge(_Endpoint):
 
 
 class PairwiseJudge(_Endpoint):
-    """A language model compares each two episodes of a group, and names the better one in a tag.
+    """A language model compares each pair of episodes of a group, naming the better one in a tag.
 
     `<winner>` in the template stands for that tag, as `<score>` does for a judge.
     The reward is the share of comparisons won, a tie counting half. None for a group of one.

@@ -1,7 +1,7 @@
 """The schema of a run: every key, its meaning, its unit and its default.
 
-`RunConfig` stops at the controller: a component receives its own section, math receives numbers.
-The sections live in the modules beside this one, which names them all in one place.
+`RunConfig` stops at the controller: components receive their own sections. The sections are defined
+in the modules beside this one.
 """
 
 import math
@@ -131,7 +131,7 @@ class ReplaySection(Section):
 
 
 class WeightsSection(Section):
-    """How weights reach the engines."""
+    """Weight transfer to the engines."""
 
     every_steps: PositiveInt = 1
     """Publishes every k-th policy version."""
@@ -318,7 +318,7 @@ class RunConfig(Section):
 
     @property
     def cpus_needed(self) -> float:
-        """CPUs of all actors; the replay actor and the controller ask for none."""
+        """CPUs of all actors; the replay actor and the controller reserve none."""
         return (
             self.actors.num_actors * self.actors.cpus_per_actor
             + self.learner.num_ranks * self.learner.cpus_per_rank
@@ -327,12 +327,12 @@ class RunConfig(Section):
 
     @property
     def engines_per_rank(self) -> int:
-        """Most engines beside a learner rank where they share its GPU."""
+        """Maximum number of engines beside a learner rank that share its GPU."""
         return math.ceil(self.actors.num_actors / self.learner.num_ranks)
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines give their memory back while the learner steps."""
+        """Whether engines free their memory while the learner steps."""
         engine = self.actors.engine
         return isinstance(engine, VllmEngine) and engine.sleep
 

@@ -1,4 +1,4 @@
-"""What all sections share: types of values, open unions by `kind`, and lookups in the schema."""
+"""Common parts of all sections: types of values, open unions by `kind`, and lookups in the schema."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -145,7 +145,7 @@ def sections_by_kind(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def section_for(annotation: Any, value: Any) -> type[BaseModel] | None:
-    """The section class that a mapping is meant for; None while its kind is missing or unknown."""
+    """Return the section class that a mapping selects; None if its kind is missing or unknown."""
     models = section_types(annotation)
     if len(models) == 1:
         return models[0]
@@ -154,7 +154,7 @@ def section_for(annotation: Any, value: Any) -> type[BaseModel] | None:
 
 
 def item_type(annotation: Any) -> Any:
-    """What a list, tuple or mapping holds; None where it holds nothing with a shape."""
+    """Return the annotation of the items of a list, tuple or mapping; None for any other type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return item_type(arguments[0])
@@ -167,7 +167,7 @@ def item_type(annotation: Any) -> Any:
 
 
 def user_path(root: type[BaseModel], location: KeyPath) -> tuple[KeyPath, Any]:
-    """The user's path behind a pydantic location, and the annotation at its end.
+    """Return the user's path for a pydantic location, and the annotation at its end.
 
     Pydantic puts the tag of a discriminated union into the location; the user wrote no such key.
     """
@@ -191,7 +191,7 @@ def user_path(root: type[BaseModel], location: KeyPath) -> tuple[KeyPath, Any]:
 
 
 def dotted_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of the schema, sections of every kind included."""
+    """Return every key of the schema, including sections of every kind."""
     for name, field in root.model_fields.items():
         key = f"{prefix}{name}"
         yield key

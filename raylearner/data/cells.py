@@ -42,8 +42,8 @@ def content_hash(prompt: Prompt) -> str:
     """Return a hash of a row's content: messages with images, accepted answers, document and
     columns.
 
-    Its place, id and source's name do not count: the same bytes read from elsewhere are the same
-    row.
+    Its file, position, id and source name do not count: the same content from another place is the
+    same row.
     """
     digest = hashlib.sha256()
     messages = [

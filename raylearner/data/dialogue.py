@@ -54,8 +54,9 @@ def read_dialogue(
 
 
 def check_order(messages: Sequence[Message], *, prefill: bool = False) -> None:
-    """Raises `DialogueError` for results that answer no call, and a last turn of the assistant where
-    the policy is to continue none."""
+    """Raises `DialogueError` for results without a call, and for a final assistant turn unless the
+    policy continues it.
+    """
     calls: set[str] | None = None
     for i, message in enumerate(messages):
         if message.role == "assistant":
@@ -64,7 +65,7 @@ def check_order(messages: Sequence[Message], *, prefill: bool = False) -> None:
             calls = None
         elif calls is None:
             raise DialogueError(
-                f"messages[{i}]", "is of a tool; expected an assistant's message before it"
+                f"messages[{i}]", "is a tool message; expected an assistant message before it"
             )
         elif calls and message.call_id is not None and message.call_id not in calls:
             raise DialogueError(
@@ -75,8 +76,8 @@ def check_order(messages: Sequence[Message], *, prefill: bool = False) -> None:
     if last.role == "assistant" and not prefill:
         raise DialogueError(
             f"messages[{len(messages) - 1}]",
-            "is the assistant's and the last; the policy would continue"
-            " it: leave an expected answer out",
+            "is the last message and the assistant's, so the policy would continue it; remove an "
+            "expected answer",
             is_last=True,
         )
     if last.role == "assistant" and (last.calls or last.images or not last.content):

@@ -1,4 +1,4 @@
-"""Prompts that are made, not read: arithmetic, and the tasks of reasoning-gym."""
+"""Generated prompts: arithmetic, and the tasks of reasoning-gym."""
 
 import hashlib
 import random
@@ -11,11 +11,12 @@ from raylearner.tools.calculator import calculate
 from raylearner.types import Message, Prompt
 
 EVALUATION_SHARE = 5
-"""One operand pair, or question, in this many is held out."""
+"""One in this many operand pairs or questions is held out."""
 MAX_TRIES = 50
-"""Expressions drawn for each that is wanted, before there are held to be no more."""
+"""Maximum number of expressions drawn per requested one; beyond it there are no more distinct ones.
+"""
 MAX_QUESTIONS = 20
-"""Questions generated for each that is wanted, likewise."""
+"""Maximum number of questions generated per requested one."""
 
 
 def calculator_prompts(source: CalculatorData) -> list[Prompt]:

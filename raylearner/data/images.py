@@ -41,7 +41,7 @@ def _read(value: object, folder: Path, where: str) -> bytes:
 
 
 def _from_file(path: Path, which: str) -> bytes:
-    """Read a regular file: a device or a pipe may have no end."""
+    """Read a regular file; a device or a pipe might never end."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

@@ -20,8 +20,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return the prompts of all sources, mixed in proportion to their weights while they last.
 
-    Any first part of the list is mixed like the whole. `system_prompt` is put before prompts
-    without a system message, `examples` behind the system message of every prompt. Raises
+    Any beginning of the list has the same mixture as the whole list. `system_prompt` is put before
+    prompts without a system message, `examples` behind the system message of every prompt. Raises
     `ConfigError` with every source that cannot be read: the file, the row and the error; rows with
     more than `max_images` images are refused.
     """
@@ -53,7 +53,7 @@ def _load(source: DataSource, max_images: int | None) -> list[Prompt]:
         case _:
             prompts = table_prompts(source, max_images=max_images)
     if not prompts:
-        raise ConfigError(f"data: source {source.kind!r} holds no prompts; nothing to train on")
+        raise ConfigError(f"data: source {source.kind!r} has no prompts to train on")
     return prompts
 
 

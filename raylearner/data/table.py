@@ -19,7 +19,7 @@ Table = FileData | HubData
 _MESSAGES = re.compile(
     r"\s*(?:\[\s*\{|\{)\s*(['\"])(?:role\1\s*:[\s\S]*\bcontent\b|from\1\s*:\s*['\"](?:human|system)['\"])"
 )
-"""The beginning of messages as JSON, as Python prints it, and in ShareGPT's form."""
+"""The beginning of messages in JSON, in Python's notation, and in ShareGPT's form."""
 _OPTIONAL = ("answer_column", "doc_id_column", "prompt_id_column")
 
 
@@ -36,7 +36,7 @@ def table_prompts(source: Table, *, max_images: int | None = None) -> list[Promp
 
 
 def _rows(source: Table) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each row and its place in words."""
+    """Yield each row and a description of its place."""
     if isinstance(source, HubData):
         return _hub(source)
     if source.kind == "jsonl":
@@ -211,12 +211,16 @@ def _messages(source: Table, raw: object, where: str) -> tuple[Message, ...]:
             prefill=source.prefill,
         )
     except DialogueError as error:
-        cure = "; set prefill: true of the source to have it continued" if error.is_last else ""
+        cure = (
+            "; set `prefill: true` in the source to let the policy continue it"
+            if error.is_last
+            else ""
+        )
         raise ConfigError(f"{where}: column {source.prompt_column!r}: {error}{cure}") from error
 
 
 def _is_dialogue(text: str) -> bool:
-    """Return whether a text is the JSON of messages: it has one with a role, or begins like one.
+    """Return whether a text is a JSON list of messages: it has one with a role, or begins like one.
 
     Text that is JSON in part, or lacks its list, is refused where messages are read.
     """

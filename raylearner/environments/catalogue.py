@@ -1,4 +1,4 @@
-"""Environments by the `kind` that the YAML uses."""
+"""Environments by `kind`."""
 
 import asyncio
 import sys
@@ -29,7 +29,7 @@ from raylearner.types import Message, Prompt, StopReason
 
 
 class EnvironmentFactory:
-    """Makes each episode its environment; owns the tools that all episodes of an actor share."""
+    """Creates an environment for each episode; owns the tools that all episodes of an actor share."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EnvironmentFactory:
                     f"environment.tools: two tools have the {attribute} {twice.pop()!r}"
                 )
         self.make = self._choose(config, reasoning_tags)
-        """Makes a fresh environment for one episode."""
+        """Return a new environment for one episode."""
 
     def _choose(
         self, config: EnvironmentSection, reasoning_tags: ReasoningTags

@@ -1,4 +1,4 @@
-"""A user-defined environment class, run where users' code runs, each call within a time limit."""
+"""A user-defined environment class, run by the host of user code, with a time limit for each call."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class HostedEnvironment:
-    """One episode of a user-defined class, made by `reset` and asked for its outcome by `close`.
+    """One episode of a user-defined class: `reset` creates the object, `close` reads its outcome.
 
     Every method raises `EnvironmentFault` naming the class, the method and the line; the class's
     own `TrajectoryError`s are passed on.
@@ -49,7 +49,7 @@ class HostedEnvironment:
 
     async def step(self, message: Message) -> Reply:
         async def step() -> tuple[Reply, Any]:
-            assert self._own is not None, "reset comes first"
+            assert self._own is not None, "call reset first"
             return await self._own.step(message), self._own.stop
 
         reply, self._stop = await self._call("step", step)
@@ -62,7 +62,7 @@ class HostedEnvironment:
     async def close(self) -> None:
         """Read the outcome, then close, even where there is no outcome."""
         own = self._own
-        if own is None:  # it was never made
+        if own is None:  # it was never created
             return
 
         async def close() -> None:
@@ -83,5 +83,5 @@ class HostedEnvironment:
             raise
         except (host.CallTimeout, host.CallFailed) as error:
             raise EnvironmentFault(f"{name} {error}") from error
-        except Exception as error:  # whatever the author let through
+        except Exception as error:  # any exception of the user's class
             raise EnvironmentFault(f"{name} {describe(error)}") from error

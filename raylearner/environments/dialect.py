@@ -1,6 +1,6 @@
 """The actions in a turn's text: tags, or the model's own JSON tool calls.
 
-A dialect turns text into actions and only has the names of tools. Malformed text becomes an
+A dialect parses text into actions and has only the names of the tools. Malformed text becomes an
 `Invalid` action whose reason is shown to the policy.
 """
 
@@ -88,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """Neither a call nor an answer, and the reason in words for the policy."""
+    """Neither a call nor an answer, with the reason as text for the policy."""
 
     reason: str
     foreign_form: str | None = None
@@ -101,7 +101,7 @@ Action: TypeAlias = ToolCall | Answer | Invalid
 
 
 def choose_thoughts(reasoning_tags: object) -> Reasoning:
-    """Return the thoughts that `JsonDialect` skips by itself.
+    """Return the reasoning tags that `JsonDialect` skips.
 
     None where tags are configured, since turns then come without their thoughts, or where reasoning is
     ordinary text.
@@ -235,8 +235,8 @@ class JsonDialect:
     Qwen write it.
 
     Thoughts between the tags of `reasoning` are skipped. With an answer tag, that pair is the
-    answer; without one, a turn without calls is the answer as a whole. Calls win over an answer,
-    also invalid ones in another form.
+    answer; without one, a turn without calls is the answer. Calls win over an answer, also invalid
+    ones in another form.
     """
 
     opening = "<tool_call>"

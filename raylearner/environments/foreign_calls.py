@@ -48,7 +48,7 @@ _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 def foreign_form(
     text: str, names: Collection[str], *, tags: Collection[str] = (), reads_json: bool = False
 ) -> str | None:
-    """Return the form, in words, of a call of a tool in `names` in the text; None without one.
+    """Describe the form of a call to a tool in `names` in the text; return None without a call.
 
     Names in `tags` count as tags around arguments too. With `reads_json`, JSON is not foreign.
     """
@@ -203,7 +203,7 @@ def _is_call(value: object, names: set[str], *, needs_arguments: bool) -> bool:
         fields[key] for key in _ARGUMENT_KEYS if key in fields and _are_arguments(key, fields[key])
     ]
     if not named or "description" in fields or any(_is_schema(value) for value in given):
-        return False  # the tool's definition, say
+        return False  # for example the tool's definition
     return bool(given) or not needs_arguments
 
 

@@ -29,8 +29,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The report of an environment at the end: counts for metrics, a penalty taken from the
-    reward."""
+    """Final report of an environment: counts for metrics, and a penalty subtracted from the reward."""
 
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     penalty: float = 0.0

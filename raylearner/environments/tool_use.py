@@ -130,7 +130,7 @@ class ToolUseEnvironment:
         return None
 
     async def _observe(self, action: ToolCall | Answer | Invalid) -> Observation:
-        assert self._prompt is not None, "reset comes first"
+        assert self._prompt is not None, "call reset first"
         assert not isinstance(action, Answer), "an answer ends the episode"
         if isinstance(action, Invalid):
             return Observation(text=f"error: {action.reason}", is_error=True)

@@ -39,7 +39,7 @@ ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Environment variables with the address of the cluster for jobs; the first one set counts. Runs and
 sweeps join the cluster in the second, as HOST:6379."""
 NOT_READY = "No available agent"
-"""Message of a cluster that has just started."""
+"""Message of a cluster that is still starting."""
 READY_TIMEOUT_S = 30.0
 HEAD_TIMEOUT_S = 10.0
 HEAD_PAUSE_S = 0.5
@@ -123,7 +123,7 @@ def _probe(named: str | None) -> None:
 
 @contextmanager
 def _without(names: Sequence[str]) -> Iterator[None]:
-    """Unset these variables meanwhile, which take precedence over an address in Ray."""
+    """Unset these variables within the context: Ray prefers them over an address."""
     values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

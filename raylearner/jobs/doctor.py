@@ -1,4 +1,4 @@
-"""Diagnosis of a machine: what runs need, whether it is there, and what to do if not."""
+"""Diagnosis of a machine: requirements of runs, their status, and how to meet them."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield all findings as they are made; imports are tried in separate processes."""
+    """Yield findings one by one; imports are tested in separate processes."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         *(_versions, _torch, _torchvision, _vllm, _tune),
         *(_shared_memory, _disk, _sockets, _ports, _proxies, _token, _cluster),

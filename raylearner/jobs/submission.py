@@ -166,19 +166,20 @@ def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_outside_files(request: Request) -> None:
-    """Raise `ConfigError` for files outside this directory, which is all that a job gets."""
+    """Raise `ConfigError` for files outside this directory, which are not packaged."""
     here = Path.cwd().resolve()
     named = [a for a in request.arguments if os.path.isfile(a)]
     for name in [*named, *([request.sweep_file] if request.sweep_file else [])]:
         path = Path(name)
         if path.is_absolute() or not path.resolve().is_relative_to(here):
             raise ConfigError(
-                f"{name}: must be a file in this directory, which the job gets a copy of, relative to {here}"
+                f"{name}: must be a file in this directory, which is copied to the job, relative "
+                f"to {here}"
             )
 
 
 def _name(request: Request) -> str:
-    """Return the name of a sweep's job, or of one whose configuration is on another machine."""
+    """Return the name of the job of a sweep, or of a run whose configuration is on another machine."""
     name = f"sweep-{Path(request.sweep_file).stem}" if request.sweep_file else str(request.resume)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
 
@@ -216,7 +217,8 @@ async def _follow(client: Any, job: str) -> None:
         status = client.get_job_status(job).value
     except (ClientError, OSError) as error:
         raise RaylearnerError(
-            f"the log of job {job} broke off, the job may continue: {error}"
+            f"the connection to the log of job {job} was lost, but the job may still be running: "
+            f"{error}"
         ) from error
     if status != "SUCCEEDED":
-        raise RaylearnerError(f"job {job} ended as {status}")
+        raise RaylearnerError(f"job {job} ended with status {status}")

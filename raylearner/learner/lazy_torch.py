@@ -1,7 +1,7 @@
 """`torch`, imported at its first use.
 
-The sections of the configuration stand beside their formulas, and a configuration loads without
-torch. Modules that a section's module imports take `torch` from here.
+Configuration sections are defined beside their formulas, and a configuration loads without torch.
+Modules that a section's module imports take `torch` from here.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -122,8 +122,8 @@ class Learner:
         """
         if batch.policy_version != self.policy_version:
             raise ValueError(
-                f"the batch is packed for policy version {batch.policy_version}, the learner has "
-                f"{self.policy_version}"
+                f"the batch is packed for policy version {batch.policy_version}, but the learner "
+                f"is at {self.policy_version}"
             )
         started = time.monotonic()
         self._start_logprobs = {}
@@ -175,7 +175,7 @@ class Learner:
             dist.barrier()
 
     def finish_save(self) -> None:
-        """Write the copies of the last deferred `save`; may run in another thread beside training."""
+        """Write the copies of the last deferred `save`; may run in another thread during training."""
         self._saver.finish()
 
     def restore(self, folder: Path) -> None:
@@ -285,7 +285,7 @@ class Learner:
     def _choose(
         self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, *, number: int
     ) -> Sequence[Tensor | None]:
-        """Return which tokens a covariance loss selects under the current policy."""
+        """Return the tokens that a covariance loss selects under the current policy."""
         if not self._config.loss.selects_tokens:
             return [None] * len(mini_batch.micro_batches)
         logprobs = [

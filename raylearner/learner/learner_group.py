@@ -127,7 +127,7 @@ class LearnerGroup:
     async def write(
         self, policy_version: PolicyVersion, members: Sequence[str] = ()
     ) -> WeightUpdate:
-        """Return an update with the present weights, which are `policy_version` or later.
+        """Return an update with the current weights, which are `policy_version` or later.
 
         With a broadcast the ranks begin to send as soon as this returns: the members must receive, and
         `send` waits for the end.
@@ -188,7 +188,9 @@ class LearnerGroup:
         await self._call_all("save", folder, should_defer)
 
     async def finish_save(self) -> None:
-        """Write the copied state beside training. Raises `CheckpointError`, and then kills no rank."""
+        """Write the copied state in the background. Raises `CheckpointError`, without killing
+        ranks.
+        """
         calls = [_resolve(rank.finish_save.remote()) for rank in self._living]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         failures: list[str] = []
@@ -271,7 +273,7 @@ async def _resolve(call: Any) -> Any:
 
 
 def _find_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
-    """Prefer a death to an error of ours, and that to the broken connections they leave behind."""
+    """Prefer a death to an error of ours, and that to the broken connections that follow from them."""
     for rank, error in errors:
         if isinstance(error, RayActorError):
             return _chain(LearnerDied(f"learner rank {rank} died: {error}"), error)

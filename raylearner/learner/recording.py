@@ -1,4 +1,4 @@
-"""Measurements of a rank's steps: profiles, tokens per second, and the share of a GPU's peak.
+"""Measurements of a rank's steps: profiles, tokens per second, and model FLOPs utilization.
 
 Floating-point operations are the model's, not those executed: per token 6 for each weight in a matrix
 product (2 forward, 4 backward, or 2 backward where it is frozen), none for embedding look-ups; the head

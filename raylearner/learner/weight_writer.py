@@ -67,7 +67,7 @@ class EngineWeights:
 
 
 class WeightWriter:
-    """One rank's side of all pushes, for every transport; promises the order of collectives."""
+    """One rank's side of all pushes, for every transport; guarantees the order of collectives."""
 
     def __init__(self, source: WeightSource, spec: LearnerSpec) -> None:
         self._source = source
@@ -118,7 +118,8 @@ class WeightWriter:
         )
 
     def send(self, group: WeightGroup) -> dict[str, float] | str:
-        """Broadcast to the group. Return timings, or why it broke off, which leaves the learner intact.
+        """Broadcast to the group. Return timings, or why the push broke off without harm to the
+        learner.
 
         Raises `LearnerError` where this rank itself failed.
         """

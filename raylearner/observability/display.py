@@ -70,7 +70,7 @@ class Display:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show a running stage and log its duration; stages may overlap."""
+        """Show a stage while it runs and log its duration; stages may overlap."""
         started_s = time.monotonic()
         token = max(self._stages, default=0) + 1
         self._stages[token] = (name, started_s)

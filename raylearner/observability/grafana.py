@@ -8,7 +8,7 @@ Query = tuple[str, str]
 """An entry of the metric table and the legend of its lines."""
 
 PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
-    ("Reward", "short", "Of the trajectories that trained.", (
+    ("Reward", "short", "Rewards of the trained trajectories.", (
         ("rollout/reward/mean", "mean {{run}}"),
         ("evaluation/<key>", "evaluation {{key}} {{run}}"),
     )),
@@ -24,7 +24,7 @@ PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
         ("learner/idle_fraction", "learner {{run}}"),
         ("rollout/idle_fraction", "rollout {{run}}"),
     )),
-    ("Weight pushes", "s", "From the learner's write to the last engine's receipt.", (
+    ("Weight pushes", "s", "Time from the learner's write to the last engine's acknowledgement.", (
         ("weights/publish_s", "publish {{run}}"),
         ("weights/pause_s", "engines paused {{run}}"),
         ("weights/write_s", "write {{run}}"),
@@ -33,26 +33,26 @@ PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
         ("weights/logprob_error", "probe {{run}}"),
         ("learner/logprob_gap/mean", "sampled tokens {{run}}"),
     )),
-    ("Tool latency", "s", "Of the slowest actor.", (
+    ("Tool latency", "s", "Latency on the slowest actor.", (
         ("tools/<name>/latency_s/<aggregate>", "{{name}} {{aggregate}} {{run}}"),
     )),
-    ("Tool calls and errors", "short", "Since the last step.", (
+    ("Tool calls and errors", "short", "Calls since the last step.", (
         ("tools/<name>/calls", "{{name}} calls {{run}}"),
         ("tools/<name>/errors", "{{name}} errors {{run}}"),
         ("tools/<name>/retries", "{{name}} retries {{run}}"),
     )),
-    ("Failed episodes", "short", "By cause, since the run began.", (
+    ("Failed episodes", "short", "Failed episodes by cause, since the run began.", (
         ("rollout/errors/<kind>", "{{kind}} {{run}}"),
         ("rollout/restarts", "actors replaced {{run}}"),
     )),
-    ("Dropped groups", "short", "By reason, since the run began.", (
+    ("Dropped groups", "short", "Dropped groups by reason, since the run began.", (
         ("buffer/dropped/<why>", "{{why}} {{run}}"),
     )),
     ("Buffer", "short", "Groups by state, and trajectories.", (
         ("buffer/groups/<state>", "groups {{state}} {{run}}"),
         ("buffer/size", "trajectories {{run}}"),
     )),
-    ("Lengths", "short", "Tokens of finished and of trained episodes: far apart means bias.", (
+    ("Lengths", "short", "Tokens of finished and of trained episodes; a large difference indicates bias.", (
         ("buffer/finished/tokens/<aggregate>", "finished {{aggregate}} {{run}}"),
         ("buffer/trained/tokens/<aggregate>", "trained {{aggregate}} {{run}}"),
     )),
@@ -87,7 +87,7 @@ def expression(entry: str) -> str:
 
 
 def dashboard() -> dict[str, Any]:
-    """What launch/grafana/raylearner.json holds."""
+    """Return the content of launch/grafana/raylearner.json."""
     return {
         "title": "raylearner",
         "uid": "raylearner",

@@ -23,7 +23,7 @@ class VisibleFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes to the present `sys.stderr`, which a live display replaces."""
+    """Writes to the current `sys.stderr`, which a live display replaces."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -131,8 +131,8 @@ class Recorder:
         earlier = self._evaluations.rows()[-1:]
         if earlier and earlier[0].get("prompts_hash") != record.get("prompts_hash"):
             logger.warning(
-                "the evaluation at step %s has other prompts than the one at step %s, because their rows"
-                " changed; the two are not comparable",
+                "the evaluation at step %s has different prompts from the one at step %s, because "
+                "their rows changed; the two are not comparable",
                 *(record["step"], earlier[0]["step"]),
             )
 

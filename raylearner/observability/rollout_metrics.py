@@ -11,13 +11,13 @@ from raylearner.observability.episodes import Episode, episodes_of, mean_reward
 from raylearner.types import StopReason, TrajectoryGroup
 
 FINISHED = (StopReason.ANSWER, StopReason.END)
-"""Stop reasons of episodes that ended by themselves."""
+"""Stop reasons of episodes that ended normally."""
 MAX_TURNS_SHOWN = 32
 """Maximum number of turns with a metric `rollout/active/<turn>`."""
 
 
 class Activity(Protocol):
-    """What one rollout actor did since the last step; times in seconds."""
+    """Activity of one rollout actor since the last step; times in seconds."""
 
     @property
     def num_episodes(self) -> int: ...

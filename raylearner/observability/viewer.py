@@ -242,7 +242,7 @@ def _find_problem(record: Any) -> str:
     num_tokens = len(values["token_ids"])
     for key in TOKEN_KEYS:
         if len(values[key]) != num_tokens:
-            return f"{key} has another length than token_ids"
+            return f"{key} differs in length from token_ids"
     if not all(type(x) is int and 0 <= x < 2**32 for x in values["token_ids"]):
         return "token_ids are not all integers >= 0"
     if not all(isinstance(turn, dict) for turn in values["turns"]):

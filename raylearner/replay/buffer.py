@@ -272,7 +272,7 @@ class ReplayBuffer:
         }
 
     def describe(self) -> list[str]:
-        """Return lines on who plays what since when, and what claims and `take` wait for."""
+        """Return lines on running episodes by actor, and on what claims and `take` wait for."""
         return describe(
             self.ledger,
             now_s=self._clock(),
@@ -289,8 +289,8 @@ class ReplayBuffer:
     ) -> None:
         """Replace the state by a saved one; see `Ledger.restore` for running and leased groups.
 
-        Episodes stored after the save are dropped and counted; their samples are played again. Groups
-        of prompts whose rows changed since are dropped: their episodes answer another question.
+        Episodes stored after the save are dropped and counted; their samples are played again.
+        Groups of prompts whose rows changed since are dropped with their episodes.
         """
         lost = self.store.episode_keys() - {t.episode_key for t in trajectories}
         changed = self.ledger.restore(ledger, prompt_order, now_s=self._clock())
@@ -374,7 +374,7 @@ class ReplayBuffer:
             self.policy_version - self.config.max_staleness,
         )
         if min(record.versions, default=oldest_allowed) >= oldest_allowed:
-            return StalenessDecision(group=group)  # without a look at its tokens
+            return StalenessDecision(group=group)  # without reading its tokens
         return decide_staleness(
             group,
             self.policy_version,

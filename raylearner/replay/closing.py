@@ -1,4 +1,4 @@
-"""When a group is complete, and whether it may train: the rules that close a group."""
+"""Rules that close a group: when it is complete, and whether it may train."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class PendingGroupScores:
 class GroupCloser:
     """Moves groups of the ledger from running to held, or drops them with their episodes.
 
-    Where reward functions see whole groups (`pending` is given), a complete group is held until
-    `put_scores` brings its final rewards, and filtered then.
+    With group reward functions (`pending` is given), a complete group is held until `put_scores`
+    brings its final rewards, and filtered then.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class GroupCloser:
             self.drop(group, "time_limit")
 
     def _close(self, group: GroupRecord) -> None:
-        """Filter a complete group, after the functions that see whole groups scored it."""
+        """Filter a complete group after the group reward functions scored it."""
         if self._pending is None or not self._played(group):
             self._filter(group)
             return

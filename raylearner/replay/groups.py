@@ -51,7 +51,7 @@ class GroupRecord:
     samples: list[SampleRecord]
     is_partial: bool = False
     awaits_scores: bool = False
-    """Complete except for the rewards of functions that see whole groups."""
+    """Complete except for the rewards of group reward functions."""
 
     def num_in(self, *states: SampleState) -> int:
         """Return the number of members in one of these states."""

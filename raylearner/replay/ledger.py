@@ -64,7 +64,7 @@ class Ledger:
         self._cancelled: dict[str, list[Key]] = {}
 
     def advance(self, policy_version: PolicyVersion) -> None:
-        """Set the learner's version, which every take and commit passes."""
+        """Set the learner's version, an argument of every take and commit."""
         if policy_version < self.policy_version:
             raise ReplayError(
                 f"the learner is at policy version {policy_version}, the replay at "

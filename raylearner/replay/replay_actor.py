@@ -43,7 +43,8 @@ class ReplayActor:
         group_rewards: Any = None,
     ) -> None:
         """`weights` are those of the prompts' sources; `group_rewards` is an actor that scores
-        complete groups, where functions of the configuration see groups."""
+        complete groups, if there are group reward functions.
+        """
         self._buffer = ReplayBuffer(
             config,
             prompts,

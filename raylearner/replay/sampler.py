@@ -1,7 +1,7 @@
 """The order of prompts: shuffled epochs, a curriculum, or a user-defined class.
 
-A sampler observes every group that trained, or that was dropped since its rewards were all equal, in
-order, and its whole state goes into each checkpoint.
+A sampler receives every group that trained, or that was dropped since its rewards were all equal,
+in order, and its complete state is saved in each checkpoint.
 """
 
 from collections import Counter
@@ -314,9 +314,9 @@ def refuse_other_rows(metadata: Mapping[str, Any], prompts: Sequence[Prompt]) ->
     saved, current = metadata["sources"], _sources(prompts)
     if [count for _, count in saved] != [count for _, count in current]:
         raise CheckpointError(
-            f"data.train: the checkpoint was written with {_listed(saved)}, and the data has"
-            f" {_listed(current)} now; resume with the same data, whose rows may be edited but not"
-            " added or removed, or start another run from the checkpoint's model"
+            f"data.train: the checkpoint was written with {_listed(saved)}, but the data now has "
+            f"{_listed(current)}; resume with the same data, whose rows may be edited but not "
+            "added or removed, or start another run from the checkpoint's model"
         )
 
 

@@ -1,4 +1,4 @@
-"""How old a token is when it trains, and what happens to tokens beyond `replay.max_staleness`.
+"""Staleness of tokens when they train, and the treatment of those beyond `replay.max_staleness`.
 
 A token's staleness is the learner's policy version at training minus the version that sampled it;
 the bound `max_staleness` is inclusive and counts trained tokens only. A new rule is a name in
@@ -21,7 +21,7 @@ OnStale = Literal["mask", "drop", "wait", "train"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessDecision:
-    """What one group may train on. `group` is None when none of it may."""
+    """The part of one group that may train. `group` is None if no part may."""
 
     group: TrajectoryGroup | None
     num_masked_tokens: int = 0
@@ -99,7 +99,7 @@ class WaitRule:
     def holds_back(
         self, running: Iterable[GroupRecord], policy_version: PolicyVersion, *, next_group_id: int
     ) -> bool:
-        """Return whether a running group would be too old after this step."""
+        """Return whether a running group would be too stale after this step."""
         if self._config.on_stale != "wait":
             return False
         if self._since is None or self._since[0] != policy_version:

@@ -96,8 +96,8 @@ class ReplayCounters:
                 f"; the last error was: {last[1]}" if last and self._filtered["all_failed"] else ""
             )
             self._fail(
-                f"{self._filtered.total()} groups in a row were filtered ({reasons}): nothing is "
-                f"left to learn from; replay.max_filtered_groups is the limit{error}"
+                f"{self._filtered.total()} groups in a row were filtered ({reasons}): they give no "
+                f"learning signal; replay.max_filtered_groups is the limit{error}"
             )
 
     def count_usable(self) -> None:
@@ -105,7 +105,7 @@ class ReplayCounters:
         self._filtered.clear()
 
     def count_stale(self) -> None:
-        """Count a complete group that was dropped as stale."""
+        """Count a complete group dropped as stale."""
         self._stale_in_row += 1
         if self._stale_in_row >= self._max_filtered_groups:
             self._fail(
@@ -266,7 +266,7 @@ def describe(
     engine_versions: Mapping[str, PolicyVersion],
     wanted: tuple[int, PolicyVersion] | None,
 ) -> list[str]:
-    """Return lines on who plays what since when, and what claims and `take` wait for."""
+    """Return lines on running episodes by actor, and on what claims and `take` wait for."""
     by_actor: dict[str, list[tuple[float, GroupRecord, int, SampleRecord]]] = {}
     for group, index, sample in ledger.running_samples():
         entry = (now_s - sample.started_at_s, group, index, sample)
@@ -281,7 +281,7 @@ def describe(
             line += f", the oldest {key} for {age_s:.1f} s"
         version = engine_versions.get(actor_id)
         unfit = None if version is None else ledger.why_unfit(version)
-        lines.append(line if unfit is None else f"{line}; it gets no claim: {unfit}")
+        lines.append(line if unfit is None else f"{line}; it may not claim: {unfit}")
     num_pending = sum(g.num_in(SampleState.PENDING) for g in ledger.running.values())
     full = ledger.why_full()
     lines.append(
@@ -303,9 +303,9 @@ def describe(
         why = ""
         num_awaiting = len(ledger.held) - ledger.num_ready
         if num_awaiting:
-            why = f", {num_awaiting} of the complete ones await rewards of functions that see whole groups"
+            why = f", {num_awaiting} of the complete ones await group reward functions"
         elif len(ledger.held) >= num_groups:
-            why = ", held back for running groups that would become too old"
+            why = ", held back for running groups that would become too stale"
         lines.append(
             f"take of {num_groups} groups at version {version} waits: {len(ledger.held)} "
             f"complete, {len(ledger.running)} running, {len(ledger.leased)} leased{why}"

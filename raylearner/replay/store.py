@@ -13,7 +13,7 @@ Episode = tuple[Trajectory, ...]
 
 
 class EpisodeStore:
-    """Owns every stored episode: copies that share no memory with what was sent."""
+    """Owns every stored episode, as copies that share no memory with received ones."""
 
     def __init__(self) -> None:
         self.groups: dict[int, dict[int, Episode]] = {}  # group_id, sample_index

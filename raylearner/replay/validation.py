@@ -14,7 +14,7 @@ PNG_SIDES = (16, 20)
 def episode_error(
     episode: Sequence[Trajectory], *, prompt_id: str, policy_version: PolicyVersion
 ) -> str | None:
-    """Return the first rule that an episode breaks, in words; None for a valid one.
+    """Return the first rule that an episode violates, as text; None for a valid one.
 
     Weights are published after the commit that makes them, so a token of a version above
     `policy_version` was sampled by weights that a rollback discarded.
@@ -30,7 +30,7 @@ def episode_error(
         if segment.prompt_id != prompt_id:
             return f"prompt_id must be the claim's, {prompt_id!r}, got {segment.prompt_id!r}"
         if segment.stop_reason is StopReason.ABORTED:
-            return "an aborted episode is not stored but played again"
+            return "an aborted episode is played again, not stored"
         if (error := trajectory_error(segment)) is not None:
             return error
         newest = int(segment.policy_versions.max())
@@ -40,7 +40,7 @@ def episode_error(
 
 
 def trajectory_error(trajectory: Trajectory) -> str | None:
-    """Return the first rule of the data contract that a trajectory breaks; None for a valid one."""
+    """Return the first rule of the data contract that a trajectory violates; None for a valid one."""
     size = len(trajectory.token_ids)
     arrays = {
         "token_ids": trajectory.token_ids,

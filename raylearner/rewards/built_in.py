@@ -27,7 +27,7 @@ _MEANING = re.compile(r"[0-9+*/\\=<>^%#&@$~|{}]|^[-!]|-$|\w[(\[_]\w")
 _MARKED = re.compile(r"[^\W\d](?:'+|!)")
 """A letter with a prime or a factorial."""
 _EMPHASIZED = re.compile(r"\s*(\*\*|\$)((?:(?!\1).)+)\1\s*", re.DOTALL)
-"""Text that is bold, or mathematics, as a whole."""
+"""Text that is entirely bold or mathematics."""
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _WHOLE = re.compile(r"(?<![0-9.,])([0-9]+)\.0+(?!\.?[0-9])")
 
@@ -41,9 +41,9 @@ def normalize_words(text: str) -> str:
     """Apply SQuAD's normalization where it only removes prose: case, punctuation, articles, white space.
 
     Words with digits or operators keep their punctuation (`-5`, `4.2`, `1/2`, `c++`), but for
-    thousands separators and the marks that end a sentence. A text that is bold or mathematics as a
-    whole (`**4**`, `$4$`) is compared without these marks. An article is dropped only before another
-    word. Where nothing would be left, the text itself in lower case is compared.
+    thousands separators and the marks that end a sentence. A text that is entirely bold or
+    mathematics (`**4**`, `$4$`) is compared without these marks. An article is dropped only before
+    another word. Where nothing would be left, the text itself in lower case is compared.
     """
     if emphasized := _EMPHASIZED.fullmatch(text):
         text = emphasized[2]

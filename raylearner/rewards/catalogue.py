@@ -1,4 +1,4 @@
-"""Reward functions by the `kind` that the YAML uses, and the rows that they need."""
+"""Reward functions by `kind`, and checks of the rows that they need."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -98,7 +98,7 @@ def conversation(episode: EpisodeView) -> Conversation:
 
 def _no_model(name: str) -> ModelCall:
     async def call(_: Conversation) -> float:
-        raise RuntimeError(f"no actor holds the reward model {name!r}")
+        raise RuntimeError(f"no actor has the reward model {name!r}")
 
     return call
 
@@ -126,7 +126,7 @@ def check_rows(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
     names = ", ".join(rewards.names)
     if len(without) == len(prompts):
         raise ConfigError(
-            f"data: {found}, and every reward function ({names}) compares with one; name the column"
-            " that holds it as answer_column"
+            f"data: {found}, and every reward function ({names}) needs one; set answer_column to "
+            "the column with the answers"
         )
     logger.warning("data: %s: no reward function (%s) applies, so they do not train", found, names)

@@ -1,4 +1,4 @@
-"""Rewards whose check runs in a process of its own: mathematics and reasoning-gym tasks.
+"""Rewards whose check runs in a separate process: mathematics and reasoning-gym tasks.
 
 Libraries of symbols and tasks may hang: a process that does not reply in time is killed and replaced.
 """

@@ -101,12 +101,12 @@ def _read_text(content: bytes) -> str:
         choice = _Reply.model_validate_json(encodable_json(content)).choices[0]
     except (ValidationError, IndexError) as error:
         raise RequestFailed(
-            f"did not answer a chat completion: {quote(content)}", has_answered=True
+            f"did not return a chat completion: {quote(content)}", has_answered=True
         ) from error
     if choice.finish_reason == "length":
         shown = repr(choice.message.text[-SHOWN_CHARACTERS:])
         raise RequestFailed(
-            f"answered {shown}, cut by its length; raise max_tokens", has_answered=True
+            f"returned {shown}, truncated at the token limit; raise max_tokens", has_answered=True
         )
     return choice.message.text
 

@@ -121,7 +121,7 @@ def _plain(value: object) -> str | int | float | bool | None:
 class Reward(Protocol):
     """One function of the configuration, ready to be called.
 
-    Whatever it raises is the failure of the episodes that it was called with.
+    An exception fails the episodes that it was called with.
     """
 
     async def score(

@@ -168,7 +168,7 @@ async def _gather(questions: Sequence[Coroutine[Any, Any, float]]) -> list[float
 MARK_BYTES = 4
 """Random bytes of a request's mark."""
 _DECORATION = " \t\r\n*_`'\"[]"
-"""Decoration that judges put around a verdict."""
+"""Formatting that judges put around a verdict."""
 _THOUGHTS = re.compile(
     r"\s*(?:<(think|thinking|thought|thoughts|reasoning)>|\[THINK\])", re.IGNORECASE
 )
@@ -178,10 +178,10 @@ _THOUGHTS_END = re.compile(
 
 
 class VerdictForm:
-    """The form of one request: `name` is `score` or `winner`, as templates write it in tags."""
+    """The form of one request: `name` is `score` or `winner`, the tag in templates."""
 
     def __init__(self, name: str, value: str) -> None:
-        """`value` describes in words the text between the tags."""
+        """`value` describes the text between the tags."""
         mark = secrets.token_hex(MARK_BYTES)
         self._name = name
         self._tag, self._fence = f"{name}-{mark}", f"text-{mark}"
@@ -213,10 +213,10 @@ class VerdictForm:
 
 
 def read_final_answer(reply: str) -> str:
-    """Return the reply after its thoughts. Raises `ValueError` for thoughts that never end."""
+    """Return the reply after its reasoning. Raises `ValueError` for reasoning that never ends."""
     ends = list(_THOUGHTS_END.finditer(reply))
     if ends:
         return reply[ends[-1].end() :].strip()
     if _THOUGHTS.match(reply):
-        raise ValueError("its thoughts do not end; raise max_tokens")
+        raise ValueError("its reasoning does not end; raise max_tokens")
     return reply.strip()

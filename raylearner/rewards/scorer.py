@@ -20,7 +20,7 @@ from raylearner.user_code.host import CallFailed, CallTimeout
 logger = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 200
-"""Characters of a wrong value that an error quotes."""
+"""Maximum length of a wrong value in an error."""
 MAX_WARNED_ROWS = 1000
 """Maximum number of rows without any reward that are logged; metrics count all."""
 
@@ -33,7 +33,7 @@ class _Function:
 
 
 class Scorer:
-    """The functions of a run that see single episodes, or with `sees_groups` those that see groups.
+    """The functions of a run for single episodes, or with `sees_groups` those for groups.
 
     A function that raises or times out fails the episodes that it was called with.
     """
@@ -47,7 +47,7 @@ class Scorer:
     ) -> None:
         """`models` are the reward models by function name.
 
-        Raises `ConfigError` naming every user function that cannot be taken.
+        Raises `ConfigError` naming every unusable user function.
         """
         self._config = config
         self.weights = config.weights
@@ -159,7 +159,7 @@ class Scorer:
         try:
             async with limit:
                 values = await function.reward.score(episodes, log)
-        except Exception as error:  # a function's failure is its episodes'
+        except Exception as error:  # fails the episodes of the call
             raise RewardError(
                 f"reward {function.name!r} {_describe_failure(error, limit, function)}"
             ) from error
@@ -201,10 +201,10 @@ def _check_number(name: str, value: object) -> float | None:
 
 
 class GroupScorer:
-    """Adds the rewards of functions that see groups to those of single episodes."""
+    """Adds the rewards of group reward functions to those of single episodes."""
 
     def __init__(self, config: RewardSection) -> None:
-        """Raises `ConfigError` naming every user function that cannot be taken."""
+        """Raises `ConfigError` naming every unusable user function."""
         self._scorer = Scorer(config, sees_groups=True)
 
     async def score(

@@ -21,7 +21,7 @@ from raylearner.types import Prompt
 from raylearner.user_code import host
 
 LIST_NAMES = ("prompts", "completions", "completion_ids")
-"""Any of these among a function's parameters makes it one of TRL's form."""
+"""Parameters of which any one marks a function of TRL's form."""
 RESERVED_NAMES = frozenset(
     {*LIST_NAMES, "trainer_state", "step", "policy_version", "log_extra", "log_metric"}
 )
@@ -40,7 +40,7 @@ class TrainingState:
 
 
 class UserReward:
-    """Calls the function where users' code runs: an async one on its loop, a sync one in a thread."""
+    """Calls the function through the host of user code: async on its loop, sync in a thread."""
 
     def __init__(
         self, section: UserFunction, *, name: str = "", timeout_s: float | None = None
@@ -95,8 +95,8 @@ class UserReward:
             if missing:
                 columns = ", ".join(sorted(_columns(episodes[0]))) or "none"
                 raise ValueError(
-                    f"asks for the column {missing[0]!r}, and the row"
-                    f" {episodes[0].prompt.prompt_id!r} has: {columns}"
+                    f"needs the column {missing[0]!r}, but row {episodes[0].prompt.prompt_id!r} "
+                    f"has: {columns}"
                 )
             given = {name: value for name, value in given.items() if name in self._parameters}
         return partial(self._function, **given)
@@ -183,12 +183,13 @@ def _read_parameters(
         raise ConfigError(f"{section.kind!r} has no signature to read: {error}") from error
     if not parameters:
         raise ConfigError(
-            f"{section.kind!r} takes no arguments; expected an episode, or parameters named as TRL's"
+            f"{section.kind!r} takes no arguments; expected an episode, or parameters named as in "
+            "TRL"
         )
     taken = sorted(RESERVED_NAMES & set(section.arguments))
     if taken:
         raise ConfigError(
-            f"{section.kind!r}: arguments must not hold {taken[0]!r}, which every function is given"
+            f"{section.kind!r}: arguments must not hold {taken[0]!r}, which every function receives"
         )
     unknown = sorted(set(section.arguments) - set(parameters))
     if unknown and not _takes_all(parameters):

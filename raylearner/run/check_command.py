@@ -44,7 +44,7 @@ def play_first_row(config: RunConfig, *, report: Callable[[str], None]) -> None:
     rewards = config.rewards
     functions = [f for f in rewards.functions if not isinstance(f, RewardModel)]
     if len(functions) < len(rewards.functions):
-        report("play: reward models are left out, they need a cluster")
+        report("play: reward models are left out, since they need a cluster")
         rewards = rewards.model_copy(update={"functions": functions})
     config = config.model_copy(update={"rewards": rewards})
     segments = asyncio.run(_play(config, prompt, renderer))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside training, and resumed from.
+"""Checkpoints of a run: written during training, and resumed from.
 
 Between two steps the state of learner and replay is copied; during the next step it is written. Waits
 for the previous checkpoint before the next one starts, so that only one is ever in flight.
@@ -38,7 +38,7 @@ UNSET = "not set"
 FIXED = ("model.kind", "learner.lora", "learner.critic.trunk", "learner.vision_tower")
 """Keys and sections that determine the tensors of a checkpoint; they cannot change at a resume."""
 MOVABLE = ("learner.lora.path",)
-"""Exceptions below `FIXED`: paths, since the same files may lie elsewhere."""
+"""Exceptions below `FIXED`: paths, since the same files may be elsewhere."""
 FLOAT64 = "learner.compute_dtype"
 """Can change, but not to or from float64, the only other precision of tensors."""
 
@@ -100,7 +100,7 @@ class CheckpointWriter:
             await running
 
     async def cancel(self) -> None:
-        """Cancel the checkpoint in flight, as its ranks are gone or the run ends at once."""
+        """Cancel the checkpoint in flight, since its ranks are gone or the run ends at once."""
         running, self._running = self._running, None
         self.step = -1
         if running is not None:
@@ -162,7 +162,7 @@ def locked_checkpoint(
             raise ConfigError(_no_checkpoint_message(folder))
         aside = run_directory.rename_aside(folder)
         logger.warning(
-            "%s held no complete checkpoint: it was renamed to %s, and the run starts over",
+            "%s had no complete checkpoint: it was renamed to %s, and the run starts over",
             folder,
             aside,
         )
@@ -190,8 +190,8 @@ def _no_checkpoint_message(folder: Path) -> str:
     num_rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
     return "\n".join(
         [
-            f"--resume {folder}: it holds no complete checkpoint to resume from, and {num_rows} steps"
-            " in metrics.jsonl; nothing was changed",
+            f"--resume {folder}: no complete checkpoint to resume from, but {num_rows} steps in "
+            "metrics.jsonl; nothing was changed",
             *(damaged or ["  no checkpoint was started"]),
             f"  to start over beside it: train {folder / 'config.yaml'} run.dir=ANOTHER",
             f"  to start over in its place: train --resume {folder} {RESTART_OPTION}, which keeps the"
@@ -223,11 +223,11 @@ def changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[object, obj
             "\n".join(
                 [
                     *(
-                        f"{key}: cannot change at a resume, {_change(changed[key])}"
+                        f"{key}: cannot be changed when resuming, {_change(changed[key])}"
                         for key in refused
                     ),
-                    f"  the checkpoints of {folder} hold other tensors; restore the old value, or start"
-                    " a new run",
+                    f"  the checkpoints of {folder} have different tensors; restore the old "
+                    "value, or start a new run",
                 ]
             )
         )

@@ -147,7 +147,7 @@ class Controller:
 
     @asynccontextmanager
     async def _lifecycle(self) -> AsyncGenerator[None]:
-        """Watch the rollout actors beside the block, and close everything after it.
+        """Watch the rollout actors during the block, and close everything after it.
 
         Raises the first cause of a failure.
         """

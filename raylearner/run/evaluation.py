@@ -28,7 +28,7 @@ WARNED_FAILED_FRACTION = 0.1
 MAX_ROUNDS = 3
 """Maximum number of times that the prompts of a dead actor are given to the others."""
 MIN_ACTORS_TO_LEND = 2
-"""With fewer actors, evaluation would take the only one."""
+"""Minimum number of actors to lend one: evaluation must not take the only one."""
 
 
 class Evaluator:
@@ -168,7 +168,7 @@ class Evaluations:
         self._record(record)
 
     async def start(self, step: int) -> None:
-        """Start an evaluation beside training, after the one in flight; run it where no actor is free."""
+        """Start an evaluation after the one in flight; wait for it if no actor can be lent."""
         if not self._can_lend or len(self._actors.fleet.actors) < MIN_ACTORS_TO_LEND:
             await self.run(step)
             return
@@ -210,7 +210,7 @@ class Evaluations:
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Alternate between sources, so that a limit leaves prompts of each."""
+    """Alternate between sources, so that a limit keeps prompts of each."""
     by_source: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_source[prompt.source].append(prompt)

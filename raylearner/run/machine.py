@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum length of a Unix socket's path on Linux (`sun_path` without the final zero)."""
 RAY_SOCKET = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-"""The longest socket path of a local cluster, below Ray's temporary directory."""
+"""Longest socket path of a local cluster, below Ray's temporary directory."""
 VLLM_SOCKET = "00000000-0000-0000-0000-000000000000"
 """A socket of vLLM, below Python's temporary directory."""
 MIN_FREE_BYTES = 1 << 20

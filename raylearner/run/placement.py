@@ -1,5 +1,4 @@
-"""Where a run's actors live: rollout actors are started, watched and replaced, on GPUs of their own or
-beside learner ranks."""
+"""Placement of a run's actors: rollout actors are started, watched and replaced."""
 
 import asyncio
 import logging
@@ -102,7 +101,7 @@ class Colocation:
 
 
 def _find_adapter_rank(config: RunConfig) -> int | None:
-    """Return the rank of adapters that are pushed by themselves; None where whole weights are."""
+    """Return the rank of pushed adapters; None where full weights are pushed."""
     lora = config.learner.lora
     return None if lora is None or config.weights.transport != "adapter" else lora_rank(lora)
 
@@ -156,7 +155,7 @@ class RolloutFleet:
             raise failures[0]
 
     def play(self, tasks: asyncio.TaskGroup) -> None:
-        """Let every actor play, each kept alive by a task; a failure beyond repair ends the task group."""
+        """Let every actor play, kept alive by a task; an unrecoverable failure ends the task group."""
         for actor_id in list(self.actors):
             tasks.create_task(self._keep_alive(actor_id))
 
@@ -235,7 +234,7 @@ class RolloutFleet:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await actor.stop.remote()
         except (RayActorError, RayTaskError, TimeoutError) as error:
-            logger.debug("an actor did not stop by itself: %s", error)
+            logger.debug("an actor did not stop and was killed: %s", error)
         ray.kill(actor)
 
     async def _launch(self) -> str:

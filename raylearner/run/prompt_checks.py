@@ -132,7 +132,9 @@ def _tools(environment: EnvironmentSection) -> Sequence[Mapping[str, Any]] | Non
     try:
         factory = EnvironmentFactory(environment)
     except ConfigError as error:  # perhaps only on this machine, not on those that run the tools
-        logger.warning("prompts are not measured, since a tool cannot be created here: %s", error)
+        logger.warning(
+            "prompt lengths are not checked, since a tool cannot be created here: %s", error
+        )
         return None
     try:
         return factory.make().tool_schemas

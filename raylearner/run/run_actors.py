@@ -196,14 +196,14 @@ class RunActors:
 
 @ray.remote(num_cpus=1)
 def _make_tiny_model(*arguments: Any) -> float | None:
-    """In a process of its own, so that the driver never loads torch."""
+    """Run in a separate process, so that the driver never loads torch."""
     from raylearner.tiny.demonstrations import prepare_tiny_model
 
     return prepare_tiny_model(*arguments)
 
 
 async def prepare_model(config: RunConfig, folder: Path, training: list[Prompt]) -> str:
-    """A directory or hub id; `folder` is the run's, and `training` what a warm start imitates on."""
+    """Return a directory or hub id; `training` are the prompts of a warm start."""
     model = config.model
     if not isinstance(model, TinyModel):
         return model.path

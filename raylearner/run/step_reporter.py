@@ -1,4 +1,4 @@
-"""Reports of steps, collected and written beside the next step.
+"""Reports of steps, collected and written during the next step.
 
 Waits for rollout actors and learner ranks, which answer late under load, each within its own limit.
 """

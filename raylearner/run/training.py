@@ -1,4 +1,4 @@
-"""A run from its configuration to its end: the checks before Ray starts, then the controller.
+"""A complete run: the checks before Ray starts, then the controller.
 
 Waits for services, for a cluster that holds the run, and for the controller; a stop is requested by
 SIGTERM or a deadline.
@@ -130,7 +130,7 @@ async def _start(
     stop = asyncio.Event()
 
     def request_stop() -> None:
-        logger.info("stop requested: a checkpoint follows the running step")
+        logger.info("stop requested: a checkpoint is written after the current step")
         stop.set()
 
     loop = asyncio.get_running_loop()

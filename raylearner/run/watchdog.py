@@ -41,7 +41,7 @@ async def in_time(call: Awaitable[T], name: str, *, limit_s: float, step: int) -
 
 
 async def describe_stall(replay: Any, folder: Path, *, idle_s: float, step: int) -> StalledError:
-    """Return an error that names what waits for what, and write the replay's ledger to `folder`."""
+    """Return an error with a description of all waits, and write the replay's ledger to `folder`."""
     text = f"no progress for {idle_s:.0f} s at step {step} (run.watchdog_s)"
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT_S):

@@ -166,8 +166,7 @@ class Box:
         return [*head, *tail, python, "-s", str(main)], kept, folder
 
     def _next_user(self, streams: Iterable[int]) -> int:
-        """Lend a user that no other call has; it owns its streams, so that it may reopen
-        /dev/stdout."""
+        """Lend an unused user id; it owns its streams, so that it may reopen /dev/stdout."""
         if self.users is None:
             return 0
         user = next(_users) % bubblewrap.NUM_USERS

@@ -24,15 +24,15 @@ CODE = "/code/main.py"
 SUPERVISOR = "/code/supervisor.py"
 MAX_LINKED_FILES = 4000
 NEEDS_A_DISPLAY = "_tkinter."
-"""An extension module that is left without its dozens of libraries: the sandbox has no display."""
+"""Extension module whose dozens of libraries are left out: the sandbox has no display."""
 LDD_TIMEOUT_S = 120.0
 NUM_USERS = 60_000
 FIRST_USER, MAX_PROCESSES = 1_000_000_000, 50_000
-"""Users of no machine's password file; each process with sandboxes takes its own block."""
+"""User ids outside of any password file; each process with sandboxes takes its own block."""
 _PYTHON = "/python"
 _UNSHARED = ("pid", "net", "ipc", "uts", "cgroup-try")
 _SUPERVISOR_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_PTRACE")
-"""To start the program as another user, and to read how much memory it shares."""
+"""Capabilities to start the program as another user, and to read how much memory it shares."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 ENVIRONMENT = {
@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "TMPDIR": FOLDER,
 }
-"""All that a program in the sandbox finds in its environment."""
+"""Complete environment of a program in the sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Interpreter:
     """A Python installation without its site-packages, as bubblewrap arguments."""
 
     path: str
-    """Where the executable is inside."""
+    """Path of the executable inside the sandbox."""
     folders: tuple[str, ...]
     """Folders to make before anything is mounted, parents first."""
     mounts: tuple[str, ...]
@@ -97,8 +97,8 @@ def find_interpreter(python: str | None, packages: Sequence[str]) -> Interpreter
             raise ConfigError(f"sandbox.packages: {folder!r} is not a folder")
         if os.stat(folder).st_mode & 0o5 != 0o5:
             raise ConfigError(
-                f"sandbox.packages: {folder!r} must be readable by everybody (chmod -R a+rX), since"
-                " the code runs as a user of its own"
+                f"sandbox.packages: {folder!r} must be world-readable (chmod -R a+rX), since the "
+                "code runs as another user"
             )
         mounts += ["--ro-bind", folder, target]
     linked = [binary, *_extension_modules([*folders, *visible.values()])]
@@ -212,7 +212,7 @@ def _installation(executable: str) -> tuple[str, str, list[str]]:
         prefix, binary, folders = json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"sandbox.python: {executable!r} does not run as a Python: {error}"
+            f"sandbox.python: {executable!r} is not a working Python: {error}"
         ) from error
     kept = [f for f in folders if not any(f != g and Path(f).is_relative_to(g) for g in folders)]
     return prefix, binary, kept
@@ -250,7 +250,7 @@ def _libraries(linked: Sequence[str], *, shown: Sequence[str]) -> list[str]:
     tool = shutil.which("ldd")
     if tool is None:
         raise ConfigError("sandbox.isolation: `ldd` is needed to find the interpreter's libraries")
-    # What an engine makes its own process preload is none of the interpreter's libraries.
+    # Libraries that an engine preloads in its own process are not the interpreter's.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     output = subprocess.run(
         [tool, *linked],

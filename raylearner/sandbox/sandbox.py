@@ -1,4 +1,4 @@
-"""Runs Python written by a model in a box of its own, within limits for the whole call.
+"""Runs Python written by a model in a separate box, within limits for the complete call.
 
 Each call gets fresh namespaces (bubblewrap), an empty working directory in memory, an empty
 environment and no network; `supervisor.py` is its first process and counts the whole tree. No
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class SandboxStatus(StrEnum):
-    """How a call ended: by itself with code 0, by itself otherwise, or at a limit."""
+    """Outcome of a call: exit with code 0, another exit, or a limit."""
 
     OK = "ok"
     ERROR = "error"
@@ -41,7 +41,7 @@ class SandboxStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """The output of a program and how it ended; at a limit the return code is that of a kill."""
+    """Output and outcome of a program; at a limit the return code is that of a kill."""
 
     status: SandboxStatus
     stdout: str
@@ -67,8 +67,8 @@ class Sandbox:
         self._box = Box.of(self.limits)
         if self.limits.isolation == "none":
             log.warning(
-                "sandbox.isolation is none: code written by the model runs with the rights of"
-                " user %d, sees this machine's files and network, and can end the run",
+                "sandbox.isolation is none: code written by the model runs with the rights of "
+                "user %d, has access to this machine's files and network, and can end the run",
                 os.getuid(),
             )
         else:

@@ -109,7 +109,7 @@ io_uring, bpf, and other ways around namespaces and accounting."""
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """What `linux/audit.h` calls it, and the calls that are allowed with some arguments only."""
+    """An architecture's `linux/audit.h` number, and calls allowed with some arguments only."""
 
     audit: int
     column: int

@@ -1,14 +1,14 @@
 """The first process of a sandbox: starts the model's program, watches its whole tree, ends it.
 
-Runs by path as `python -I -S sandbox_supervisor.py LIMITS STATUS_FD -- COMMAND..`, so it imports the
-standard library alone. As PID 1 of its namespace it cannot be killed from inside, and when it ends,
-the kernel kills whatever is left. Consumes the limits as JSON, produces one line on the status
-descriptor: `exit CODE`, `limit NAME` or `fault TEXT`. Waits for the program or for a limit. Any
-fault of its own ends the sandbox too.
+Runs by path as `python -I -S sandbox_supervisor.py LIMITS STATUS_FD -- COMMAND..`, so it imports
+the standard library alone. As PID 1 of its namespace it cannot be killed from inside, and when it
+ends, the kernel kills whatever is left. Consumes the limits as JSON, produces one line on the
+status descriptor: `exit CODE`, `limit NAME` or `fault TEXT`. Waits for the program or for a limit.
+Any error of the supervisor itself ends the sandbox too.
 
-The tree is summed every few milliseconds, which no process-wide limit can do. What may happen
-between two looks is bounded by the kernel: memory and CPU time of one process, and the number of
-processes, which the program cannot exceed when it runs as a user that no other call is.
+The tree is summed every few milliseconds, which no process-wide limit can do. Between two
+measurements the kernel bounds memory and CPU time of one process, and the number of processes,
+which is exact when the program runs as a user id that no other call has.
 """
 
 import json
@@ -112,7 +112,7 @@ def _proportional_bytes(pid: int) -> int:
 
 def exceeded(tree: Tree, limits: dict[str, float], started: float) -> str | None:
     """Return the name of the first limit that the tree exceeds, or None."""
-    if tree.num_processes() > limits["processes"]:  # cheap: a fork bomb outruns a full look
+    if tree.num_processes() > limits["processes"]:  # cheap: a fork bomb outruns a full measurement
         return "processes"
     pids = tree.look()
     if tree.tasks > limits["processes"]:
@@ -197,8 +197,7 @@ def watch(main: int, limits: dict[str, float], tree: Tree) -> str:
 
 
 def kill(tree: Tree) -> None:
-    """Kill what is left. As PID 1 the kernel does it at exit; outside a namespace nobody else
-    does."""
+    """Kill remaining processes, as the kernel does for PID 1 at exit."""
     for _ in range(KILL_ROUNDS):
         pids = tree.look()
         if not pids:

@@ -1,4 +1,4 @@
-"""Runs Python in the local sandbox for others: `python -m raylearner.services.code --port N`.
+"""A service that runs Python in the local sandbox: `python -m raylearner.services.code --port N`.
 
 Answers `POST /run_code` with `{"code", "language": "python"}` in the SandboxFusion form: `{"status":
 "Success" | "Failed" | "SandboxError", "message", "run_result": {"status", "execution_time",
@@ -57,7 +57,7 @@ def _reply(result: SandboxResult) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    command = make_parser("Runs Python programs in the local sandbox.")
+    command = make_parser("Run Python programs in the local sandbox.")
     defaults = SandboxSection()
     command.add_argument("--wall-s", type=float, default=defaults.wall_s)
     command.add_argument("--cpu-s", type=float, default=defaults.cpu_s)
@@ -65,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--max-processes", type=int, default=defaults.max_processes)
     command.add_argument("--max-concurrent", type=int, default=None)
     command.add_argument(
-        "--package", action="append", default=[], help="folder of packages to show, repeatable"
+        "--package",
+        action="append",
+        default=[],
+        help="folder of packages that programs can import; repeatable",
     )
     command.add_argument(
         "--isolation",

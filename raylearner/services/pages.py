@@ -77,7 +77,7 @@ def read_pages(folder: Path, *, needs_images: bool) -> list[Page]:
         seen[key] = number
         pages.append(page)
     if not pages:
-        raise ConfigError(f"{index}: holds no page")
+        raise ConfigError(f"{index}: has no pages")
     return pages
 
 
@@ -92,10 +92,10 @@ def _page(line: str, folder: Path, where: str, *, needs_images: bool) -> Page:
     if not all(isinstance(part, str) for part in named) or not isinstance(name, str | None):
         raise ConfigError(f"{where}: {line.strip()[:80]!r}; {_FORM}")
     if named[0] == ERROR_ID:
-        raise ConfigError(f"{where}: the page id {ERROR_ID!r} means an error on the wire")
+        raise ConfigError(f"{where}: the page id {ERROR_ID!r} is reserved for errors")
     page_id, doc_id, text = cast(list[str], named)
     if not all(map(_is_unicode, (page_id, doc_id, text))):
-        raise ConfigError(f"{where}: holds half a surrogate pair, which no reply could carry")
+        raise ConfigError(f"{where}: has an unpaired surrogate, which a reply cannot contain")
     image = None
     if needs_images:
         if name is None:
@@ -182,13 +182,13 @@ def _same_length(queries: Sequence[object], ids: Sequence[object]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    command = make_parser(f"Search and fetch of the pages that {INDEX} in a folder lists.")
+    command = make_parser(f"Serve search and fetch over the pages that {INDEX} in a folder lists.")
     command.add_argument("--folder", type=Path, required=True, help=f"folder with {INDEX}")
     command.add_argument(
         "--contents",
         choices=("image", "text"),
         default="image",
-        help="what a page is sent as (default: %(default)s)",
+        help="form in which pages are sent (default: %(default)s)",
     )
     options = command.parse_args(arguments)
 

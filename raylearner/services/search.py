@@ -69,7 +69,7 @@ def read_corpus(path: Path) -> list[Passage]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not passages:
-        raise ConfigError(f"{path}: holds no passage")
+        raise ConfigError(f"{path}: has no passages")
     return passages
 
 
@@ -116,7 +116,7 @@ def search_app(passages: Sequence[Passage]) -> FastAPI:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    command = make_parser("Text search over a JSONL corpus, one passage a line.")
+    command = make_parser("Serve text search over a JSONL corpus with one passage per line.")
     command.add_argument(
         "--corpus",
         type=Path,

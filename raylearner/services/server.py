@@ -13,7 +13,7 @@ from raylearner.observability import logs
 
 BAD_INPUT = 2
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a whole fleet of episodes comes at once."""
+"""Maximum number of connections waiting to be accepted: all episodes may connect at once."""
 KEEP_ALIVE_S = 75
 
 

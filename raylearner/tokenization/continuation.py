@@ -1,7 +1,7 @@
-"""The text that a chat template writes behind an assistant's turn, found in its rendering of a
+"""The text that a chat template writes after an assistant turn, extracted from its rendering of a
 dialogue.
 
-The dialogue so far, a marked turn and the new messages are rendered as a whole; the text behind the
+The dialogue so far, a marked turn and the new messages are rendered together; the text after the
 turn continues the transcript. Earlier turns stay as they were sampled, however the template changes
 them.
 """
@@ -35,8 +35,7 @@ _THOUGHTS = re.compile(r"</?think>|\s")
 
 
 class RewritesHistory(RenderError):
-    """A template changes text that it wrote before, so transcripts cannot grow at their end
-    only."""
+    """A template changes text that it wrote before, so transcripts cannot grow by appending."""
 
 
 class Continuation:
@@ -70,7 +69,7 @@ class Continuation:
         dialogue = [*earlier, self.turn(self._turn, calls), *messages]
         _, found, rest = self._rendered(dialogue, tools).rpartition(self._turn)
         if not found:
-            raise RenderError("the chat template drops a turn of the assistant")
+            raise RenderError("the chat template drops an assistant turn")
         first = self._refuse_dropping(dialogue, len(dialogue) - len(messages), tools)
         return self._from_end(rest, first, dialogue, tools) if calls else rest
 
@@ -102,8 +101,8 @@ class Continuation:
         shown = self._template.render(opening, tools, opens=False)
         if not before.startswith(shown):
             raise RewritesHistory(
-                "the chat template writes the messages before a turn of the assistant otherwise once"
-                " more messages follow it, so a transcript cannot grow at its end only"
+                "the chat template renders the messages before an assistant turn differently once "
+                "more messages follow it, so a transcript cannot grow by appending"
             )
         opened = self._template.render(opening, tools)
         if calls or not opened.startswith(shown):
@@ -113,8 +112,8 @@ class Continuation:
         is_same = written.startswith(header) and (not more or self._control.begins(more))
         if not is_same and not header.startswith(written):
             raise RewritesHistory(
-                f"the chat template opens a turn of the assistant with {self._control.plain(header)!r}"
-                f" and shows it later with {self._control.plain(written)!r}"
+                f"the chat template opens an assistant turn with {self._control.plain(header)!r} "
+                f"and later renders it with {self._control.plain(written)!r}"
             )
 
     def _kept(self, calls: Sequence[Json]) -> list[Json]:
@@ -176,8 +175,7 @@ class Continuation:
         return first
 
     def _find_form(self) -> CallForm:
-        """Return the first form of calls that the template takes; the common one where it takes
-        none."""
+        """Return the first form of calls that the template accepts; the common one without any."""
         for form in _FORMS:
             if self._takes(form, 1):
                 several = self._takes(form, 2)

@@ -1,4 +1,4 @@
-"""Control tokens, and the encoding of texts in which only chosen places hold them.
+"""Control tokens, and the encoding of texts in which only marked places are control tokens.
 
 In a marked text every control token that the chat template wrote has a secret name. Everything else
 is ordinary text, even where it spells a control token.
@@ -28,7 +28,7 @@ class ControlTokens:
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special.update(tokenizer.all_special_ids)
         ids = dict.fromkeys([*sorted(special), *token_ids])
-        ids.pop(tokenizer.unk_token_id, None)  # stands for whatever cannot be encoded
+        ids.pop(tokenizer.unk_token_id, None)  # stands for text that cannot be encoded
         self._ids = {str(tokenizer.convert_ids_to_tokens(i)): i for i in ids}
         self.declared = tuple(text for text, i in self._ids.items() if i in special)
         secret = secrets.token_hex(8)
@@ -84,7 +84,7 @@ class ControlTokens:
             for i in self._renamed.encode(marked, add_special_tokens=False).ids
         ]
         if self._controls(token_ids) != expected:
-            raise RenderError("this tokenizer reads ordinary text as control tokens")
+            raise RenderError("this tokenizer encodes ordinary text as control tokens")
         return token_ids
 
     def _controls(self, token_ids: Sequence[int]) -> list[int]:
@@ -97,8 +97,8 @@ class ControlTokens:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise RenderError(
-                "a text spells a control token, and this tokenizer cannot keep it as text;"
-                " take one with a tokenizer.json"
+                "a text spells a control token, and this tokenizer cannot encode it as text; use "
+                "one with a tokenizer.json"
             )
         state: dict[str, Any] = json.loads(backend.to_str())
         for token in state["added_tokens"]:

@@ -1,4 +1,4 @@
-"""Reasoning in the text of a turn: the characters that are thoughts, and those that are not.
+"""Separation of reasoning from the rest of a turn's text.
 
 A thought is opened by the header that the chat template writes before the turn, or by the policy,
 and ends at its closing tag. Text in a thought is neither parsed, nor scored, nor a stop string.

@@ -45,7 +45,7 @@ from raylearner.tokenization.tokenizer import (
 from raylearner.tokenization.vision import ImageFitter, Vision
 from raylearner.types import IMAGE_MARK, Message
 
-TEXT_ONLY = "a message holds images, and this model is text-only"
+TEXT_ONLY = "a message has images, but the model is text-only"
 SHOWN_CHARACTERS = 200
 """Characters of a rendered text that an error quotes."""
 LOOP_CHARACTERS = 16_384
@@ -374,7 +374,7 @@ class Renderer:
         """Raises `ConfigError` unless images of prompts, which the template writes, are written like
         those of observations, which `Vision.block` writes."""
         image = Message(role="user", content=f"-{IMAGE_MARK}-", images=(b"",))
-        cure = "take the chat template and the config.json that the model came with"
+        cure = "use the model's original chat template and config.json"
         try:
             token_ids = self.render_chat([template_message(image)])
         except RenderError as error:

@@ -35,7 +35,7 @@ _USER: Json = {"role": "user", "content": "-"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a template takes messages with tool calls."""
+    """A form in which templates accept messages with tool calls."""
 
     has_text_arguments: bool = False
     """Arguments as JSON text, not as an object."""
@@ -87,8 +87,8 @@ class ChatTemplate:
             if self._control.plain(marked) == text:
                 return marked
         raise RenderError(
-            "a message spells a control token, and the chat template changes messages so that it"
-            " cannot be kept as text"
+            "a message spells a control token, and the chat template changes messages so that it "
+            "cannot be encoded as text"
         )
 
     def _stand_ins(self, text: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Checks, before a run starts, that a chat template serves its prompts and environment."""
+"""Checks, before a run starts, that a chat template supports its prompts and environment."""
 
 from collections.abc import Sequence
 

@@ -51,7 +51,7 @@ class Transcript:
     open_thought: str = ""
     """Opening tag of the thought that the next turn begins in; empty for none."""
     num_left_out: int = 0
-    """Number of pages and passages of replies that no longer fitted."""
+    """Number of pages and passages of replies that did not fit."""
     _loss_mask: list[bool] = field(default_factory=list[bool])
     _logprobs: list[float] = field(default_factory=list[float])
     _versions: list[int] = field(default_factory=list[int])
@@ -143,7 +143,7 @@ class Transcript:
 
     @property
     def message(self) -> Message:
-        """The turn sampled last, its thoughts apart, before its reply."""
+        """The turn sampled last, before its reply, with its reasoning separated."""
         turn = self._open
         assert turn is not None, "a message follows a completion"
         return Message(

@@ -1,4 +1,4 @@
-"""Images as a vision-language model's tokens: sizes, grids, placeholders, positions.
+"""Conversion of images to a vision-language model's tokens: sizes, grids, placeholders, positions.
 
 Legend: `T` tokens of one sequence, `I` its images. A grid is (1, rows, columns) in patches; its image
 takes `rows * columns / merge_size²` placeholders in the learner's form of a sequence, and one in the
@@ -39,7 +39,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """The facts about images in a model's configuration and its image processor. Immutable."""
+    """Image properties of a model's configuration and its image processor. Immutable."""
 
     image_token_id: int
     video_token_id: int
@@ -214,7 +214,7 @@ class ImageFitter:
         self._size = partial(_fitted_size, vision.unit, section)
         self._max_kept_bytes = max_kept_bytes
         self._lock = Lock()
-        self._fitted: dict[bytes, bytes] = {}  # least lately asked for first
+        self._fitted: dict[bytes, bytes] = {}  # least recently requested first
         self._kept_bytes = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Tools by the `kind` that the YAML uses."""
+"""Tools by `kind`."""
 
 from raylearner.config.environment import (
     CalculatorTool,

@@ -25,7 +25,7 @@ PROMPT_PARAMETER = "prompt"
 
 
 class Function(Tool):
-    """Calls the function where users' code runs: an async one on its loop, a sync one in a thread.
+    """Calls the function through the host of user code: async on its loop, sync in a thread.
 
     Arguments that do not fit the signature are an observation; an exception of the function, or a
     call past its time limit, is a `ToolError`.
@@ -68,7 +68,7 @@ class Function(Tool):
                 return _observation(value)
             except (host.CallTimeout, host.CallFailed) as error:
                 raise ToolError(f"{self.name}: {self._section.function} {error}") from error
-            except Exception as error:  # the user's function: whatever it raises is its failure
+            except Exception as error:  # the user's function may raise anything
                 raise ToolError(
                     f"{self.name}: {self._section.function} {describe(error)}"
                 ) from error

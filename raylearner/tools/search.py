@@ -36,7 +36,7 @@ _SEARCH, _RETRIEVE = TypeAdapter(list[_Passage]), TypeAdapter(_Retrieved)
 
 
 class Search(Tool):
-    """Speaks `POST /search` one query at a time, or Search-R1's `POST /retrieve` in batches."""
+    """Calls `POST /search` with one query at a time, or Search-R1's `POST /retrieve` in batches."""
 
     def __init__(self, section: SearchTool) -> None:
         super().__init__(section.function_name, section.tag, on_failure=section.on_failure)

@@ -85,7 +85,7 @@ class Batcher(Generic[Item, Answer]):
     """Joins calls within `window_s` of each other into one request, and gives each its own answer.
 
     A batch whose reply is bad is sent again one by one, once, so that one odd item does not fail
-    the others. A caller that gives up does not affect the others.
+    the others. A cancelled caller does not affect the others.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Batcher(Generic[Item, Answer]):
                 _fail(batch, error)
             else:
                 await asyncio.gather(*(self._run_alone(item, future) for item, future in batch))
-        except Exception as error:  # reaches every caller, who is the boundary
+        except Exception as error:  # raised in every caller, which handles it
             _fail(batch, error)
 
     async def _run_alone(self, item: Item, future: "asyncio.Future[Answer]") -> None:
@@ -173,8 +173,7 @@ def _parse(content: bytes, reply: TypeAdapter[Answer]) -> Answer:
 
 
 def _fail(batch: Sequence[tuple[object, "asyncio.Future[Any]"]], error: Exception) -> None:
-    """Fail each caller with an exception of its own: a shared one would gather all their
-    tracebacks."""
+    """Fail each caller with a separate exception: a shared one would collect all their tracebacks."""
     for _, future in batch:
         if not future.done():
             own = type(error)(*error.args) if isinstance(error, ToolError) else error
@@ -183,7 +182,7 @@ def _fail(batch: Sequence[tuple[object, "asyncio.Future[Any]"]], error: Exceptio
 
 
 async def wait_for_service(url: str, *, wait_s: float) -> None:
-    """Wait until something speaks HTTP at `url`. Raises `ConfigError` after `wait_s`."""
+    """Wait until an HTTP server replies at `url`. Raises `ConfigError` after `wait_s`."""
     deadline = time.monotonic() + wait_s
     try:
         client = HttpClient(url, HttpSection(timeout_s=START_TRY_TIMEOUT_S))

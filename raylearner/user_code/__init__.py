@@ -1,1 +1,1 @@
-"""User-defined functions and classes, run where they cannot block an actor's event loop."""
+"""Execution of user-defined functions and classes without blocking an actor's event loop."""

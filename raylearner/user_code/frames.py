@@ -1,5 +1,6 @@
-"""Where users' code failed or stands: the stack without our own frames, and without the libraries
-below it, as text that fits into an error's message."""
+"""Stacks of user code, where it failed or is now: without our own frames and without libraries
+below it, as text for error messages.
+"""
 
 import linecache
 import sysconfig
@@ -82,7 +83,7 @@ def _shown(entries: Iterable[traceback.FrameSummary]) -> list[str]:
 
 
 def _is_machinery(filename: str) -> bool:
-    """Return whether a frame is raylearner's own, or of the library between ours and the user's."""
+    """Return whether a frame is raylearner's own, or of a library between ours and the user's."""
     if filename.startswith(_PACKAGE):
         return True
     for library in _LIBRARIES:

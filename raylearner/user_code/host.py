@@ -1,10 +1,10 @@
-"""Where users' code runs: async functions on one event loop in a thread, sync ones in worker threads.
+"""The host of user code: async functions run on one event loop, sync ones in worker threads.
 
 Consumes calls from an actor's own loop; produces their values, or errors that name the function. A
 call waits for its function, unblocked by its end, by its time limit, or by its cancellation. A
-function that does not end when its time is over is given up and its caller continues: its thread is
-interrupted, and replaced where it held the loop. All async code of a process shares one loop, so that
-clients which it keeps between calls stay on the loop that they were made on.
+function that does not end at its time limit is abandoned and its caller continues: its thread is
+interrupted, and replaced if it blocked the loop. All async code of a process shares one loop, so
+that clients kept between calls stay on the loop that they were created on.
 """
 
 import asyncio
@@ -28,18 +28,21 @@ from raylearner.user_code.threads import LoopThread, UserThread, Worker
 logger = logging.getLogger(__name__)
 
 MAX_STUCK = 64
-"""Calls given up that may linger in one process; with more, its actor ends."""
+"""Maximum number of abandoned calls that may still run in one process; with more, its actor ends.
+"""
 GRACE_S = 1.0
 """Maximum time for a cancelled call to clean up before its caller continues without it."""
 LINGER_S = 5.0
-"""How long a sync call may go on after its time before its thread is interrupted."""
+"""Time that a sync call may run beyond its limit before its thread is interrupted."""
 TICK_S = 0.25
 BLOCKED_S = 1.0
 """A loop without a heartbeat for this long is blocked."""
 WARN_S = 5.0
-"""A loop blocked for this long is worth a warning, and so is a process whose Python stood still."""
+"""Time after which a warning is logged for a blocked loop or interpreter.
+"""
 DUMP_S = 20.0
-"""Stacks are written to stderr when Python stands still for this long, since it may never go on."""
+"""Stacks are written to stderr when the interpreter is blocked for this long.
+"""
 
 
 class CallTimeout(Exception):
@@ -66,7 +69,7 @@ class _Call:
         """Set the outcome, from any thread; the first call counts."""
         try:
             self.caller.call_soon_threadsafe(self._settle, value, error)
-        except RuntimeError:  # the caller's loop is closed: nobody waits any more
+        except RuntimeError:  # the caller's loop is closed: nothing waits any more
             return
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
@@ -80,11 +83,11 @@ class _Call:
 
 
 _CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("user code call", default=None)
-"""The call that the code which runs now, or the task that it belongs to, is a part of."""
+"""The call that the running code or task belongs to."""
 
 
 class UserCode:
-    """The threads of one process that run users' code, and a monitor that watches them.
+    """The threads of one process that run user code, and a monitor that watches them.
 
     `failure` is set when too many calls never ended, and names them: the process should then end.
     """
@@ -110,7 +113,8 @@ class UserCode:
     async def call(
         self, function: Callable[[], Any], *, name: str, timeout_s: float | None, limit: str = ""
     ) -> Any:
-        """Return the value of `function`; an awaitable value is awaited on the loop of users' code.
+        """Return the value of `function`; an awaitable value is awaited on the event loop of user
+        code.
 
         `name` stands for the function in errors and logs, `limit` for the key that sets
         `timeout_s`. Raises the function's errors, `CallTimeout` and `CallFailed`. When the caller
@@ -175,7 +179,7 @@ class UserCode:
         stack = indented(thread.stack())
         if holder.name == call.name:
             return stack
-        return f"; the loop of users' code is held by {holder.name}{stack}"
+        return f"; the event loop of user code is blocked by {holder.name}{stack}"
 
     # -- starting and ending -------------------------------------------------------------------
 
@@ -211,7 +215,7 @@ class UserCode:
         return task
 
     def _begin(self, call: _Call, function: Callable[[], Any]) -> None:
-        """Begin a call, on the loop of users' code."""
+        """Begin a call, on the event loop of user code."""
         assert isinstance(call.thread, LoopThread), "only async functions begin there"
         with self._lock:
             is_given_up = call.given_up_at is not None
@@ -268,8 +272,8 @@ class UserCode:
             lost_s = _doze()
             if lost_s > WARN_S and names:
                 logger.warning(
-                    "Python stood still for %.0f s in this process, weights could not be received"
-                    " meanwhile: a call into C kept the interpreter's lock; running were: %s",
+                    "the Python interpreter was blocked for %.0f s, and weights could not be "
+                    "received: a call into C held the GIL; running calls: %s",
                     lost_s,
                     ", ".join(sorted(names)),
                 )
@@ -282,10 +286,9 @@ class UserCode:
             self._count()
 
     def _look_at_blocked(self, loop: LoopThread) -> None:
-        """Warn of the call that blocks the loop, and replace the loop where that call is over its
-        time."""
+        """Warn of the call that blocks the loop; replace the loop if the call exceeds its limit."""
         holder, now = self._holder(loop), time.monotonic()
-        name = "something that users' code left behind" if holder is None else holder.name
+        name = "a task that user code left behind" if holder is None else holder.name
         with self._lock:
             is_late = any(
                 call.thread is loop
@@ -298,21 +301,22 @@ class UserCode:
         elif loop.silent_s > WARN_S:
             self._warn(
                 name,
-                f"holds the loop of users' code for {loop.silent_s:.0f} s, and other async functions"
-                " wait: await what takes long, or make it a plain function, which gets a thread",
+                f"has blocked the event loop of user code for {loop.silent_s:.0f} s, and other "
+                "async functions are waiting: await slow operations, or make it a plain "
+                "function, which runs in a thread",
                 loop,
             )
 
     def _replace(self, loop: LoopThread, name: str) -> None:
         """Start a new loop for further calls; those on the blocked one fail."""
         self._warn(
-            name, "did not end when its time was over and holds the loop of users' code", loop
+            name, "did not end at its time limit and blocks the event loop of user code", loop
         )
         with self._lock:
             self._loop = None if self._loop is loop else self._loop
             self._lost[loop] = name
             behind = [call for call in self._calls if call.thread is loop]
-        error = f"was lost: {name} held the loop of users' code and did not end"
+        error = f"was lost: {name} blocked the event loop of user code and did not end"
         failure = f"{error}{indented(loop.stack())}"
         for call in behind:
             self._finish(call, None, CallFailed(failure))
@@ -320,7 +324,7 @@ class UserCode:
         loop.interrupt()
 
     def _look_at_late(self, call: _Call) -> None:
-        """Interrupt a sync call past its time, and name every such call."""
+        """Interrupt sync calls beyond their limits, and name every such call."""
         thread = call.thread
         assert call.given_up_at is not None, "only calls that were given up are late"
         if thread is None or not thread.is_alive:
@@ -336,7 +340,7 @@ class UserCode:
                 call.is_stuck = thread.is_given_up = True
                 thread.interrupt()
         if call.is_stuck:
-            self._warn(call.name, "still runs after its time limit", thread)
+            self._warn(call.name, "is still running after its time limit", thread)
 
     def _count(self) -> None:
         for loop in list(self._lost):
@@ -349,8 +353,8 @@ class UserCode:
         names += self._lost.values()
         if len(names) > self._max_stuck and self.failure is None:
             self.failure = (
-                f"{len(names)} calls of users' code never ended and cannot be stopped:"
-                f" {', '.join(sorted(set(names)))}"
+                f"{len(names)} calls of user code never ended and cannot be stopped: "
+                f"{', '.join(sorted(set(names)))}"
             )
             logger.error("%s", self.failure)
 
@@ -369,7 +373,7 @@ class UserCode:
 def _doze() -> float:
     """Sleep one tick; return the seconds beyond it that this thread did not get to run.
 
-    Where Python stands still for `DUMP_S`, a thread outside of it writes all stacks to stderr.
+    If the interpreter is blocked for `DUMP_S`, a thread outside of it writes all stacks to stderr.
     """
     started = time.monotonic()
     stderr = sys.__stderr__

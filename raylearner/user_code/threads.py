@@ -1,4 +1,4 @@
-"""The threads that users' code runs in: one with an event loop, and workers for sync functions.
+"""The threads of user code: one with an event loop, and workers for sync functions.
 
 All are daemons: a thread that never returns does not keep its process alive.
 """
@@ -19,11 +19,11 @@ DRAIN_S = 1.0
 
 
 class Abandoned(BaseException):
-    """Raised inside a thread that was given up, so that it ends where it runs Python code."""
+    """Raised inside an abandoned thread, so that it ends where it runs Python code."""
 
 
 class UserThread:
-    """A thread whose stack can be read, and that can be interrupted once it is given up."""
+    """A thread whose stack can be read, and that can be interrupted once it is abandoned."""
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
@@ -37,7 +37,7 @@ class UserThread:
         return of_frame(sys._current_frames().get(self._thread.ident or 0))
 
     def interrupt(self) -> None:
-        """Raises `Abandoned` in it at its next Python instruction; a call into C ends first."""
+        """Raise `Abandoned` in the thread at its next Python instruction; a call into C ends first."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Abandoned)
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 WORD_BYTES = 8
 MAX_SLOW_ELEMENTS = 1 << 22
-"""Maximum number of elements widened to words at a time, where they do not fill whole words."""
+"""Maximum number of elements widened to words at a time, if they do not fill complete words."""
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -184,7 +184,7 @@ def _columns(values: Tensor, per_word: int) -> int:
 
 
 def _words(values: Tensor, region: Region, per_word: int) -> tuple[Tensor, Region] | None:
-    """Return the values as words with their region in words; None where they do not fill whole words."""
+    """Return the values as words with their region; None if they do not fill complete words."""
     if not values.ndim or values.stride(-1) != 1 or region.strides[-1] != 1:
         return None
     steps = (*values.stride()[:-1], *region.strides[:-1])

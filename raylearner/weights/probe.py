@@ -1,8 +1,8 @@
 """The probe of a push: log-probabilities of random prompts, compared between engine and learner.
 
-Checksums verify what the parameters hold (`verification`). The probe covers the rest: a kernel's packed copy
-or a tied head that kept its old weights, a cache that outlived the push, and other settings, where they
-change log-probabilities by more than the tolerance.
+Checksums verify the parameters (`verification`). The probe covers the rest: a kernel's packed copy
+or a tied head that kept its old weights, a cache that outlived the push, and other settings, where
+they change log-probabilities by more than the tolerance.
 """
 
 import math
@@ -43,7 +43,7 @@ def probe_tokens(
 def logprob_error(engine_logprobs: Sequence[Sequence[float]], probe: Probe) -> float:
     """Return |engine - learner| log-probability: the probe's statistic of it over all tokens.
 
-    Infinite where either is not a number.
+    Infinite if either is not a number.
     """
     if len(engine_logprobs) != len(probe.logprobs):
         raise WeightTransferError(
@@ -71,9 +71,9 @@ def verify_logprobs(
     error = logprob_error(engine_logprobs, probe)
     if not error <= probe.tolerance:
         raise WeightTransferError(
-            f"verification of policy version {policy_version} failed: the engine's log-probabilities of "
-            f"{len(probe.token_ids)} probe prompts differ from the learner's by {error:.3g} nats "
-            f"({probe.statistic}), more than the tolerance of {probe.tolerance:.3g}; the engine does not hold the"
-            " learner's weights"
+            f"verification of policy version {policy_version} failed: the engine's "
+            f"log-probabilities of {len(probe.token_ids)} probe prompts differ from the learner's "
+            f"by {error:.3g} nats ({probe.statistic}), more than the tolerance of "
+            f"{probe.tolerance:.3g}; the engine does not have the learner's weights"
         )
     return error

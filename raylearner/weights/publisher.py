@@ -91,7 +91,7 @@ class Publisher:
         return self._running is not None and not self._running.done()
 
     def add(self, actor_id: str, receive: Receive) -> None:
-        """Add an engine that has the last published version, or is there before the first."""
+        """Add an engine that has the last published version, or that exists before the first."""
         if actor_id in self._members:
             raise ValueError(f"{actor_id!r} is already a member")
         self._members[actor_id] = receive
@@ -121,7 +121,7 @@ class Publisher:
         self.add(actor_id, receive)
 
     def start(self, policy_version: PolicyVersion) -> None:
-        """Start a push and return; behind a running push only the last version asked for waits.
+        """Start a push and return; behind a running push only the last requested version waits.
 
         Raises the error of the last push in the background.
         """

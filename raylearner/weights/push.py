@@ -24,7 +24,7 @@ BROKEN_GRACE_S = 5.0
 
 
 class Transport(Protocol):
-    """The learner's side of pushes, for whatever transport the weights travel by."""
+    """The learner's side of pushes, for any transport."""
 
     @property
     def is_stepping(self) -> bool:
@@ -153,7 +153,7 @@ class Push:
             if not self._update.is_collective or not any(_has_failed(task) for task in done):
                 continue
             if self._sending.done() and self._sending.exception() is None:
-                continue  # all weights have arrived: the others verify theirs by themselves
+                continue  # all weights have arrived: the other engines verify theirs independently
             await self._transport.abandon(self._update)
             if pending:
                 _, pending = await asyncio.wait(pending, timeout=BROKEN_GRACE_S)

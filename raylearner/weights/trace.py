@@ -107,7 +107,9 @@ class Trace:
             yield name, tensor
 
     def report(self) -> dict[str, Any]:
-        """Return what this rank holds now, in plain types, for `verification.verify_weights`."""
+        """Return a report on this rank's parameters, in plain types, for
+        `verification.verify_weights`.
+        """
         held = Checksums()
         for parameter_name, target in self._targets.items():
             parameter = self._find(parameter_name)

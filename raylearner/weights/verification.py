@@ -134,7 +134,8 @@ def _raise_problems(problems: Sequence[str], policy_version: PolicyVersion) -> N
         more = f" and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
         raise WeightTransferError(
             f"verification of policy version {policy_version} failed: "
-            f"{'; '.join(problems[:MAX_NAMED])}{more}; the engine does not hold the learner's weights"
+            f"{'; '.join(problems[:MAX_NAMED])}{more}; the engine does not have the learner's "
+            "weights"
         )
 
 
@@ -163,8 +164,8 @@ def _find_problem(
             whole += sums
         if whole.num_elements != sent.num_elements:
             return (
-                f"is incomplete: {parameter} holds {whole.num_elements} of its "
-                f"{sent.num_elements} elements"
+                f"is incomplete: {parameter} has {whole.num_elements} of its {sent.num_elements} "
+                "elements"
             )
         if whole != sent:
             return f"has another checksum in {parameter}"

@@ -92,7 +92,7 @@ BAD_INPUT = [
     (["learner.optimiser=adam"], ["learner.optimiser", "unknown key"]),
     (["model={kind: pretrained, path: ./nowhere}"], ["nowhere"]),
     (["data.train={kind: jsonl, path: bad.jsonl}"], ["bad.jsonl:2", "no prompt in column"]),
-    (["data.train={kind: jsonl, path: empty.jsonl}"], ["holds no prompts"]),
+    (["data.train={kind: jsonl, path: empty.jsonl}"], ["no prompts"]),
     (["rewards.functions=[{kind: exact_anser}]"], ["exact_anser"]),
 ]
 

@@ -255,7 +255,7 @@ def test_bad_folders_and_options_are_refused(
     index.write_text('{"id": "1", "doc_id": "d", "text": "", "image": "../x"}')
     assert "outside the folder" in refused(capsys, pages.main, *folder)
     index.write_text('{"id": "error", "doc_id": "d", "text": ""}')
-    assert "means an error on the wire" in refused(capsys, pages.main, *folder)
+    assert "page id 'error'" in refused(capsys, pages.main, *folder)
     index.write_text('{"id": "1", "doc_id": "d", "text": ""}')
     assert "has no image; add one, or serve --contents text" in refused(capsys, pages.main, *folder)
     said = refused(capsys, code.main, "--wall-s", "-1")

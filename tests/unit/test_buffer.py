@@ -410,7 +410,7 @@ def test_describe_names_who_runs_what_and_what_take_waits_for() -> None:
     text = "\n".join(buffer.describe())
     assert "rollout-1 runs 3 episodes, the oldest (0, 0, 0) for 12.0 s" in text
     assert (
-        "rollout-0 runs 0 episodes; it gets no claim: its engine is at version 1, 3 behind" in text
+        "rollout-0 runs 0 episodes; it may not claim: its engine is at version 1, 3 behind" in text
     )
     assert "group 0 runs for 12.0 s (limit 600 s): 0 of 2 done, 2 running, 0 pending" in text
     assert "take of 2 groups at version 4 waits: 0 complete, 2 running, 0 leased" in text

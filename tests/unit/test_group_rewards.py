@@ -54,7 +54,7 @@ def test_a_complete_group_trains_only_with_its_scores() -> None:
     assert request.prompt.prompt_id == request.trajectories[0].prompt_id
     assert buffer.take(1, 0) is None
     assert buffer.metrics()["buffer/groups/awaiting_scores"] == 1
-    assert "await rewards" in buffer.describe()[-1]
+    assert "await group reward functions" in buffer.describe()[-1]
     buffer.put_scores(request, scores(0.25, 0.75))
     assert buffer.metrics()["buffer/groups/awaiting_scores"] == 0
     take = buffer.take(1, 0)

@@ -69,5 +69,5 @@ def test_an_image_between_its_own_tokens_passes() -> None:
 def test_other_templates_and_ids_are_refused_with_both(
     chat_template: str, names: Sequence[str], fault: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{fault}.*; take the chat template and the config"):
+    with pytest.raises(ConfigError, match=f"{fault}.*config.json"):
         make_renderer(chat_template, names)

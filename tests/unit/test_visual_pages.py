@@ -113,7 +113,7 @@ def test_the_shipped_questions_are_those_of_the_command_in_the_configs(
         ({"image": "."}, "'.'"),
         ({"image": "empty.png"}, "'empty.png'"),
         ({"image": None}, "has no image; add one, or serve --contents text"),
-        ({"id": "\ud800"}, "holds half a surrogate pair"),
+        ({"id": "\ud800"}, "surrogate"),
     ],
 )
 def test_a_page_that_could_not_be_served_is_named_by_its_line(

@@ -1,4 +1,4 @@
-"""Draws the next token of many requests at once, each with its own sampling and its own seed.
+"""Sampling of the next token of many requests at once, each with its own parameters and seed.
 
 Legend: `B` requests, `V` vocab.
 """
@@ -18,7 +18,7 @@ BELOW_ONE = 1.0 - 1e-12
 
 @dataclass(slots=True, kw_only=True)
 class Draw:
-    """One request's part in a step: its sampling, its tokens so far, its own generator."""
+    """Input of one request for a step: sampling parameters, tokens so far, random generator."""
 
     sampling: Sampling
     generator: np.random.Generator

@@ -1,4 +1,4 @@
-"""A deterministic engine for logic tests and fault injection; never a policy, never a default."""
+"""A deterministic engine for logic tests and fault injection, not for training."""
 
 import asyncio
 import importlib
@@ -23,7 +23,7 @@ class Script(Protocol):
 
 
 class RandomTokens:
-    """Seeded random tokens of random number; log-probabilities are arbitrary but finite."""
+    """A random number of seeded random tokens; log-probabilities are arbitrary but finite."""
 
     def __init__(
         self, *, vocab_size: int, max_tokens: int = 24, min_tokens: int = 2, delay_s: float = 0.0

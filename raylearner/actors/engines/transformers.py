@@ -130,7 +130,7 @@ class TransformersEngine:
             try:
                 receipt = await asyncio.to_thread(self._replace_weights, update, paused)
             except BaseException as error:
-                self._fail(f"policy version {update.policy_version} did not arrive: {error}")
+                self._fail(f"policy version {update.policy_version} could not be loaded: {error}")
                 if isinstance(error, WeightTransferError) or not isinstance(error, Exception):
                     raise
                 raise WeightTransferError(str(self._failure)) from error
@@ -187,7 +187,7 @@ class TransformersEngine:
             raise EngineError(self._failure)
 
     def _fail(self, reason: str) -> None:
-        """Fail every call from here on at once, running requests included."""
+        """Fail all running requests, and every later call immediately."""
         self._failure = self._failure or reason
         for request in (*self._running, *self._waiting):
             request.fail(self._failure)

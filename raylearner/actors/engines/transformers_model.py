@@ -32,7 +32,7 @@ Row = tuple[tuple[int, ...], tuple[bytes, ...]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeRow(Draw):
-    """A running request as the model reads it."""
+    """A running request in the form that the model takes."""
 
     images: tuple[bytes, ...] = ()
     offset: int = 0
@@ -158,7 +158,7 @@ class DecodeModel:
         tensors = load_file(payload["path"])
         if len(tensors) != payload["num_tensors"]:
             raise WeightTransferError(
-                f"{payload['path']} holds {len(tensors)} tensors, {payload['num_tensors']} were "
+                f"{payload['path']} has {len(tensors)} tensors, but {payload['num_tensors']} were "
                 "written"
             )
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
@@ -265,7 +265,7 @@ class KeyValueSlots(Cache):
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoder:
-    """A model's image processor and its way to number positions; immutable."""
+    """A model's image processor and its numbering of positions; immutable."""
 
     vision: Vision
     processor: Any

@@ -130,7 +130,7 @@ class VllmEngine:
                 return await self._receive(llm, update)
             except BaseException as error:
                 cause = self._log.cause(error)
-                reason = f"policy version {update.policy_version} did not arrive: {cause}"
+                reason = f"policy version {update.policy_version} could not be loaded: {cause}"
                 await self._fail(reason)
                 if isinstance(error, WeightTransferError) or not isinstance(error, Exception):
                     raise
@@ -287,7 +287,7 @@ class VllmEngine:
         return self._llm
 
     async def _fail(self, reason: str) -> None:
-        """Fail every call from here on at once, running requests included."""
+        """Fail all running requests, and every later call immediately."""
         self._failure = self._failure or reason
         llm = self._llm
         if llm is not None and self._running:

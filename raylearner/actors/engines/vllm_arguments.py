@@ -11,7 +11,7 @@ from raylearner.weights.probe import NUM_PROBE_SEQUENCES
 
 EXTENSION = "raylearner.actors.engines.vllm_worker.WorkerExtension"
 SHARED_BELOW = 0.5
-"""With a smaller share of a GPU's memory, an engine expects others to start beside it."""
+"""Minimum share of a GPU's memory of an engine that has the GPU to itself."""
 BESIDE_CACHE_BYTES = 2 * 1024**3
 """Part of an engine's share of a GPU for activations, CUDA's context and graphs."""
 MIN_CACHE_BYTES = 256 * 1024**2
@@ -51,7 +51,7 @@ def engine_arguments(
     if lora_rank is not None:
         arguments |= _lora_arguments(lora_rank)
     if config.tensor_parallel_size > 1:
-        # vLLM would otherwise ask Ray for GPUs, which this actor holds already.
+        # vLLM would otherwise request GPUs from Ray, which this actor already has.
         arguments["distributed_executor_backend"] = "mp"
     if config.sleep:
         arguments |= _sleep_arguments()
@@ -74,10 +74,10 @@ def vision_arguments(model_path: str, *, max_images: int) -> dict[str, Any]:
         importlib.import_module("torchvision")
     except Exception as error:  # a build for another torch raises errors of any type
         raise EngineError(
-            "a vision-language model needs torchvision under vLLM, which does not import"
-            f" ({error}); `bash launch/setup.sh` installs one that does, on GPU machines"
-            " `pip install torchvision` the build for this torch, and actors.engine.kind"
-            " 'transformers' needs none"
+            "vision-language models under vLLM need torchvision, which cannot be imported "
+            f"({error}); `bash launch/setup.sh` installs one that can; on GPU machines run `pip "
+            "install torchvision` for the build of this torch, or set actors.engine.kind to "
+            "'transformers', which needs none"
         ) from error
     return {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
 
@@ -88,7 +88,7 @@ def _lora_arguments(rank: int) -> dict[str, Any]:
 
     ranks = [supported for supported in get_args(MaxLoRARanks) if supported >= rank]
     if not ranks:
-        raise EngineError(f"vLLM takes adapters of at most rank {max(get_args(MaxLoRARanks))}")
+        raise EngineError(f"vLLM supports adapters up to rank {max(get_args(MaxLoRARanks))}")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
 
 

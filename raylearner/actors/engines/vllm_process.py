@@ -21,7 +21,8 @@ OWNER_VARIABLE = "RAYLEARNER_ENGINE_OWNER"
 END_TIMEOUT_S = 5.0
 """Maximum time vLLM's processes may take to end before they are killed."""
 PROCESS_MARKS = ("VLLM::", "multiprocessing.spawn", "multiprocessing-fork")
-"""Parts of a core's command line: its title, before that how it was started."""
+"""Parts of a core's command line: its process title, and before that the command that started it.
+"""
 EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b.*")
 
 MAX_BANS = 1024
@@ -31,7 +32,7 @@ POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks after boot, by which reused ids are told apart."""
+    """Return the start time of a process in clock ticks after boot, which distinguishes reused ids."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return int(file.read().rpartition(")")[2].split()[19])
@@ -169,7 +170,7 @@ def children() -> list[psutil.Process]:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Wait for processes that were asked to end, then kill the rest."""
+    """Wait for processes that were signalled to end, then kill the rest."""
     _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The part that runs inside vLLM's workers: verified transfer engines, and the watch on the owner process.
+"""Code inside vLLM's workers: verified transfer engines, and a watch on the owner process.
 
 A worker imports this module because the engine arguments name `WorkerExtension`. Importing it
 registers the backends and, where the environment names an owner, starts watching it: a core and its
@@ -73,14 +73,14 @@ class _Verified(WeightTransferEngine[Any, Any]):
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        # On CPUs a tied head was repacked when the checkpoint was loaded and is no part of the
+        # On CPUs a tied head was repacked when the checkpoint was loaded and is not part of the
         # reload: without this it would keep the old weights under the new version.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
     def report(self) -> dict[str, Any]:
-        """Return a report on what the parameters hold now, read again at every call."""
+        """Return a report on the current parameters, which are read again at every call."""
         if self._trace is None:
             raise ValueError("no weights have been loaded that could be verified")
         return self._trace.report()
@@ -132,11 +132,11 @@ class WorkerExtension:
     model_runner: Any
 
     def weight_report(self) -> dict[str, Any]:
-        """Report what this rank's parameters hold since the last push, for `verification`."""
+        """Report this rank's parameters after the last push, for `verification`."""
         return self.weight_transfer_engine.report()
 
     def adapter_report(self, path: str) -> dict[str, Any]:
-        """Report what this rank's slots for adapters hold, compared with the adapter in `path`."""
+        """Compare this rank's adapter slots with the adapter in `path`, and report the result."""
         return adapter_report(self.model_runner.lora_manager._adapter_manager, path)
 
 

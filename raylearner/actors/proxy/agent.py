@@ -1,4 +1,4 @@
-"""Episodes that a program plays by itself, calling the engine through its own endpoint.
+"""Episodes that a program plays, calling the engine through an endpoint of the episode.
 
 Consumes a claim; produces the episode's segments. Waits for the program, unblocked by its end, by its
 time limit, or by a conversation in which no further call can be answered.
@@ -127,7 +127,7 @@ def _find_end(conversation: Conversation, answer: str | None) -> _End:
         raise EnvironmentFault(
             f"every call of the program was refused: {refusal}"
             if refusal
-            else "the program ended without a single call of the endpoint"
+            else "the program ended without calling the endpoint"
         )
     if answer is not None:
         return _End(stop_reason=StopReason.ANSWER, answer=answer)

@@ -123,7 +123,7 @@ class ChatReply:
     num_prompt_tokens: int
     num_completion_tokens: int
     kept: str = ""
-    """Description of the sampling parameters that were not followed; empty if none."""
+    """Description of the sampling parameters that were not applied; empty if none."""
 
 
 class ChatSession(Protocol):
@@ -182,7 +182,7 @@ def write_reply(reply: ChatReply, request: ChatRequest) -> Json:
 
 
 def write_events(reply: ChatReply, request: ChatRequest) -> Iterator[str]:
-    """Yield the reply as server-sent events: all text in one, since it is recorded before it is sent."""
+    """Yield the reply as server-sent events: all text in one, since it is recorded before."""
     head = _head("chat.completion.chunk", request)
 
     def event(delta: Json, finish_reason: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The server behind `openai_proxy`: chat completions on localhost, each episode with a key of its own.
+"""The server behind `openai_proxy`: chat completions on localhost, one key per episode.
 
 Consumes HTTP calls of agent programs; produces the answers of the session that their key belongs to.
 A call waits for its session, unblocked by the engine or by the end of the episode.
@@ -26,7 +26,8 @@ BACKLOG = 4096
 KEEP_ALIVE_S = 75
 MAX_BODY_BYTES = 32 << 20
 KEPT_HEADER = "x-raylearner-kept"
-"""Header that lists sampling parameters of a request that were not followed, and those used instead."""
+"""Header that lists sampling parameters that were not applied, and the values used instead.
+"""
 NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients retry after errors without this header; an error here is final."""
 
@@ -67,7 +68,7 @@ class ChatServer:
 
     @contextlib.contextmanager
     def session(self, session: ChatSession) -> Generator[str]:
-        """Yield the key under which `session` answers; it is void afterwards."""
+        """Yield the key for `session`, which is valid within the context only."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         try:
@@ -110,8 +111,8 @@ class ChatServer:
         return _answer_refusal(
             ChatRefusal(
                 404,
-                f"{request.method} {request.url.path} is not served here; an agent program calls"
-                " POST /v1/chat/completions",
+                f"{request.method} {request.url.path} is not served here; agent programs call "
+                "POST /v1/chat/completions",
                 code="unknown_url",
             )
         )

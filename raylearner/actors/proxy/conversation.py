@@ -1,9 +1,9 @@
 """The calls of an agent program as segments of tokens, each growing only at its end.
 
-A call whose messages follow a recorded reply continues that reply's segment: its tokens stay as they
-were sampled, and only new messages are rendered. A call that rewrites earlier messages, or follows an
-earlier reply, starts a segment of its own, whose beginning does not train again; so does every call
-under a chat template that rewrites earlier turns.
+A call whose messages follow a recorded reply continues that reply's segment: its tokens stay as
+they were sampled, and only new messages are rendered. A call that rewrites earlier messages, or
+follows an earlier reply, starts a new segment, whose beginning does not train again; so does every
+call under a chat template that rewrites earlier turns.
 """
 
 import asyncio
@@ -144,7 +144,7 @@ class Conversation:
             completion = await self._sample(plan, request)
             if not await is_wanted():
                 self.num_calls -= 1
-                raise ChatRefusal(499, "the program did not wait for its reply", code="gone")
+                raise ChatRefusal(499, "the program disconnected before its reply", code="gone")
             self._refuse_when_over()
             return self._record(plan, request, completion)
         finally:
@@ -171,7 +171,7 @@ class Conversation:
         if self.failure is not None:
             raise ChatRefusal(500, f"the engine failed: {self.failure}", code="engine_error")
         if self._is_closed or self.over.is_set():
-            raise ChatRefusal(410, "the episode is over", code="episode_over")
+            raise ChatRefusal(410, "the episode has ended", code="episode_over")
 
     def _plan(self, request: ChatRequest, place: _Place | None, num_known: int) -> _Plan:
         """Render the call as tokens behind `place`, where the first `num_known` messages are recorded.
@@ -279,7 +279,7 @@ class Conversation:
                 if not self._is_closed:
                     running.cancel()
                     raise
-                raise ChatRefusal(410, "the episode is over", code="episode_over") from None
+                raise ChatRefusal(410, "the episode has ended", code="episode_over") from None
             finally:
                 self._running.discard(running)
             span.arguments["tokens"] = len(completion.token_ids)
@@ -290,7 +290,7 @@ class Conversation:
         return completion
 
     def _record(self, plan: _Plan, request: ChatRequest, completion: Completion) -> ChatReply:
-        """Record the call; nothing waits here, so that it is recorded whole or not at all."""
+        """Record the call. Nothing is awaited here: it is recorded completely or not at all."""
         segment = plan.segment
         if segment is None:
             segment = _Segment(Transcript(renderer=self.renderer, claim=self.claim))

@@ -1,4 +1,4 @@
-"""Agent programs, which play an episode by themselves: a Python function, or a command line."""
+"""Agent programs, each of which plays a complete episode: a Python function, or a command line."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ def make_program(config: OpenAiProxy) -> Program:
 
 
 class FunctionProgram:
-    """A custom function, run where users' code runs: an async one on its loop, a sync one in a thread.
+    """A custom function, run by the host of user code: async on its loop, sync in a thread.
 
     Its episode's time limit cancels it; the key of one that keeps running is void."""
 
@@ -96,7 +96,7 @@ class FunctionProgram:
 
 
 class CommandProgram:
-    """A command line, in a session of its own; all its processes end with the episode."""
+    """A command line in its own process session; all its processes end with the episode."""
 
     def __init__(self, command: Sequence[str], *, answers_on_stdout: bool) -> None:
         self._command = tuple(command)

@@ -28,7 +28,8 @@ def check(sweep: SweepSection, tree: Node) -> list[Problem]:
         if not is_inside and (is_package or not os.path.isabs(base)):
             refuse(
                 ("base", index),
-                f"must be a file in this directory, which a trial's job gets a copy of, got {base!r}",
+                "must be a file in this directory, which is copied to the trials' jobs, got "
+                f"{base!r}",
             )
     earlier: dict[str, AxisSection] = {}
     for index, axis in enumerate(sweep.axes):

@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 2
 """Maximum attempts at a trial in one call of the sweep."""
 WAIT_LOG_S = 120.0
 """Interval between warnings that no trial can run."""
-CAUSES = {"STOPPED": "its job was stopped", LOST: "the cluster does not know its job"}
+CAUSES = {"STOPPED": "its job was stopped", LOST: "the cluster has no record of its job"}
 """Causes of failure that a job's log does not contain."""
 
 
@@ -268,7 +268,7 @@ class Sweep:
         for state in failed:
             state.status, state.num_attempts = Status.WAITING, 0
             state.started_at_s = state.finished_at_s = None
-        if self._asha:  # its state was that of the earlier process
+        if self._asha:  # the state that the earlier process saved
             for state in self._state.trials:
                 run_dir = self._state.run_dir(state.number)
                 progress = read_progress(run_dir, self._plan.sweep.metric)

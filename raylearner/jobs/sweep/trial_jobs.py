@@ -86,7 +86,7 @@ class TrialJobs:
             self._tolerate(job, error)
             return None
         if self._outage_since_s.pop(job, None) is not None:
-            logger.info("the cluster answers again about job %s: %s", job, status)
+            logger.info("the status of job %s is available again: %s", job, status)
         return status
 
     def stop(self, job: str) -> None:
@@ -113,11 +113,11 @@ class TrialJobs:
         since_s = self._outage_since_s.setdefault(job, now_s)
         if since_s == now_s:
             logger.warning(
-                "no answer about job %s (%s); retrying for %g s",
+                "no status of job %s (%s); retrying for %g s",
                 *(job, error, PATIENCE_S),
             )
         elif now_s - since_s > PATIENCE_S:
             raise RaylearnerError(
-                f"no answer about job {job} for {PATIENCE_S:g} s: {error}; running trials continue, and the"
-                " same command resumes the sweep"
+                f"no status of job {job} for {PATIENCE_S:g} s: {error}; running trials continue, "
+                "and the same command resumes the sweep"
             ) from error

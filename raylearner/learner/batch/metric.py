@@ -207,7 +207,7 @@ class LogQuantile(_Sums):
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value; NaN without any."""
+    """Largest value; NaN without any."""
 
     extreme: Tensor  # [] float64
 
@@ -237,7 +237,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min(Max):
-    """The smallest value, kept as the largest of the negated values."""
+    """Smallest value, stored as the largest of the negated values."""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> Self:

@@ -48,7 +48,7 @@ class PackedTokens:
         """
         images = images if images is not None else [()] * len(sequences)
         if reader is None and any(images):
-            raise ValueError("a trajectory shows images to a text-only model")
+            raise ValueError("a trajectory has images, but the model is text-only")
         if not sequences:
             sequences, scored = [np.zeros(1, np.int64)], [np.zeros(1, np.bool_)]
             images = [()]

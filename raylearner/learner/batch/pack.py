@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from raylearner.types import PolicyVersion, StopReason, Trajectory, TrajectoryGroup
 
 QUADRATIC_TOKENS = 24_576
-"""Length at which attention costs as much as everything else: 12 x hidden size, for 2,048."""
+"""Sequence length at which attention costs as much as everything else: 12 x a hidden size of 2,048.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,7 @@ def row_cost(num_tokens: int) -> float:
 def _mask(
     groups: Sequence[TrajectoryGroup], *, should_mask_truncated: bool
 ) -> tuple[list[TrajectoryGroup], dict[str, int]]:
-    """Mask what must not train; return the groups, and excluded tokens by the first rule that applies."""
+    """Mask tokens that must not train; return the groups, and excluded tokens by rule."""
     counts = Counter({"error": 0, "stale": 0, "unscored": 0, "truncated": 0})
     masked: list[TrajectoryGroup] = []
     for group in groups:
@@ -238,7 +239,7 @@ def _row(episode: _Episode, trajectory: Trajectory, numbers: dict[bytes, int]) -
 def _turns(
     trajectory: Trajectory, numbers: dict[bytes, int]
 ) -> tuple[NDArray[np.int32], tuple[int, ...]]:
-    """Return each token's turn, and a hash of what each turn starts from: the previous reply or the prompt.
+    """Return each token's turn, and a hash of each turn's start: the previous reply or the prompt.
 
     Images in replies are identified by `numbers`, to which new ones are added. A trajectory without
     turns gets one for each run of sampled tokens, each with a unique hash.

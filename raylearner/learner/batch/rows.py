@@ -66,7 +66,7 @@ class Rows:
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` where the mask is True, else 0, also in place of masked NaN."""
+    """Return `values` where the mask is True, else 0, even for masked NaN."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 

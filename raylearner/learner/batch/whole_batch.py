@@ -1,4 +1,4 @@
-"""Tokens of all ranks in one place, in an order that does not depend on packing.
+"""Tokens of all ranks together, in an order that does not depend on packing.
 
 Computations on a whole batch (whitening, baselines per token, sums over an episode's rows) run here on
 every rank, so the number of ranks and micro-batches does not matter. Ranks exchange only the span of a

@@ -1,4 +1,4 @@
-"""Checkpoint directories: written under a temporary name, sealed by a manifest, renamed into place.
+"""Checkpoint directories: written under a temporary name, completed by a manifest, then renamed.
 
 Their contents are up to the caller. A directory named `step_NNNNNN` is complete unless bytes changed
 since, which `find_latest` verifies.
@@ -66,7 +66,7 @@ def find_newest(checkpoints: Path) -> Checkpoint | None:
 
 
 def list_damage(checkpoints: Path) -> list[str]:
-    """Return why each incomplete checkpoint is incomplete; the newest first."""
+    """Return incomplete checkpoints with the reasons, newest first."""
     found = (find_damage(folder) for folder in _newest_first(checkpoints))
     return [damage for damage in found if damage is not None]
 
@@ -84,7 +84,7 @@ def suggest_other(folder: Path) -> str:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return why a checkpoint is incomplete; None when every byte is as written."""
+    """Return why a checkpoint is incomplete; None if every byte is as written."""
     if folder.suffix == PARTIAL:
         return f"{folder.name}: half-written"
     try:

@@ -1,4 +1,4 @@
-"""A learner's state on disk: sharded tensors, progress and random state, written now or beside training.
+"""A learner's state on disk: sharded tensors, progress and RNG state.
 
 Tensors are safetensors files written by torch.distributed.checkpoint, everything else is JSON:
 nothing here is ever unpickled. Every rank calls every function, in the same order.
@@ -32,7 +32,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 AGREEMENT_TIMEOUT_S = 600
 """Maximum time between the fastest rank's end of writing its shards and the slowest rank's; the
-checkpoint fails otherwise. No watchdog covers what is written beside training."""
+checkpoint fails otherwise. No watchdog covers background writes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Progress:
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
     kl_coefficient: float | None = None
-    """Present value of an adaptive coefficient."""
+    """Current value of an adaptive coefficient."""
 
 
 class AsyncSaver:
@@ -112,7 +113,7 @@ class Save:
         return self._saver.copy(tensors) if self._should_defer else tensors
 
     def copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors in host memory, which share no storage with the masters if deferred."""
+        """Return full tensors in host memory, which share no storage with the masters if deferred."""
         return {
             name: tensor.to("cpu", copy=self._should_defer).contiguous()
             for name, tensor in tensors.items()

@@ -1,9 +1,10 @@
-"""A check at load that packed rows score as by the model's own forward.
+"""Test at load that packed rows score as in the model's own forward.
 
-Model families change logits after the head, attention or positions in their own ways, and no list of
-configuration keys covers the next family. Three short rows are scored by the model's own forward, one
-by one by ours, and packed; all must agree. The middle row is packed once more between other rows: its
-computation then has the same shapes, so rounding cannot hide an influence of its neighbours.
+Model families change logits after the head, attention or positions in their own ways, and no list
+of configuration keys covers the next family. Three short rows are scored by the model's own
+forward, one by one by ours, and packed; all must agree. The middle row is packed once more between
+other rows: its computation then has the same shapes, so rounding cannot hide an influence of other
+rows.
 """
 
 import logging
@@ -25,15 +26,17 @@ from raylearner.learner.model.policy import PackedModel
 log = logging.getLogger(__name__)
 
 ROW_LENGTHS = (19, 12, 9)
-"""Lengths of the packed rows: the middle one has neighbours on both sides, the last one far positions."""
+"""Lengths of the packed rows: the middle one is between two others, the last one has far positions.
+"""
 
 TOLERANCES = {"exact": 1e-4, "gpu": 0.02, "half": 0.25}
 """Maximum mean |difference| over a row's tokens, in nats: float32 and finer on CPUs, on GPUs, whose
 kernels may use TF32, and half precision."""
 
 QUIET = {"exact": 1e-4, "gpu": 1e-3, "half": 0.005}
-"""The same where only neighbours differ. If ours and the model's own forward differ by more, that is
-allowed: the rounding of a mixture's experts depends on how many tokens each has."""
+"""The same where only the other rows differ. If ours and the model's own forward differ by more,
+that is allowed: the rounding of a mixture's experts depends on how many tokens each has.
+"""
 
 Eager = Callable[[], AbstractContextManager[None]]
 """A context in which the model uses eager attention."""
@@ -81,7 +84,7 @@ def refuse_unfaithful(
     )
     tolerance = TOLERANCES[precision]
     own = max(_gap(a, b) for a, b in zip(alone, plain, strict=True))
-    # Far positions may change the last row itself, but not its neighbours.
+    # Far positions may change the last row itself, but not other rows.
     starts = np.cumsum([0, *ROW_LENGTHS])
     beside = max(_gap(alone[i], packed[starts[i] : starts[i + 1]]) for i in range(len(rows) - 1))
     middle = slice(starts[1], starts[2])
@@ -103,7 +106,7 @@ def refuse_unfaithful(
 
 
 def _rows(model: PackedModel, text: Any, config: Any, *, seed: int) -> list[np.ndarray]:
-    """Draw rows of ordinary tokens, without special ones."""
+    """Draw rows of random tokens, without special ones."""
     special: set[int] = set(model.banned_token_ids)
     for values in (config.to_dict(), text.to_dict()):
         for key, value in values.items():

@@ -141,7 +141,7 @@ def load_sharded(
     missing = [] if files is None else files.find_missing(causal_lm)
     if missing:
         # Only transformers can merge or transpose the tensors of such checkpoints.
-        log.warning("%s is loaded whole by every rank: it has no %s", folder, missing[0])
+        log.warning("every rank loads all of %s, which has no %s", folder, missing[0])
         causal_lm = _auto_class(config).from_pretrained(
             folder, dtype=dtype, attn_implementation=implementation
         )

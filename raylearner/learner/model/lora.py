@@ -41,7 +41,7 @@ def inject(
     base_dtype: torch.dtype,
     excluded: str | None = None,
 ) -> None:
-    """Add adapters as `section` says; freeze all other weights and keep them in `base_dtype`.
+    """Add the adapters of `section`; freeze all other weights and keep them in `base_dtype`.
 
     New adapters leave out modules whose names match the regular expression `excluded`. Raises
     `ConfigError` for modules that the model does not have, and for other kinds of adapters than plain

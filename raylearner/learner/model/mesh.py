@@ -27,7 +27,7 @@ from raylearner.learner.batch import metric
 from raylearner.learner.batch.metric import Metrics
 
 COLLECTIVE_TIMEOUT_S = 1800
-"""A collective that takes longer fails: another rank is gone, or far behind."""
+"""Maximum time of a collective: beyond it another rank is gone, or far behind."""
 
 
 def free_port() -> int:
@@ -46,14 +46,14 @@ def connect(
 ) -> DeviceMesh:
     """Join the group (gloo on the CPU, NCCL on GPUs) and return its one-dimensional mesh.
 
-    Ranks meet at `address`, host and port; without one a single rank is alone and opens no socket. An
+    Ranks connect at `address`, host and port; without one a single rank opens no socket. An
     existing group is kept.
     """
     if not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(0)
         if address is None and world_size != 1:
-            raise ValueError(f"address: {world_size} ranks need one to meet at")
+            raise ValueError(f"address: required to connect {world_size} ranks")
         store = (
             dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             if address is None
@@ -75,12 +75,12 @@ def connect(
 
 
 def make_shard_mesh(everyone: DeviceMesh, size: int | None) -> DeviceMesh:
-    """Return the mesh of parameters: sharded over all ranks, or over `size` neighbours and copied."""
+    """Return the mesh of parameters: sharded over all ranks, or over `size` ranks and replicated."""
     num_ranks = everyone.size()
     if size is None or size == num_ranks:
         return everyone
     if num_ranks % size:
-        raise ValueError(f"shard_size: {num_ranks} ranks are not groups of {size} ranks each")
+        raise ValueError(f"shard_size: must divide the {num_ranks} ranks, got {size}")
     return init_device_mesh(
         everyone.device_type, (num_ranks // size, size), mesh_dim_names=("copies", "shards")
     )
@@ -156,12 +156,10 @@ class BatchLayout:
 
     @classmethod
     def of(cls, device: str, *, context_size: int = 1) -> "BatchLayout":
-        """Let each `context_size` neighbours share micro-batches. Every rank must call this."""
+        """Let each `context_size` consecutive ranks share micro-batches. Every rank must call this."""
         num_ranks = dist.get_world_size()
         if num_ranks % context_size:
-            raise ValueError(
-                f"context_size: {num_ranks} ranks are not groups of {context_size} ranks each"
-            )
+            raise ValueError(f"context_size: must divide the {num_ranks} ranks, got {context_size}")
         if context_size == 1:
             assert dist.group.WORLD is not None
             return cls(data=dist.group.WORLD, context=None)

@@ -99,7 +99,7 @@ class Models:
             else:
                 own_path = reference_path(config.kl.reference)
                 path = own_path or str(folder)
-                # Not merged into its base, as in the policy: this gives the same numbers to the last bit.
+                # Not merged into its base, as in the policy, so that numbers are bit-identical.
                 starts_adapted = own_path is None and config.lora and config.lora.path
                 frozen = load(
                     path,

@@ -1,4 +1,4 @@
-"""The policy that a KL penalty pulls towards: a frozen or slowly updated copy, or the policy's own base.
+"""Reference policy of a KL penalty: a frozen or slowly updated copy, or the policy's own base.
 
 Waits for: the other ranks, in every forward.
 """
@@ -33,8 +33,8 @@ class Reference:
         """
         if isinstance(config, AdapterOffReference) and not model.has_adapters:
             raise ConfigError(
-                "learner.kl.reference: 'adapter_off' is the policy without its LoRA adapter, but it "
-                "has no adapter; use {kind: frozen}, or add `learner.lora: {}`"
+                "learner.kl.reference: 'adapter_off' is the policy without its LoRA adapter, but "
+                "the policy has none; use {kind: frozen}, or add `learner.lora: {}`"
             )
         self._config = config
         self._model = model
@@ -47,7 +47,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, policy: PackedModel, *, policy_version: int) -> None:
-        """Mix the policy in, if that is due at this version."""
+        """Average the policy in, if that is due at this version."""
         config = self._config
         if isinstance(config, RefreshedReference) and policy_version % config.every_steps == 0:
             current = policy.own_parameters()

@@ -40,7 +40,7 @@ class GroupBaseline(Advantage):
 
     compares_in_group: ClassVar[bool] = True
     group_of_one: GroupOfOne = "zero"
-    """Advantage of an episode that nothing can be compared with: none, or its raw reward."""
+    """Advantage of an episode without others to compare with: none, or its raw reward."""
 
 
 class GrpoAdvantage(GroupBaseline):

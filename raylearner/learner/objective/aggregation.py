@@ -1,4 +1,4 @@
-"""From token or row losses to the scalar that is differentiated, always by global counts.
+"""Aggregation of token or row losses to the scalar that is differentiated, by global counts.
 
 Legend: `T` packed tokens of this micro-batch, `R` its rows.
 """

@@ -92,7 +92,7 @@ def reinforce(inputs: LossInputs, config: Reinforce) -> LossOutput:
 
 
 class Topr(Loss):
-    """Bad rows tapered by their ratio current/behavior, good ones not (2503.14286)."""
+    """Bad rows are tapered by their ratio current/behavior, good ones are not (2503.14286)."""
 
     kind: Literal["topr"]
     weighs_by_behavior: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """Policy losses that single out tokens by the covariance of their advantage and log-probability.
 
-Legend: `T` packed tokens. The tokens are selected among all tokens of an update, over all ranks, and
-come to the loss as `LossInputs.selected_tokens`.
+Legend: `T` packed tokens. The tokens are selected among all tokens of an update, over all ranks,
+and passed to the loss as `LossInputs.selected_tokens`.
 """
 
 from dataclasses import replace

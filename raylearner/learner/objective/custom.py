@@ -1,6 +1,6 @@
 """User-defined losses, advantages and corrections: `kind: custom` with `function: module:name`.
 
-A function is called with the inputs of its sort and with its options. Where its second parameter is
+A function is called with the inputs of its type and with its options. Where its second parameter is
 annotated with a pydantic model, options are validated with it and arrive as its instance; otherwise
 they arrive as a mapping.
 """

@@ -98,7 +98,7 @@ def staleness(
     policy_version: int,
     num_bins: int = 9,
 ) -> Metrics:
-    """Return the age of the trained tokens in policy versions, and how many versions a row spans.
+    """Return the staleness of the trained tokens, and the number of versions that a row spans.
 
     `staleness_fraction/k` is the share of tokens k versions old; the last bin takes all that are
     older. `policy_version` is the version being trained.
@@ -117,7 +117,7 @@ def staleness(
 
 
 def groups(rewards: Tensor, group_ids: Tensor) -> Metrics:
-    """Return how many groups of `rewards [E]` are of zero variance, or cannot be compared.
+    """Return the fractions of groups with zero variance, and of those that cannot be compared.
 
     A group counts as zero-variance when its scorable rewards are equal, a group of one included.
     """

@@ -1,4 +1,4 @@
-"""The episodes of a step's batch as advantages see them: rewards shaped, groups, counts.
+"""The episodes of a step's batch as inputs of advantages: shaped rewards, groups, counts.
 
 Legend: `E` episodes, `K` reward functions.
 """
@@ -49,7 +49,7 @@ class EpisodeTable:
     greedy_rewards: Tensor  # [E] NaN where no greedy episode was played
     parts: Tensor  # [E, K] rewards by function, unweighted
     part_weights: Tensor  # [K]
-    copies: Tensor | None = None  # [E] how often each was drawn; None for once
+    copies: Tensor | None = None  # [E] number of times each was drawn; None for once
 
     @classmethod
     def of(
@@ -68,7 +68,7 @@ class EpisodeTable:
             )  # a copy: arrays that come through Ray are read-only
 
         rewards = tensor(batch.rewards)
-        # An episode without a reward, such as one that failed, has no part of it either.
+        # An episode without a reward, such as one that failed, has no reward by function either.
         is_scored = ~rewards.isnan()
         parts = [torch.where(is_scored, tensor(part), torch.nan) for part in batch.parts.values()]
         parts = [Shaper.of(part, shaping).shape(part) for part in parts]

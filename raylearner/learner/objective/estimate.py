@@ -233,7 +233,7 @@ def _outcomes(
 
 
 def _bootstrap(whole: "WholeBatch") -> Tensor | None:  # [R]
-    """Return the value where an episode was cut off, alike for all its segments.
+    """Return the value where an episode was cut off, the same for all its segments.
 
     Each of them ends with the episode's outcome, so the value still to come is that after the last.
     """

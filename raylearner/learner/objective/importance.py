@@ -1,4 +1,4 @@
-"""Importance weights for tokens that an older or slightly different policy sampled.
+"""Importance weights of tokens sampled by an older or slightly different policy.
 
 Legend: `T` packed tokens, `R` rows. `log_ratio = proximal - behavior` throughout (with the behavior
 policy as proximal, current - behavior). Weights carry no gradient. A rejected token has weight 0 and
@@ -48,7 +48,7 @@ class CorrectionInputs:
     rows: Rows
     advantages: Tensor  # [T]
     batch_value: float | None = None
-    """Of a section that needs one number of the whole batch: what weights are divided by, or a bound."""
+    """Number of the whole batch that the section needs: the divisor of weights, or a bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

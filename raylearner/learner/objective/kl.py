@@ -35,7 +35,7 @@ class FrozenReference(Section):
 
 
 class RefreshedReference(Section):
-    """Moved toward the policy now and then (TRL's sync_ref_model, 2404.09656)."""
+    """Moved toward the policy at intervals (TRL's sync_ref_model, 2404.09656)."""
 
     kind: Literal["refreshed"]
     every_steps: PositiveInt = 512
@@ -66,7 +66,7 @@ class AdaptiveCoefficient(Section):
 
     kind: Literal["adaptive"]
     target: PositiveFloat = 0.1
-    """KL per token to hold, in nats."""
+    """Target KL per token, in nats."""
     horizon: PositiveFloat = 10000.0
     """Episodes over which a deviation is corrected."""
 
@@ -75,10 +75,12 @@ ControllerSection = Annotated[FixedCoefficient | AdaptiveCoefficient, Field(disc
 
 
 class KlSection(Section):
-    """A pull toward a reference policy."""
+    """KL penalty toward a reference policy."""
 
     place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken from the reward: of each token, or of the episode where the advantage is one per episode."""
+    """Added to the loss, or subtracted from the reward: of each token, or of the episode if the
+    advantage is per episode.
+    """
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """With d = log current - log reference: d, d^2 / 2, e^-d - 1 + d (at most 10), |d|."""
     straight_through: bool = False
@@ -86,11 +88,11 @@ class KlSection(Section):
     weighted: bool = False
     """Multiply by the ratio current/proximal, which unbiases it off-policy (2512.02556). In the loss only."""
     coefficient: NonNegativeFloat = 1e-3
-    """Weight; with 0 no reference is loaded."""
+    """Coefficient; with 0 no reference is loaded."""
     controller: ControllerSection = FixedCoefficient(kind="fixed")
-    """How the coefficient changes."""
+    """Schedule of the coefficient."""
     reference: ReferenceSection | None = None
-    """Policy that the KL is taken to; required where the coefficient is above 0."""
+    """Reference policy; required if the coefficient is above 0."""
 
 
 def kl_estimate(
@@ -149,8 +151,8 @@ def kl_in_reward(
     rows: Rows,
     config: KlSection,
 ) -> tuple[Tensor, Metrics]:
-    """Return the KL of each token, to be taken from its reward times a coefficient: `[T]`, 0 off the
-    mask (1909.08593, eq. 2).
+    """Return the KL of each token, to be subtracted from its reward times a coefficient: `[T]`, 0
+    off the mask (1909.08593, eq. 2).
 
     The metric `reward_kl` is the mean over rows of their mean KL per token, which an adaptive
     controller follows.
@@ -161,7 +163,7 @@ def kl_in_reward(
 
 
 class KlController:
-    """Holds the KL coefficient, and moves it where that is adaptive (1909.08593, section 2.2)."""
+    """Owns the KL coefficient, and adapts it if it is adaptive (1909.08593, section 2.2)."""
 
     def __init__(self, config: KlSection | None) -> None:
         self.coefficient = 0.0 if config is None else config.coefficient

@@ -1,7 +1,7 @@
-"""What every policy loss takes and returns, and the measurements that losses share.
+"""Inputs and outputs of policy losses, and the metrics that losses share.
 
 Legend: `T` packed tokens of a micro-batch, `R` its rows. Masked tokens are replaced before any
-arithmetic, so nothing they hold (NaN included) reaches a value or a gradient.
+arithmetic, so none of their values (NaN included) reaches a loss or a gradient.
 """
 
 from dataclasses import dataclass, field, replace
@@ -134,7 +134,7 @@ def ratio_metrics(
     rows: Rows | None = None,
     prefix: str = "",
 ) -> Metrics:
-    """Return how often a ratio left `[low, high]` on the side where clipping stops the gradient.
+    """Return the fractions of ratios outside `[low, high]` where clipping stops the gradient.
 
     `..._low_min` and `..._high_max` are of the rows that were clipped least and most.
     """

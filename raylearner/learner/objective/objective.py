@@ -1,4 +1,4 @@
-"""The share of a micro-batch in the loss of its mini-batch, and its metrics.
+"""Share of a micro-batch in the loss of its mini-batch, and its metrics.
 
 Legend: `T` packed tokens, `R` rows.
 """
@@ -138,7 +138,7 @@ def select_update_tokens(
     policy_version: PolicyVersion,
     seed: int,
 ) -> list[Tensor]:
-    """Return the tokens of an update, over all ranks, that a covariance loss singles out: `[T]` each."""
+    """Return the tokens of an update, over all ranks, that a covariance loss selects: `[T]` each."""
     assert isinstance(config.loss, ClipCov | KlCov)
     inputs = [
         _inputs(
@@ -185,7 +185,7 @@ def off_policy_metrics(
     *,
     policy_version: PolicyVersion,
 ) -> Metrics:
-    """Return how far the learner, at the start of the step, is from the policies that sampled.
+    """Return the distance of the learner, at the start of the step, from the policies that sampled.
 
     `logprob_gap` is over all sampled tokens, `on_policy_gap` over those of the learner's own
     version, where only engine and learner can differ.

@@ -50,7 +50,7 @@ ScoreTokens = Callable[[MicroBatch], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedMicroBatch:
-    """One micro-batch with everything that no update of the step changes."""
+    """One micro-batch with all values that updates of the step do not change."""
 
     micro: MicroBatch
     source: Sequence[TokenRow]
@@ -88,9 +88,9 @@ class PreparedBatch:
 def needs_start_logprobs(config: LearnerSection) -> bool:
     """Whether the learner must score the batch before the first update.
 
-    With a single update the proximal policy is the current one: no forward of its own. Later
-    mini-batches are scored before the first update whatever the proximal policy, since what is
-    reported is the policy at the start of the step.
+    With a single update the proximal policy is the current one and needs no forward. Later
+    mini-batches are scored before the first update for every proximal policy, since metrics
+    describe the policy at the start of the step.
     """
     kl, num_updates = config.kl, config.num_epochs * config.num_mini_batches
     return (
@@ -118,8 +118,9 @@ def prepare(
     state_values: ScoreTokens | None,
     dtype: torch.dtype,
 ) -> PreparedBatch:
-    """Prepare all mini-batches. `state_values` is that of a critic of its own; those of a shared trunk
-    come with `score`."""
+    """Prepare all mini-batches. `state_values` is that of a separate critic; those of a shared
+    trunk come with `score`.
+    """
     is_scored = scorable(config.advantage, table)
     pairs = [pair for part in parts for pair in part]
     masks = [m.train_mask & m.rows.spread(is_scored[m.episodes]) for m, _ in pairs]

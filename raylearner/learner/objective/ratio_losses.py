@@ -30,7 +30,7 @@ class Ppo(ClippedLoss):
     dual_clip: AboveOne | None = 3.0
     """Maximum factor of a negative advantage (1912.09729); None for off."""
     delta: AboveOne | None = None
-    """Caps the unclipped ratio (2505.07291); above 1 + clip_high, None for off."""
+    """Cap of the unclipped ratio (2505.07291), above 1 + clip_high; None for off."""
 
 
 def ppo(inputs: LossInputs, config: Ppo) -> LossOutput:
@@ -138,7 +138,7 @@ class Sapo(Loss):
     tau_positive: PositiveFloat = 1.0
     """Sharpness for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Sharpness for negative ones."""
+    """Sharpness for negative advantages."""
 
 
 def sapo(inputs: LossInputs, config: Sapo) -> LossOutput:
@@ -157,9 +157,9 @@ class DppoTv(Loss):
 
     kind: Literal["dppo_tv"]
     divergence_low: PositiveFloat = 0.15
-    """Maximum fall of a probability."""
+    """Maximum decrease of a probability."""
     divergence_high: PositiveFloat = 0.15
-    """Maximum rise of a probability."""
+    """Maximum increase of a probability."""
     ratio_cap: PositiveFloat = 20.0
     """Maximum ratio."""
 

@@ -156,7 +156,7 @@ def m2po(inputs: CorrectionInputs, config: M2po) -> Correction:
 
 def m2po_bound(inputs: CorrectionInputs, config: M2po) -> float:
     """Return the largest c with mean(min(l^2, c)) <= `threshold` over the tokens of the whole batch
-    that a clip could act on.
+    that a clip could affect.
 
     Those are the tokens whose update moves them further from the behavior policy, as in the released
     code. (Algorithm 1 of the paper bounds the mean over those that remain, so it drops fewer.)

@@ -80,7 +80,8 @@ class CriticAdvantage(Advantage):
     lam: Fraction = 1.0
     """Decay of the trace per step."""
     bootstrap: bool = False
-    """Episodes that ran out of tokens end with the critic's value, as if they went on, and not with 0."""
+    """Episodes that ran out of tokens end with the critic's value instead of 0.
+    """
     normalize: bool = True
     """Whiten the advantages over the trained tokens of the batch."""
 
@@ -130,7 +131,7 @@ class VtraceAdvantage(CriticAdvantage):
     kind: Literal["vtrace"]
     needs_start_logprobs: ClassVar[bool] = True
     rho_bar: PositiveFloat = 1.0
-    """Cap of the ratio in the temporal difference; it is in the advantage, too."""
+    """Cap of the ratio in the temporal difference and in the advantage."""
     c_bar: PositiveFloat = 1.0
     """Cap of the ratio in the trace; at most rho_bar."""
     normalize: bool = False

@@ -1,4 +1,4 @@
-"""Optimal token baselines: the return of a token minus its group's, weighed by gradient energy.
+"""Optimal token baselines: the return of a token minus its group's, weighted by gradient energy.
 
 Legend: `T` packed tokens, `R` rows, `G` groups.
 """
@@ -12,7 +12,9 @@ from raylearner.learner.objective.returns import TokenInputs, TokenResult, rewar
 
 
 class OtbAdvantage(GroupBaseline):
-    """Optimal token baseline (verl's optimal_token_baseline). Tokens of a group meet by position, or with `tir_otb` by rank among the trained ones: for rows with tool replies."""
+    """Optimal token baseline (verl's optimal_token_baseline). Tokens of a group are aligned by
+    position, or with `tir_otb` by rank among the trained ones: for rows with tool replies.
+    """
 
     kind: Literal["otb", "tir_otb"]
     is_per_token: ClassVar[bool] = True

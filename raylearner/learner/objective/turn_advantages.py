@@ -29,8 +29,8 @@ def turn_gae(inputs: TokenInputs, config: TurnGaeAdvantage) -> TokenResult:
     """GAE over turns: every trained token of a turn gets the turn's advantage.
 
     A turn is one action: its reward is the sum over its trained tokens, and its value is that of
-    the state before it, the critic's before its first trained token. (A value further on has read
-    part of the action, and a baseline that knows the action takes its credit away.) Targets are 0
+    the state before it, the critic's before its first trained token. (A later value depends on part
+    of the action, and a baseline that depends on the action removes its credit.) Targets are 0
     except at turn starts.
     """
     mask, rows, turns = inputs.mask, inputs.rows, inputs.turns
@@ -174,7 +174,7 @@ def turn_ends(mask: Tensor, rows: Rows, turns: Tensor) -> Tensor:
 
 
 def _turn_changes(mask: Tensor, rows: Rows, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return places `[N]` of the trained tokens, and between which neighbors a turn ends `[N - 1]`."""
+    """Return places `[N]` of the trained tokens, and after which of them a turn ends `[N - 1]`."""
     place = torch.nonzero(mask).squeeze(1)
     index, turn = rows.index[place], turns[place]
     return place, (index[1:] != index[:-1]) | (turn[1:] != turn[:-1])

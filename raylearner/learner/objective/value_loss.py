@@ -23,26 +23,28 @@ HUBER_DELTA = 10.0
 
 
 class CriticSection(Section):
-    """A value of each prefix, learned beside the policy."""
+    """Value function of each prefix, learned beside the policy."""
 
     trunk: Literal["own", "shared"] = "own"
-    """A transformer of its own, or the policy's with one more head, trained by the sum of losses."""
+    """A separate transformer, or the policy's with one more head, trained by the sum of losses."""
     path: str | None = None
-    """Checkpoint directory or hub id that an own trunk starts from. Default: the initial policy."""
+    """Checkpoint directory or hub id of a separate trunk. Default: the initial policy.
+    """
     learning_rate: NonNegativeFloat = 1e-5
-    """Constant learning rate of an own trunk; a shared one has the policy's."""
+    """Constant learning rate of a separate trunk; a shared one has the policy's."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay, own trunk."""
+    """AdamW's decoupled weight decay; separate trunk only."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """AdamW's moments, own trunk."""
+    """AdamW's betas; separate trunk only."""
     max_grad_norm: PositiveFloat = 1.0
-    """Global gradient norm is clipped here, own trunk."""
+    """Maximum global gradient norm; separate trunk only."""
     coefficient: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
-    """Weight of the value loss beside the policy's, shared trunk."""
+    """Coefficient of the value loss; shared trunk only."""
     warmup_steps: NaturalInt = 0
-    """First steps that train the critic alone: the policy and its version stay. Own trunk only."""
+    """Number of first steps that train the critic only, not the policy; separate trunk only.
+    """
     clip: PositiveFloat | None = 0.5
-    """Values move by at most this from those at the start of the step; None for off."""
+    """Maximum change of a value from the start of the step; None for off."""
     loss: Literal["mse", "huber"] = "mse"
     """Squared error, or Huber's, which is linear beyond 10."""
 

@@ -37,7 +37,7 @@ class RayMetrics:
         self._written |= set(values)
 
     def rewind(self, step: int) -> None:
-        """Nothing to remove: gauges have no history."""
+        """Do nothing: gauges have no history."""
 
     def close(self) -> None:
         """Set all gauges to NaN, since the run has ended."""

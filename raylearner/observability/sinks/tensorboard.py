@@ -24,7 +24,7 @@ MAX_SCALAR = (2 - 2**-23) * 2.0**127
 
 
 class TensorBoardFile:
-    """Scalars, histograms, texts and hyperparameters as TensorBoard reads them."""
+    """Scalars, histograms, texts and hyperparameters in TensorBoard's format."""
 
     def __init__(
         self, folder: Path, *, hparams: Mapping[str, bool | int | float | str] | None = None

@@ -66,7 +66,7 @@ class WandbRun:
         self._run.log(values)
 
     def rewind(self, step: int) -> None:
-        """Nothing: W&B cannot remove rows, so a repeated step has both."""
+        """Do nothing: W&B cannot remove rows, so a repeated step has both."""
 
     def close(self) -> None:
         self._run.finish()

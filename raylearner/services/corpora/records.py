@@ -47,7 +47,7 @@ def write_records(folder: Path, *, num_records: int = 2000, seed: int = 0) -> No
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the three files go.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the three files.")],
     num_records: Annotated[int, typer.Option(min=8, max=100_000)] = 2000,
     seed: int = 0,
 ) -> None:

@@ -203,14 +203,18 @@ def write_visual_pages(
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where pages, images and questions go.")],
-    kind: Annotated[list[Kind] | None, typer.Option(help="Repeat for several; all.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder for pages, images and questions.")],
+    kind: Annotated[
+        list[Kind] | None, typer.Option(help="Kind of page; repeatable. Default: all kinds.")
+    ] = None,
     num_documents: Annotated[int, typer.Option(min=HELD_OUT_EVERY, max=10_000)] = 24,
     pages_per_document: Annotated[int, typer.Option(min=1, max=1000)] = 10,
     side: Annotated[
-        int | None, typer.Option(min=28, max=4096, help="Of a page, in pixels.")
+        int | None, typer.Option(min=28, max=4096, help="Side of a page, in pixels.")
     ] = None,
-    blank: Annotated[bool, typer.Option("--blank", help="White pages: a blind control.")] = False,
+    blank: Annotated[
+        bool, typer.Option("--blank", help="Draw blank pages, as a control without images.")
+    ] = False,
     seed: int = 0,
 ) -> None:
     """Write invented pages with questions that only looking at them answers."""

@@ -1,4 +1,4 @@
-"""The ways in which weights travel from learner to engines. Imports neither torch nor vLLM.
+"""Transports of weights from learner to engines. Imports neither torch nor vLLM.
 
 A transport is a module of this package with a `Sender` and a `Receiver` (see `transport`), and its entry in
 `TRANSPORTS`.

@@ -109,7 +109,7 @@ class Sender(transport.Sender):
             transfer.shutdown()
 
     def _connect(self, group: WeightGroup) -> None:
-        """Form the process group; gives up at the deadline, where vLLM would wait for minutes."""
+        """Form the process group; fails at the deadline, whereas vLLM would wait for minutes."""
         self._close()
         init = NCCLTrainerInitInfo(
             master_address=group.address,

@@ -140,8 +140,8 @@ def _make_file_reader() -> type[Any]:
             tensors = load_file(update_info.path)
             if len(tensors) != update_info.num_tensors:
                 raise ValueError(
-                    f"{update_info.path} holds {len(tensors)} tensors instead of"
-                    f" {update_info.num_tensors}"
+                    f"{update_info.path} has {len(tensors)} tensors instead of "
+                    f"{update_info.num_tensors}"
                 )
             load: Any = self.model.load_weights
             with torch.device(self.device):

@@ -1,4 +1,4 @@
-"""What a transport provides: a side in every learner rank and a side in every vLLM engine."""
+"""The interface of a transport: a side in every learner rank and a side in every vLLM engine."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class Sender:
     """One learner rank's side. All ranks make the same calls in the same order."""
 
     def __init__(self, weights: Weights, *, rank: int, folder: Path, deadline_s: float) -> None:
-        """`folder` is where files are written; a `send` gives up after `deadline_s`."""
+        """`folder` is where files are written; a `send` fails after `deadline_s`."""
         self._weights = weights
         self._rank = rank
         self._folder = folder
