@@ -94,8 +94,9 @@ class RewardLog:
         self.metrics: dict[str, float] = {}
 
     def extra(self, column: str, values: Sequence[object]) -> None:
-        """One value per episode under `column`; values other than text, numbers and truth values are shown as
-        text. Raises `ValueError` unless there are as many values as episodes."""
+        """Log one value per episode under `column`; values other than text, numbers and truth
+        values are shown as text. Raises `ValueError` unless there are as many values as
+        episodes."""
         if isinstance(values, str) or len(values) != self._size:
             raise ValueError(
                 f"log_extra({column!r}, ...) takes a list of {self._size}, one for each completion"
@@ -104,8 +105,8 @@ class RewardLog:
             row[column] = _plain(value)
 
     def metric(self, name: str, value: float) -> None:
-        """A number, reported as its mean over the step under `<function>/<name>`. What is not a finite
-        number becomes NaN, which is counted and left out of the mean."""
+        """Log a number, reported as its mean over the step under `<function>/<name>`. Numbers that
+        are not finite become NaN, which is counted and left out of the mean."""
         self.metrics[f"{self._name}/{name}"] = finite_or_nan(value)
 
 
@@ -127,7 +128,7 @@ class Reward(Protocol):
     async def score(
         self, episodes: Sequence[EpisodeView], log: RewardLog
     ) -> Sequence[float | None]:
-        """A finite number per episode, or None where it does not apply."""
+        """Return a finite number per episode, or None where the reward does not apply."""
         ...
 
     async def close(self) -> None: ...
