@@ -38,7 +38,6 @@ REMOVED_KEYS: dict[str, str] = {
     "learner.advantage.divisor": "scale learner.learning_rate instead",
     "learner.advantage.zero_tail": "it is always true",
     "learner.critic.huber_delta": "it is always 10",
-    "learner.kl.value_limit": "it is always 10",
     "learner.loss.behavior_low": "weights have no lower bound",
     "learner.loss.max_log_ratio": "it is always 10",
     "learner.loss.mode": (

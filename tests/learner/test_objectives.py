@@ -381,7 +381,16 @@ def test_cispo_with_truncated_and_normalized_importance_weights(tiny_folder: Pat
     assert_equal(found, naive, losses, norms)
 
 
-def test_the_kl_loss_and_the_entropy_bonus(tiny_folder: Path, untied_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "formula"),
+    [("k2", lambda d: d.square() / 2), ("k3", lambda d: (-d).exp() - 1 + d)],
+)
+def test_the_kl_loss_and_the_entropy_bonus(
+    tiny_folder: Path,
+    untied_folder: Path,
+    estimator: str,
+    formula: Callable[[Tensor], Tensor],
+) -> None:
     groups = make_groups(6)
     data, naive, frozen = pad(groups), Naive(tiny_folder), Naive(untied_folder)
     advantages = grpo(data)
@@ -389,8 +398,7 @@ def test_the_kl_loss_and_the_entropy_bonus(tiny_folder: Path, untied_folder: Pat
         reference = frozen.logprobs(data)
 
     def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
-        d = logprobs - reference
-        kl = d.square() / 2 * (logprobs - start).exp()
+        kl = formula(logprobs - reference) * (logprobs - start).exp()
         scores = (naive.model(data.ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
         entropy = -(scores.exp() * scores).sum(2)
         values = dual_clipped(logprobs, start, advantages) + 0.3 * kl - 0.1 * entropy
@@ -406,7 +414,8 @@ def test_the_kl_loss_and_the_entropy_bonus(tiny_folder: Path, untied_folder: Pat
         entropy_coefficient=0.1,
         kl={
             "coefficient": 0.3,
-            "estimator": "k2",
+            "estimator": estimator,
+            "value_limit": None,
             "weighted": True,
             "reference": {"kind": "frozen", "path": str(untied_folder)},
         },

@@ -224,7 +224,10 @@ def _loss(case: _Case, mask: Tensor, rows: Rows, kind: str, **keys: Any) -> Outp
     row_counts = counts | {"num_rows": rows.num_rows} if output.level == "row" else counts
     loss = objectives.aggregate_output(output, inputs, **row_counts)
     if beta := case.option("beta", 0.0):
-        reference, config = case.flat("ref_per_token_logps"), kl.KlSection(weighted=True)
+        reference, config = (
+            case.flat("ref_per_token_logps"),
+            kl.KlSection(weighted=True, value_limit=None),
+        )
         values, _ = kl.kl_loss(logprobs, reference, mask, config, proximal_logprobs=old)
         loss = loss + beta * aggregate(values, mask, rows, **counts)
     name = "grad_log_prob" if "log_prob" in case.inputs else "grad_per_token_logps"

@@ -20,8 +20,6 @@ from raylearner.learner.batch.metric import Mean, Metrics
 from raylearner.learner.batch.rows import Rows, clamp_log_ratio, select
 from raylearner.learner.lazy_torch import Tensor
 
-MAX_K3 = 10.0
-"""Bound of a token's k3, with gradient 0 beyond it."""
 MAX_CONTROLLER_ERROR = 0.2
 """Bound of the relative error that an adaptive coefficient follows."""
 
@@ -82,7 +80,9 @@ class KlSection(Section):
     advantage is per episode.
     """
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """With d = log current - log reference: d, d^2 / 2, e^-d - 1 + d (at most 10), |d|."""
+    """With d = log current - log reference: d, d^2 / 2, e^-d - 1 + d, |d|."""
+    value_limit: PositiveFloat | None = 10.0
+    """Bound of a token's k3; null for none, as in TRL."""
     straight_through: bool = False
     """Keep the value, take the gradient of k2, whose expectation is that of the KL. In the loss only."""
     weighted: bool = False
@@ -116,7 +116,9 @@ def kl_estimate(
             value = difference.abs()
         case "k3":
             negated = clamp_log_ratio(-difference)
-            value = (negated.exp() - 1 - negated).clamp(-MAX_K3, MAX_K3)
+            value = negated.exp() - 1 - negated
+            if config.value_limit is not None:
+                value = value.clamp(max=config.value_limit)
     if config.straight_through:
         surrogate = difference.square() / 2
         return value.detach() + surrogate - surrogate.detach()
