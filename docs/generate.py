@@ -1,5 +1,6 @@
-"""Writes what is made from code: docs/configuration.md, the table of docs/observability.md and the
-Grafana dashboard. `make docs` runs it; tests tell when it was forgotten."""
+"""Generate docs/configuration.md, the table of docs/observability.md and the Grafana dashboard from
+code. `make docs` runs this; a test fails if the files are out of date.
+"""
 
 import json
 import re
@@ -14,7 +15,7 @@ TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)
 
 
 def documents() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Return every generated file with its content."""
     observability = ROOT / "docs" / "observability.md"
     text = observability.read_text(encoding="utf-8")
     return {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up this machine where needed, starts a local Ray and runs a configuration to its end:
+# Sets up this machine if needed, starts a local Ray cluster and runs a configuration to its end:
 #   bash launch/local.sh CONFIG [OVERLAY..] [key=value..]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

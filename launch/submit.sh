@@ -4,12 +4,12 @@
 #   bash launch/submit.sh --resume RUN_DIR [--restart-if-no-checkpoint]
 #   bash launch/submit.sh --sweep configs/sweeps/FILE.yaml
 # RAY_API_SERVER_ADDRESS, or --address, names the cluster's dashboard, http://HOST:8265; without it,
-# that of this machine. The job is given this repository, without what .gitignore or .rayignore name.
-# `--pip requirements.txt` lets the cluster install what its image lacks, `--env NAME` hands a variable of
-# this shell on to the job. Details: docs/running.md.
+# that of this machine. The job gets this repository, without files in .gitignore and .rayignore.
+# `--pip requirements.txt` lets the cluster install missing packages, `--env NAME` passes a variable of
+# this shell to the job. Details: docs/running.md.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# Files are named from where you are, the job sees them from the repository.
+# Paths are relative to the current directory, but the job resolves them in the repository.
 arguments=()
 for argument in "$@"; do
   if [ -e "$argument" ] && [ "${argument#/}" = "$argument" ]; then

@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster has so many nodes:  python launch/wait_for_nodes.py NUM_NODES"""
+"""Wait until a Ray cluster has a number of nodes:  python launch/wait_for_nodes.py NUM_NODES"""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ PAUSE_S = 2.0
 
 
 def wait_for(num_nodes: int) -> bool:
-    """Whether they came in time; the cluster is that of RAY_ADDRESS."""
+    """Return whether the nodes joined the cluster of RAY_ADDRESS in time."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
@@ -20,7 +20,7 @@ def wait_for(num_nodes: int) -> bool:
             if len(alive) >= num_nodes:
                 return True
         except ConnectionError:
-            pass  # the head is not up yet
+            pass  # the head has not started yet
         finally:
             ray.shutdown()
         time.sleep(PAUSE_S)

@@ -35,9 +35,9 @@ class Classifier:
         except (OSError, ValueError) as error:
             is_local = Path(section.path).is_dir()
             where = "cannot be read" if is_local else "is neither a directory nor on the hub"
-            said = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"rewards.functions: path {section.path!r} {where}: {said}"
+                f"rewards.functions: path {section.path!r} {where}: {reason}"
             ) from error
         if section.label >= model.config.num_labels:
             raise ConfigError(

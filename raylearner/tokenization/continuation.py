@@ -139,11 +139,11 @@ class Continuation:
         place = self._control.first(rest, self._end_token_ids)
         if place is not None and len(self._control.plain(rest[:place])) < len(first):
             return rest[place:]
-        said = [
+        without_calls = [
             {key: value for key, value in message.items() if key != "tool_calls"}
             for message in dialogue
         ]
-        _, _, plain = self._rendered(said, tools).rpartition(self._turn)
+        _, _, plain = self._rendered(without_calls, tools).rpartition(self._turn)
         if not plain or not rest.endswith(plain):
             raise RenderError(
                 "the chat template does not show where a turn with tool calls ends: none of the end"

@@ -313,8 +313,8 @@ class Renderer:
             template_message(m) for m in opening if m is not opening[-1] or m.role != "assistant"
         ]
         for number, reply in enumerate(replies):
-            said = self._as_reply(reply, [f"-{number}.{i}" for i in range(len(reply))], tools)
-            history += [self.continuation.turn("-", calls_before(said, tools)), *said]
+            earlier = self._as_reply(reply, [f"-{number}.{i}" for i in range(len(reply))], tools)
+            history += [self.continuation.turn("-", calls_before(earlier, tools)), *earlier]
         shown = self._as_reply(messages, contents, tools)
         marked = self.continuation.after_turn(
             shown, history=history, calls=calls_before(shown, tools), tools=tools

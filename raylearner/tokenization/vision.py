@@ -63,8 +63,8 @@ class Vision:
         if "vision_config" not in config:
             return None
         _refuse(path, vision_config_errors(config))
-        said: dict[str, Any] = load_image_processor(path).to_dict()
-        values: dict[str, Any] = {key: said.get(key) for key in (*SIZES, "size")}
+        saved: dict[str, Any] = load_image_processor(path).to_dict()
+        values: dict[str, Any] = {key: saved.get(key) for key in (*SIZES, "size")}
         _refuse(path, processor_errors(config, values, file=processor_file(Path(path))))
         family: str = config["model_type"]
         image, video, start, end = (config[key] for key in FAMILIES[family].token_keys)
