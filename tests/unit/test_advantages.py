@@ -1,7 +1,6 @@
-"""Outcome advantages against naive loops over groups, and their edge cases."""
+"""Edge cases of outcome advantages; the oracle has their values."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,54 +16,6 @@ from raylearner.learner.objective.statistics import zero_variance
 NAN = math.nan
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 3.0, 0.0], dtype=torch.float64)
 GROUPS = torch.tensor([40, 7, 40, 40, 7, 7, -3, 7])
-TOKENS = torch.tensor([3, 8, 1, 5, 2, 9, 4, 6])
-
-
-def naive(
-    rewards: torch.Tensor, groups: torch.Tensor, one: Callable[[float, list[float]], float]
-) -> list[float]:
-    """`one(reward, rewards of its group)` for each scorable episode; groups of one give 0."""
-    out: list[float] = []
-    for reward, group in zip(rewards.tolist(), groups.tolist(), strict=True):
-        members = [
-            r
-            for r, g in zip(rewards.tolist(), groups.tolist(), strict=True)
-            if g == group and not math.isnan(r)
-        ]
-        alone = len(members) < 2
-        out.append(0.0 if math.isnan(reward) or alone else one(reward, members))
-    return out
-
-
-def check(actual: torch.Tensor, wanted: list[float]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=actual.dtype))
-
-
-@pytest.mark.parametrize("rewards", [REWARDS, torch.tensor([1, NAN, 2, NAN, 0, 5, 1, 4.0])])
-def test_grpo_is_the_group_z_score_of_the_scorable(rewards: torch.Tensor) -> None:
-    actual = episode_advantages("grpo", rewards, GROUPS, epsilon=1e-4)
-    wanted = naive(
-        rewards,
-        GROUPS,
-        lambda r, members: (r - np.mean(members)) / (np.std(members, ddof=1) + 1e-4),
-    )
-    check(actual, wanted)
-
-
-def test_grpo_batch_scale_divides_by_the_standard_deviation_of_all() -> None:
-    std = float(REWARDS.std())
-    wanted = naive(REWARDS, GROUPS, lambda r, members: (r - np.mean(members)) / (std + 1e-6))
-    check(episode_advantages("grpo", REWARDS, GROUPS, normalize="batch"), wanted)
-
-
-def test_dr_grpo_only_centers() -> None:
-    wanted = naive(REWARDS, GROUPS, lambda r, members: r - float(np.mean(members)))
-    check(episode_advantages("dr_grpo", REWARDS, GROUPS), wanted)
-
-
-def test_rloo_subtracts_the_mean_of_the_others() -> None:
-    wanted = naive(REWARDS, GROUPS, lambda r, members: r - (sum(members) - r) / (len(members) - 1))
-    check(episode_advantages("rloo", REWARDS, GROUPS), wanted)
 
 
 def test_rloo_normalizes_over_those_with_a_baseline() -> None:
@@ -89,15 +40,6 @@ def test_group_of_one_survives_float32_and_equal_rewards_give_zero() -> None:
     assert found.abs().max() < 1e-6
 
 
-def test_opo_weighs_its_baseline_by_length() -> None:
-    wanted: list[float] = []
-    for index, group in enumerate(GROUPS.tolist()):
-        same = group == GROUPS
-        baseline = float((TOKENS[same] * REWARDS[same]).sum() / TOKENS[same].sum())
-        wanted.append(0.0 if int(same.sum()) == 1 else float(REWARDS[index]) - baseline)
-    check(episode_advantages("opo", REWARDS, GROUPS, {"num_tokens": TOKENS}), wanted)
-
-
 def test_opo_without_any_token_falls_back_to_the_mean() -> None:
     actual = episode_advantages(
         "opo",
@@ -106,38 +48,6 @@ def test_opo_without_any_token_falls_back_to_the_mean() -> None:
         {"num_tokens": torch.tensor([0, 0])},
     )
     assert actual.tolist() == [0.5, -0.5]
-
-
-def test_gpg_scales_by_the_share_of_nonzero_rewards() -> None:
-    wanted = naive(REWARDS, GROUPS, lambda r, members: 8 / 6 * (r - float(np.mean(members))))
-    check(episode_advantages("gpg", REWARDS, GROUPS), wanted)
-
-
-def test_reinforce_plus_plus_baseline_whitens_over_tokens() -> None:
-    centered = episode_advantages("dr_grpo", REWARDS, GROUPS)
-    of_tokens = torch.repeat_interleave(centered, TOKENS)
-    wanted = (centered - of_tokens.mean()) / (of_tokens.var() + 1e-8).sqrt()
-    actual = episode_advantages(
-        "reinforce_plus_plus_baseline", REWARDS, GROUPS, {"num_tokens": TOKENS}
-    )
-    torch.testing.assert_close(actual, wanted)
-
-
-def test_gdpo_normalizes_each_reward_before_it_adds_them() -> None:
-    both = torch.stack([REWARDS, REWARDS.flip(0) * 100], dim=1)
-    total = sum(
-        weight * episode_advantages("grpo", both[:, k], GROUPS)
-        for k, weight in enumerate([1.0, 0.5])
-    )
-    assert isinstance(total, torch.Tensor)
-    table = {"parts": both, "part_weights": torch.tensor([1.0, 0.5]), "num_tokens": TOKENS}
-    actual = episode_advantages("gdpo", REWARDS, GROUPS, table, statistics="episodes")
-    torch.testing.assert_close(actual, (total - total.mean()) / (total.std() + 1e-4))
-    of_tokens = torch.repeat_interleave(total, TOKENS)
-    torch.testing.assert_close(
-        episode_advantages("gdpo", REWARDS, GROUPS, table),
-        (total - of_tokens.mean()) / (of_tokens.var() + 1e-8).sqrt(),
-    )
 
 
 def test_gdpo_leaves_a_missing_reward_out_of_its_column_only() -> None:

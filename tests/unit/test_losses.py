@@ -1,4 +1,4 @@
-"""Policy and value losses: naive loops, gradients, extremes, packing and micro-batches."""
+"""Properties of policy and value losses: gradients, extremes, packing and micro-batches."""
 
 import math
 from dataclasses import replace
@@ -201,26 +201,6 @@ def test_rejected_rows_lose_their_loss_but_stay_in_the_denominator(
     )
 
 
-def test_ppo_is_the_loop_of_the_paper() -> None:
-    inputs = make_inputs(1)
-    logprobs = inputs.logprobs.detach()
-    low, high, dual = 0.2, 0.28, 1.5
-    wanted, clipped = 0.0, 0
-    for t in torch.nonzero(inputs.mask).squeeze(1).tolist():
-        ratio = math.exp(float(logprobs[t]) - float(inputs.proximal_logprobs[t]))
-        advantage = float(inputs.advantages[t])
-        bounded = min(max(ratio, 1 - low), 1 + high)
-        value = max(-advantage * ratio, -advantage * bounded)
-        clipped += -advantage * bounded > -advantage * ratio
-        wanted += min(value, -advantage * dual) if advantage < 0 else value
-    num_tokens = int(inputs.mask.sum())
-    options = {"clip_low": low, "clip_high": high, "dual_clip": dual}
-    loss, _ = whole_loss(inputs, "ppo", options, mode="token_mean")
-    assert loss.item() == pytest.approx(wanted / num_tokens)
-    output = loss_of(inputs, "ppo", **options)
-    assert output.metrics["clip_fraction"].value() == pytest.approx(clipped / num_tokens)
-
-
 @pytest.mark.parametrize("mode", ["filter", "cap"])
 def test_decoupled_ppo_weighs_by_proximal_over_behavior(mode: str) -> None:
     inputs = make_inputs(2)
@@ -245,45 +225,6 @@ def test_gspo_forms_agree_for_advantages_of_rows() -> None:
         whole_loss(inputs, "gspo", {**options, "form": "token"}),
         whole_loss(inputs, "gspo", {**options, "form": "sequence"}),
     )
-
-
-def test_gppo_has_the_value_of_ppo_and_a_gradient_at_the_bound() -> None:
-    inputs = make_inputs(4, spread=0.6)
-    loss, gradient = whole_loss(inputs, "gppo", {}, mode="token_mean")
-    ppo_loss, ppo_gradient = whole_loss(inputs, "ppo", {"dual_clip": None}, mode="token_mean")
-    torch.testing.assert_close(loss, ppo_loss)
-    ratio = (inputs.logprobs - inputs.proximal_logprobs).exp().detach()
-    is_low = (ratio < 0.8) & (inputs.advantages < 0)
-    is_high = (ratio > 1.2) & (inputs.advantages > 0)
-    assert (is_low & inputs.mask).any()
-    assert (is_high & inputs.mask).any()
-    bound = torch.where(is_low, 0.8, torch.where(is_high, 1.2, ratio))
-    wanted = torch.where(inputs.mask, -inputs.advantages * bound, 0) / int(inputs.mask.sum())
-    torch.testing.assert_close(gradient, wanted)
-    assert not ppo_gradient[is_low | is_high].any()
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_topr_tapers_bad_rows_only(level: str) -> None:
-    inputs = replace(
-        make_inputs(5), rewards=torch.tensor([1.0, 0.0, 1.0, -1.0, 2.0, 0.0], dtype=torch.float64)
-    )
-    rows, mask = inputs.rows, inputs.mask
-    log_ratio = (inputs.logprobs - inputs.behavior_logprobs).detach()
-    if level == "sequence":
-        log_ratio = rows.spread(rows.sum(log_ratio, mask))
-    taper = log_ratio.exp().clamp(max=1.0)
-    taper = torch.where(rows.spread(inputs.rewards) > 0, 1.0, taper)
-    _, gradient = whole_loss(inputs, "topr", {"level": level}, mode="token_sum")
-    torch.testing.assert_close(gradient, torch.where(mask, -taper * inputs.advantages, 0.0))
-
-
-def test_cispo_keeps_a_bounded_gradient_for_every_token() -> None:
-    inputs = make_inputs(6)
-    ratio = (inputs.logprobs - inputs.proximal_logprobs).exp().detach()
-    _, gradient = whole_loss(inputs, "cispo", {"ratio_max": 1.1}, mode="token_sum")
-    wanted = torch.where(inputs.mask, -ratio.clamp(max=1.1) * inputs.advantages, 0.0)
-    torch.testing.assert_close(gradient, wanted)
 
 
 def test_clip_cov_drops_as_many_tokens_as_asked() -> None:

@@ -21,7 +21,6 @@ from objectives import (
 from torch import Tensor
 
 from raylearner.learner.batch.rows import Rows
-from raylearner.learner.objective.importance import interpolated_proximal
 from raylearner.learner.objective.loss import LossInputs, LossOutput
 from raylearner.learner.objective.losses import POLICY_LOSSES
 from raylearner.learner.objective.rejection import m2po_bound
@@ -134,15 +133,6 @@ def test_veto_drops_whole_rows_for_one_token() -> None:
     found = correct("veto", correction_inputs(ratio, mask, rows), threshold=1e-4)
     assert found.keep.tolist() == [True, True, False, False, False, True]
     assert found.weights.tolist() == [1, 1, 0, 0, 0, 1]
-
-
-def test_interpolated_proximal_lies_on_the_line_in_log_space() -> None:
-    current, behavior = logs(0.8, 0.8, 0.8, 0.8, 0.8), logs(0.2, 0.2, 0.2, 0.2, 0.2)
-    versions = torch.tensor([9, 8, 7, 5, -1])
-    found = interpolated_proximal(current, behavior, versions, policy_version=9)
-    # One step ago: of age 1 the sampler itself, of age 2 half way, of age 4 three quarters:
-    # 0.2 * 4^(1/2) = 0.4, and 0.2 * 4^(3/4) = 0.2 * 2^1.5.
-    torch.testing.assert_close(found.exp(), numbers(0.2, 0.2, 0.4, 0.2 * 2**1.5, 0.2))
 
 
 def test_m2po_bounds_what_moves_outward() -> None:

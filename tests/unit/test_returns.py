@@ -1,18 +1,17 @@
-"""Token-level returns against loops over the trained tokens of each row."""
+"""Returns per token where the oracle has none: loops over trained tokens, and edge cases."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives import episode_advantages, make_table, section_of, token_advantages
+from objectives import make_table, token_advantages
 from torch import Tensor
 
 from raylearner.learner.batch.rows import Rows, terminal_rewards
 from raylearner.learner.objective.returns import reverse_scan, rewards_to_go
-from raylearner.learner.objective.turn_advantages import gigpo_of_steps, turn_ends
+from raylearner.learner.objective.turn_advantages import turn_ends
 
 LENGTHS = [9, 0, 14, 1, 6, 4]
 
@@ -50,38 +49,6 @@ def test_reverse_scan_is_the_recurrence(entries: list[tuple[float, float]]) -> N
     torch.testing.assert_close(actual, torch.tensor(wanted[::-1], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("with_bootstrap", [False, True])
-def test_gae_is_the_textbook_recursion_over_trained_tokens(with_bootstrap: bool) -> None:
-    rows, mask, flat = make_batch()
-    gamma, lam = 0.97, 0.9
-    bootstrap = torch.linspace(-1, 1, rows.num_rows, dtype=torch.float64)
-    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
-    for row in range(rows.num_rows):
-        following = float(bootstrap[row]) if with_bootstrap else 0.0
-        running = 0.0
-        for t in reversed(trained(rows, mask, row)):
-            delta = float(flat["rewards"][t]) + gamma * following - float(flat["values"][t])
-            running = delta + gamma * lam * running
-            wanted[t] = running
-            following = float(flat["values"][t])
-    inputs = {"values": flat["values"], "bootstrap": bootstrap if with_bootstrap else None}
-    actual, targets = token_advantages(
-        "gae", flat["rewards"], mask, rows, inputs=inputs, gamma=gamma, lam=lam
-    )
-    torch.testing.assert_close(actual, wanted)
-    torch.testing.assert_close(targets, torch.where(mask, wanted + flat["values"], 0.0))
-
-
-def test_gae_normalized_has_mean_zero_and_spread_one_over_the_mask() -> None:
-    rows, mask, flat = make_batch()
-    actual, _ = token_advantages(
-        "gae", flat["rewards"], mask, rows, inputs={"values": flat["values"]}, normalize=True
-    )
-    assert actual[mask].mean().item() == pytest.approx(0, abs=1e-9)
-    assert actual[mask].std().item() == pytest.approx(1, abs=1e-6)
-    assert not actual[~mask].any()
-
-
 def test_vtrace_is_the_recursion_of_impala() -> None:
     rows, mask, flat = make_batch(1)
     gamma, lam, rho_bar, c_bar = 0.98, 0.9, 1.5, 1.0
@@ -112,16 +79,6 @@ def test_vtrace_is_the_recursion_of_impala() -> None:
     torch.testing.assert_close(actual, (wanted, targets))
 
 
-def test_vtrace_on_policy_is_gae_with_lambda_one() -> None:
-    rows, mask, flat = make_batch()
-    inputs = {"values": flat["values"], "log_ratio": torch.zeros_like(flat["log_ratios"])}
-    found, wanted = (
-        token_advantages(kind, flat["rewards"], mask, rows, inputs=inputs, gamma=0.99)[1]
-        for kind in ("vtrace", "gae")
-    )
-    torch.testing.assert_close(found, wanted)
-
-
 def test_vtrace_is_finite_for_extreme_ratios() -> None:
     rows, mask, flat = make_batch()
     for extreme in (100.0, -100.0):
@@ -148,20 +105,6 @@ def test_returns_off_the_mask_never_leak(kind: str) -> None:
         for data in (poisoned, flat)
     )
     torch.testing.assert_close(found, wanted)
-
-
-def test_reinforce_plus_plus_discounts_per_trained_token() -> None:
-    rows, mask, flat = make_batch()
-    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
-    for row in range(rows.num_rows):
-        running = 0.0
-        for t in reversed(trained(rows, mask, row)):
-            running = float(flat["rewards"][t]) + 0.9 * running
-            wanted[t] = running
-    actual, found = token_advantages("reinforce_plus_plus", flat["rewards"], mask, rows, gamma=0.9)
-    torch.testing.assert_close(found, wanted)
-    known = wanted[mask]
-    torch.testing.assert_close(actual[mask], (known - known.mean()) / (known.var() + 1e-8).sqrt())
 
 
 def test_reinforce_plus_plus_with_a_single_token_is_zero() -> None:
@@ -263,38 +206,6 @@ def test_turn_gae_gives_all_tokens_of_a_turn_its_advantage() -> None:
     assert not actual[~mask].any()
 
 
-def test_tir_otb_weighs_the_baseline_by_energy() -> None:
-    rows, mask, flat = make_batch(5)
-    groups = torch.tensor([2, 2, 2, 8, 2, 8])
-    energy: dict[int, list[float]] = {}
-    gained: dict[int, list[float]] = {}
-    for row in range(rows.num_rows):
-        places = trained(rows, mask, row)
-        score = 1 - 2 * flat["logprobs"][places].exp() + flat["squared_probs"][places]
-        energy[row] = np.cumsum(score.numpy()).tolist()
-        gained[row] = np.cumsum(flat["rewards"][places].numpy()[::-1])[::-1].tolist()
-    wanted = torch.zeros(rows.num_tokens, dtype=torch.float64)
-    for row in range(rows.num_rows):
-        mates = [r for r in range(6) if groups[r] == groups[row] and energy[r]]
-        lengths = sorted(len(energy[r]) for r in mates)
-        for slot, t in enumerate(trained(rows, mask, row)):
-            with_slot = [r for r in mates if len(energy[r]) > slot]
-            top = sum(gained[r][slot] * energy[r][slot] for r in with_slot)
-            baseline = top / (sum(energy[r][slot] for r in with_slot) + 1e-8)
-            if slot >= lengths[-2] and len(energy[row]) == lengths[-1]:
-                baseline = 0.0
-            wanted[t] = gained[row][slot] - baseline
-    actual, _ = token_advantages(
-        "tir_otb",
-        flat["rewards"],
-        mask,
-        rows,
-        inputs={"logprobs": flat["logprobs"], "squared_probs": flat["squared_probs"]},
-        table=make_table(torch.zeros(6), groups),
-    )
-    torch.testing.assert_close(actual, wanted)
-
-
 def test_otb_group_of_one_is_zero_or_its_return() -> None:
     rows, mask = Rows.from_lengths([2]), torch.ones(2, dtype=torch.bool)
     rewards = torch.tensor([0.0, 3.0])
@@ -304,32 +215,6 @@ def test_otb_group_of_one_is_zero_or_its_return() -> None:
             "tir_otb", rewards, mask, rows, inputs=inputs, group_of_one=kept
         )
         assert found.tolist() == wanted
-
-
-def test_gigpo_adds_what_the_state_says() -> None:
-    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([3, 3])
-    steps = Rows.from_lengths([2, 2])
-    step_rewards = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    anchors = torch.tensor([10, 11, 10, 12])
-    actual = gigpo_of_steps(
-        rewards,
-        groups,
-        step_rewards,
-        steps,
-        anchors,
-        section_of("advantage", "gigpo", gamma=0.5),
-    )
-    # Both start in state 10 with returns 0.5 and 0; states 11 and 12 were met once each.
-    torch.testing.assert_close(actual, torch.tensor([0.75, 0.5, -0.75, -0.5]))
-    alone = gigpo_of_steps(
-        rewards,
-        groups,
-        step_rewards,
-        steps,
-        anchors,
-        section_of("advantage", "gigpo", step_weight=0.0),
-    )
-    torch.testing.assert_close(alone, steps.spread(episode_advantages("dr_grpo", rewards, groups)))
 
 
 def test_rows_that_share_nothing_do_not_touch() -> None:
