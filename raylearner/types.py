@@ -37,7 +37,7 @@ CALLS, FAILURES = "calls/", "failures/"
 """Prefixes of a tool's name among an episode's metrics: its calls, and the failed ones."""
 
 IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands in a message's content where an image is shown."""
+"""Marks the place of an image in a message's content."""
 
 
 class StopReason(StrEnum):

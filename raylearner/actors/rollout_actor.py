@@ -43,7 +43,7 @@ def make_sampling(section: schema.SamplingSection, renderer: Renderer) -> Sampli
 class RolloutActor:
     """One engine and its episodes.
 
-    The fleet calls `start` before it hands the actor out, then `run`, which plays until `stop`.
+    The fleet calls `start`, then `run`, which plays until `stop`.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ _TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 50
 """Maximum depth of nested lists and mappings; the configuration's own is about a dozen."""
 MAX_NODES = 100_000
-"""Maximum number of values, each alias counted as what it stands for."""
+"""Maximum number of values, each alias counted at its expanded size."""
 _TEXT = ("str", "timestamp", "value")
 """Tags of plain scalars that are text here: ruamel.yaml also finds dates and `=`."""
 

@@ -16,7 +16,7 @@ class Where:
     rank: int
     """Position of the file on the command line; overrides come last."""
     line: int
-    """1-based; 0 stands for the whole file."""
+    """1-based; 0 for the whole file."""
     label: str
     """The file as the user named it, or `override`."""
     override: str = ""

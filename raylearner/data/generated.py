@@ -13,7 +13,7 @@ from raylearner.types import Message, Prompt
 EVALUATION_SHARE = 5
 """One in this many operand pairs or questions is held out."""
 MAX_TRIES = 50
-"""Maximum number of expressions drawn per requested one; beyond it there are no more distinct ones.
+"""Maximum number of expressions drawn per requested one, before fewer are returned.
 """
 MAX_QUESTIONS = 20
 """Maximum number of questions generated per requested one."""

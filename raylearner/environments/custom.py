@@ -60,7 +60,7 @@ class HostedEnvironment:
         return self._outcome
 
     async def close(self) -> None:
-        """Read the outcome, then close, even where there is no outcome."""
+        """Read the outcome, then close, even if reading it fails."""
         own = self._own
         if own is None:  # it was never created
             return

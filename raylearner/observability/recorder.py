@@ -237,7 +237,7 @@ class Recorder:
                 )
 
     def _warn_of_tools(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Warn of the first failures of each tool, which otherwise only the policy would see."""
+        """Warn of the first failures of each tool, which otherwise are shown only to the policy."""
         for key, value in numbers.items():
             if TOOL_FAILURES.fullmatch(key) and value and key not in self._warned:
                 self._warned.add(key)

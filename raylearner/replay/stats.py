@@ -77,7 +77,7 @@ class ReplayCounters:
             self._count_error(failed.error_kind, failed.error or "")
 
     def count_scores(self, scores: Iterable[EpisodeScore]) -> None:
-        """Count episodes that failed in a reward function that sees whole groups."""
+        """Count episodes that failed in a group reward function."""
         for score in scores:
             if score.error is not None:
                 self._count_error(score.error.kind, score.error.text)

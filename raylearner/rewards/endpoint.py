@@ -96,7 +96,7 @@ class Endpoint:
 
 
 def _read_text(content: bytes) -> str:
-    """Return the text of a chat completion that ended by itself."""
+    """Return the text of a chat completion that was not truncated."""
     try:
         choice = _Reply.model_validate_json(encodable_json(content)).choices[0]
     except (ValidationError, IndexError) as error:

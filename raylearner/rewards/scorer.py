@@ -71,7 +71,7 @@ class Scorer:
 
     @property
     def is_partial(self) -> bool:
-        """Whether functions that see groups add to its scores later."""
+        """Whether group reward functions add to its scores later."""
         return self._config.sees_groups
 
     async def score(self, episode: EpisodeView) -> EpisodeScore:

@@ -1,4 +1,4 @@
-"""User-defined functions as rewards, in either of two forms that parameter names tell apart.
+"""User-defined functions as rewards, in either of two forms, distinguished by parameter names.
 
 `f(episode)` takes an `EpisodeView` (with `per: group`, a list of them) and returns a number or None
 (a list). A function with a parameter `prompts`, `completions` or `completion_ids` is called as TRL

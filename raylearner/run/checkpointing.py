@@ -114,7 +114,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _naming_step(self, step: int) -> Iterator[None]:
-        """Add the step to failures; `LearnerDied` is left as it is, since a restart handles it."""
+        """Add the step to failures, except `LearnerDied`, which a restart handles."""
         try:
             yield
         except (CheckpointError, LearnerError, OSError) as error:

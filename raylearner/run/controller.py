@@ -250,7 +250,7 @@ class Controller:
                     )
                 )
                 taking = unless_set(self._stop_requested, asked)
-                # A take without groups returns by itself.
+                # A take without groups returns after its own timeout.
                 take = await self._in_time(taking, "the replay actor's take", beyond_s=TAKE_POLL_S)
                 if take is not None:
                     return take

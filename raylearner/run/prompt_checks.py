@@ -30,7 +30,7 @@ UNBOUNDED = 2**31
 def make_renderer(config: RunConfig, *, model: str | None = None) -> Renderer | None:
     """Return the renderer of a run before its model exists; None for a tiny vision-language model.
 
-    `model` stands in for `model.path`. Raises `ConfigError` where a tokenizer cannot be loaded.
+    `model` replaces `model.path`. Raises `ConfigError` where a tokenizer cannot be loaded.
     """
     if model is None and isinstance(config.model, TinyModel):
         if config.model.vision is not None:

@@ -3,7 +3,7 @@
 Runs by path as `python -I -S sandbox_supervisor.py LIMITS STATUS_FD -- COMMAND..`, so it imports
 the standard library alone. As PID 1 of its namespace it cannot be killed from inside, and when it
 ends, the kernel kills whatever is left. Consumes the limits as JSON, produces one line on the
-status descriptor: `exit CODE`, `limit NAME` or `fault TEXT`. Waits for the program or for a limit.
+status descriptor: `exit CODE`, `limit NAME` or `error TEXT`. Waits for the program or for a limit.
 Any error of the supervisor itself ends the sandbox too.
 
 The tree is summed every few milliseconds, which no process-wide limit can do. Between two
@@ -226,7 +226,7 @@ def main() -> None:
     try:
         end = watch(start(command, limits, is_init=is_init), limits, tree)
     except BaseException as error:
-        end = f"fault {type(error).__name__}: {error}"
+        end = f"error {type(error).__name__}: {error}"
     os.write(status, f"{end}\n".encode())
     if not is_init:
         kill(tree)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _EMPTY = "\u2063"
-"""Stands for a text without words: the index needs a token from each."""
+"""Substitute for a text without words: the index needs a token from each."""
 _WORD = re.compile(r"\w+")
 
 

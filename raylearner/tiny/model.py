@@ -16,8 +16,8 @@ __all__ = ["END_OF_TURN", "PAD", "TAGS", "make_tiny_model", "make_tokenizer"]
 
 def make_tiny_model(config: TinyModel, folder: Path, *, seed: int) -> Path:
     """Write a model directory that transformers and vLLM load; the same seed gives the same bytes."""
-    for fault in head_errors(config):
-        raise ConfigError(f"{fault.key}: {fault.text}")
+    for problem in head_errors(config):
+        raise ConfigError(f"{problem.key}: {problem.text}")
     if config.vision is not None:
         from raylearner.tiny.vision_model import make_tiny_vision_model
 

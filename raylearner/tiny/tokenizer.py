@@ -30,7 +30,7 @@ def make_tokenizer(
     """Return a byte-level tokenizer without merges: one token per ASCII character, none unknown.
 
     `special` are further special tokens. The class is the one that transformers uses for this model
-    type, whatever the files say.
+    type, regardless of its files.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(

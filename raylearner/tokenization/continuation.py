@@ -61,9 +61,9 @@ class Continuation:
         """Return the text from the end of an assistant's turn with `calls` to the header of the
         next.
 
-        `history` is the dialogue before that turn; one message of the user stands in for none.
-        Raises `RenderError` where the template refuses the dialogue or does not show each of the
-        messages, in order.
+        `history` is the dialogue before that turn; a user message replaces an empty one. Raises
+        `RenderError` where the template refuses the dialogue or does not show each of the messages,
+        in order.
         """
         earlier = list(map(self._taken, history)) or [_USER]
         dialogue = [*earlier, self.turn(self._turn, calls), *messages]

@@ -270,7 +270,7 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         last_token_id: int | None,
     ) -> list[int]:
-        """Return `render_reply` for messages in their own roles, each cut by itself.
+        """Return `render_reply` for messages in their own roles, each cut separately.
 
         `history` comes before the turn, `calls` are those of the turn. Raises `RewritesHistory`, and
         `RenderError` where the template does not show every message, in order.

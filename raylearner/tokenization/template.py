@@ -64,8 +64,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Json], tools: Sequence[Json] = (), *, opens: bool = True
     ) -> Marked:
-        """Return the marked text. Raises `RenderError`, also where contents cannot be told from
-        frames."""
+        """Return the marked text. Raises `RenderError`, also if contents cannot be distinguished
+        from frames.
+        """
         text = self.text(messages, tools, opens=opens)
         for breaks in self._breaks:
             stand_ins = self._stand_ins(text)

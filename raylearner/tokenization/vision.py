@@ -1,9 +1,9 @@
 """Conversion of images to a vision-language model's tokens: sizes, grids, placeholders, positions.
 
-Legend: `T` tokens of one sequence, `I` its images. A grid is (1, rows, columns) in patches; its image
-takes `rows * columns / merge_size²` placeholders in the learner's form of a sequence, and one in the
-engine's, which expands it by itself. Every run of placeholders is one image: the model's tokens
-for its start and end stand between any two.
+Legend: `T` tokens of one sequence, `I` its images. A grid is (1, rows, columns) in patches; its
+image takes `rows * columns / merge_size²` placeholders in the learner's form of a sequence, and one
+in the engine's, which expands it. Every run of placeholders is one image: the model's tokens for
+its start and end stand between any two.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -289,12 +289,12 @@ def load_image_processor(path: str) -> Any:
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason, *_ = str(error).splitlines() or [type(error).__name__]
         file = processor_file(Path(path))
-        fault = f"{file} gives no image processor that loads: {reason}; {ADVICE}"
-        raise ConfigError(f"model.path {path!r}: {fault}") from error
+        problem = f"{file} gives no image processor that loads: {reason}; {ADVICE}"
+        raise ConfigError(f"model.path {path!r}: {problem}") from error
 
 
-def _refuse(path: str, faults: Iterable[str]) -> None:
-    if text := "\n".join(f"model.path {path!r}: {fault}" for fault in faults):
+def _refuse(path: str, problems: Iterable[str]) -> None:
+    if text := "\n".join(f"model.path {path!r}: {problem}" for problem in problems):
         raise ConfigError(text)
 
 

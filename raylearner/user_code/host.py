@@ -62,7 +62,7 @@ class _Call:
     context: contextvars.Context
     thread: UserThread | None = None
     task: "asyncio.Task[None] | None" = None
-    given_up_at: float | None = None
+    abandoned_at: float | None = None
     is_stuck: bool = False
 
     def settle(self, value: Any, error: BaseException | None) -> None:
@@ -160,7 +160,7 @@ class UserCode:
         with self._lock:
             if call not in self._calls:
                 return
-            call.given_up_at = time.monotonic()
+            call.abandoned_at = time.monotonic()
             thread, task = call.thread, call.task
         if isinstance(thread, LoopThread):
             if task is not None:
@@ -218,8 +218,8 @@ class UserCode:
         """Begin a call, on the event loop of user code."""
         assert isinstance(call.thread, LoopThread), "only async functions begin there"
         with self._lock:
-            is_given_up = call.given_up_at is not None
-        if is_given_up:
+            is_abandoned = call.abandoned_at is not None
+        if is_abandoned:
             self._finish(call, None, CallFailed("was cancelled before it began"))
             return
         call.task = call.thread.loop.create_task(
@@ -257,7 +257,7 @@ class UserCode:
 
     def _keep(self, worker: Worker) -> None:
         with self._lock:
-            if not worker.is_given_up:
+            if not worker.is_abandoned:
                 self._idle.append(worker)
 
     # -- the monitor ---------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class UserCode:
             if loop is not None and loop.silent_s > min(BLOCKED_S, self._grace_s):
                 self._look_at_blocked(loop)
             with self._lock:
-                late = [call for call in self._calls if call.given_up_at is not None]
+                late = [call for call in self._calls if call.abandoned_at is not None]
             for call in late:
                 self._look_at_late(call)
             self._count()
@@ -292,11 +292,11 @@ class UserCode:
         with self._lock:
             is_late = any(
                 call.thread is loop
-                and call.given_up_at is not None
-                and now - call.given_up_at > self._grace_s
+                and call.abandoned_at is not None
+                and now - call.abandoned_at > self._grace_s
                 for call in self._calls
             )
-        if is_late and (holder is None or holder.given_up_at is not None):
+        if is_late and (holder is None or holder.abandoned_at is not None):
             self._replace(loop, name)
         elif loop.silent_s > WARN_S:
             self._warn(
@@ -326,18 +326,18 @@ class UserCode:
     def _look_at_late(self, call: _Call) -> None:
         """Interrupt sync calls beyond their limits, and name every such call."""
         thread = call.thread
-        assert call.given_up_at is not None, "only calls that were given up are late"
+        assert call.abandoned_at is not None, "only abandoned calls are late"
         if thread is None or not thread.is_alive:
             self._end(call)
             return
-        late_s = time.monotonic() - call.given_up_at
+        late_s = time.monotonic() - call.abandoned_at
         if isinstance(thread, LoopThread):
             call.is_stuck = late_s > self._grace_s and thread.silent_s < BLOCKED_S
         elif isinstance(thread, Worker) and late_s > self._linger_s:
             with self._lock:
                 if call not in self._calls:
                     return
-                call.is_stuck = thread.is_given_up = True
+                call.is_stuck = thread.is_abandoned = True
                 thread.interrupt()
         if call.is_stuck:
             self._warn(call.name, "is still running after its time limit", thread)

@@ -95,13 +95,13 @@ class Worker(UserThread):
         super().__init__("user code")
         self._on_idle = on_idle
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.is_given_up = False
+        self.is_abandoned = False
         self._thread.start()
 
     def start(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def _body(self) -> None:
-        while not self.is_given_up:
+        while not self.is_abandoned:
             self._jobs.get()()
             self._on_idle(self)

@@ -43,10 +43,11 @@ class _Written:
 class Publisher:
     """Owns the membership and the published version; promises one push at a time, the newest last.
 
-    `Transport.write` may return a later version than asked for: an update's own `policy_version` counts.
-    The last update stays available to joiners; the one before is discarded once every member has
-    acknowledged or failed. A collective update serves the members of one push only: joiners get a push
-    of their own, and after the loss of a member the next push re-forms the process group.
+    `Transport.write` may return a later version than requested: an update's own `policy_version`
+    counts. The last update stays available to joiners; the one before is discarded once every
+    member has acknowledged or failed. A collective update serves the members of one push only:
+    joiners get a separate push, and after the loss of a member the next push re-forms the process
+    group.
     """
 
     def __init__(

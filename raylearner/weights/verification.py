@@ -1,7 +1,8 @@
 """Verification of a weight update: the engine's shapes before it, the parameters' checksums after it.
 
-The learner's checksums are those of the tensors it sends, the engine's are read from its own parameters
-after loading, each rank's part of each tensor by itself. `probe` covers what checksums do not.
+The learner's checksums are those of the tensors it sends, the engine's are read from its own
+parameters after loading, each rank's part of each tensor separately. `probe` covers errors that
+checksums do not detect.
 """
 
 import logging

@@ -35,7 +35,7 @@ def engine_arguments(
         "model": model_path,
         "dtype": config.dtype,
         "max_model_len": config.max_model_tokens,
-        # Probes need places of their own while all others are taken, and go first.
+        # Probes need extra slots while all others are taken, and go first.
         "max_num_seqs": config.max_sequences + NUM_PROBE_SEQUENCES,
         "scheduling_policy": "priority",
         "gpu_memory_utilization": config.memory_fraction,

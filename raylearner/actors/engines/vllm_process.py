@@ -69,7 +69,7 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
         return
     environment["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # A CPU worker has nothing to release, and takes seconds to exit by itself.
+    # A CPU worker has nothing to release, and takes seconds to exit.
     environment.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
     # The learner and other engines share the cores; idle threads must not spin on them.
     cores = len(os.sched_getaffinity(0))

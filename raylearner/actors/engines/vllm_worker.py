@@ -48,7 +48,7 @@ class _Verified(WeightTransferEngine[Any, Any]):
     _loaded: set[str]
 
     def start_weight_update(self) -> None:
-        # It warns of a tied head that was not loaded by itself; `_refuse_gaps` checks for real.
+        # It warns of a tied head that was not loaded separately; `_refuse_gaps` is the real check.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
             logging.ERROR
         )
@@ -148,7 +148,7 @@ def _may_repack(layer: torch.nn.Module) -> bool:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Map parameter names that share a tensor to each other: either one stands for both."""
+    """Map parameter names that share a tensor to each other: loading one loads both."""
     first: dict[int, str] = {}
     pairs: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,1 +1,1 @@
-"""Sweeps: many runs that differ in a few keys, each a Ray job of its own."""
+"""Sweeps: many runs that differ in a few keys, each a separate Ray job."""

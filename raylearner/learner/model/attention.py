@@ -301,7 +301,7 @@ def kernels() -> list[Any]:
     import torch.nn.attention.varlen  # registers its own
 
     with suppress(ImportError):
-        import_module("flash_attn")  # likewise
+        import_module("flash_attn")  # registers its own
     packets = (
         torch.ops.aten._scaled_dot_product_flash_attention,
         torch.ops.aten._scaled_dot_product_efficient_attention,

@@ -73,8 +73,8 @@ def model_directory(path: str, *, needs_weights: bool = True) -> Path:
                 f"model.path: {path!r} is not a directory, and as a hub id it cannot be downloaded: "
                 f"{error}"
             ) from error
-    for fault in model_errors(folder, needs_weights=needs_weights):
-        raise ConfigError(f"model.path: {fault}")
+    for problem in model_errors(folder, needs_weights=needs_weights):
+        raise ConfigError(f"model.path: {problem}")
     return folder
 
 
@@ -311,8 +311,8 @@ def _banned(config: PreTrainedConfig, folder: Path) -> tuple[int, ...]:
 
 def _refuse_other_scores(folder: Path) -> None:
     """Refuse families known to score differently; `refuse_unfaithful` measures the others."""
-    for fault in scoring_errors(folder):
-        raise ConfigError(f"model.path: {fault}")
+    for problem in scoring_errors(folder):
+        raise ConfigError(f"model.path: {problem}")
 
 
 def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None:
@@ -320,19 +320,19 @@ def _refuse_slices(config: PreTrainedConfig, folder: Path, *, size: int) -> None
     text: Any = config.get_text_config()
     num_heads: int = text.num_attention_heads
     kinds = sorted(rope_types(config.to_dict()) & {*LENGTH_DEPENDENT})
-    fault = context_error(
+    problem = context_error(
         size,
         num_heads=num_heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
     )
     if attention.is_vision(config):
-        fault = NO_VISION_CONTEXT
+        problem = NO_VISION_CONTEXT
     elif others := set(getattr(text, "layer_types", None) or ()) - set(SLICED_LAYERS):
-        fault = f"must be 1 for a model with layers of {', '.join(sorted(others))}; set it to 1"
+        problem = f"must be 1 for a model with layers of {', '.join(sorted(others))}; set it to 1"
     elif kinds:
-        fault = f"must be 1 for rotary embeddings of type {kinds[0]}; set it to 1"
-    if fault is not None:
-        raise ConfigError(f"{CONTEXT_KEY}: {folder}: {fault}")
+        problem = f"must be 1 for rotary embeddings of type {kinds[0]}; set it to 1"
+    if problem is not None:
+        raise ConfigError(f"{CONTEXT_KEY}: {folder}: {problem}")
 
 
 ModelT = TypeVar("ModelT", bound=PackedModel)

@@ -224,7 +224,7 @@ def _outcomes(
     """Put each outcome on a last trained token, 0 elsewhere: `[T]`.
 
     The steps of GiGPO are an episode's, over its segments, so they are paid once. For all others
-    a segment is a sequence of its own, which the outcome ends.
+    each segment is a separate sequence that ends with the outcome.
     """
     if isinstance(config, GigpoAdvantage):
         by_episode = Rows(index=whole.episodes[whole.rows.index], num_rows=len(table.rewards))

@@ -1,9 +1,9 @@
 """Advantages per token: reward-to-go, ReMax, GAE and V-trace.
 
 Legend: `T` packed tokens, `R` rows. A row's trained tokens are the steps of its MDP: observation
-tokens between them cost no discount and no trace, and hold 0 in every result unless said otherwise.
-A reward off the mask is lost: outcomes are on the last sampled token (`rows.terminal_rewards`).
-All arithmetic is float64; results have the dtype of the rewards.
+tokens between them are not discounted and have no trace, and are 0 in every result unless noted
+otherwise. A reward off the mask is lost: outcomes are on the last sampled token
+(`rows.terminal_rewards`). All arithmetic is float64; results have the dtype of the rewards.
 """
 
 from dataclasses import dataclass
