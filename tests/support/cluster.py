@@ -25,12 +25,13 @@ class Cluster:
 @contextmanager
 def running(folder: Path, *, num_cpus: int) -> Iterator[Cluster]:
     """With a log in `folder`; ended with everything it started."""
-    port, dashboard_port, metrics_port = free_ports(3)
+    port, dashboard_port, metrics_port, agent_port = free_ports(4)
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={num_cpus}"),
         *(f"--object-store-memory={OBJECT_STORE_BYTES}", f"--metrics-export-port={metrics_port}"),
         *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"),
+        f"--dashboard-agent-listen-port={agent_port}",
     ]
     log = folder / "log.txt"
     with log.open("w") as output:
