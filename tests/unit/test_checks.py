@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from minimal import MINIMAL
+from minimal import MINIMAL, problems_of
 from snapshots import assert_snapshot
 
 from raylearner.config.checks import warnings
@@ -207,12 +207,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def problems(base: str, *overrides: str) -> dict[str, str]:
-    """Text by key."""
-    try:
-        load([base], list(overrides))
-    except ConfigProblems as error:
-        return {problem.key: problem.text for problem in error.problems}
-    return {}
+    return problems_of(base, overrides)
 
 
 def make_config(base: str, *overrides: str) -> RunConfig:

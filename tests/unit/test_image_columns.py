@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
+from minimal import QUICKSTART, problems_of
 from pictures import encode_image
 from PIL import Image
 from pyarrow import parquet
@@ -20,7 +21,6 @@ from raylearner.config.data import FileData, HubData
 from raylearner.config.image_checks import check_adapter_transport, check_images, image_warnings
 from raylearner.config.loader import load
 from raylearner.config.model import PretrainedModel
-from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import RunConfig
 from raylearner.data import load_prompts
 from raylearner.errors import ConfigError
@@ -28,8 +28,6 @@ from raylearner.images import MAX_BYTES, fit_image
 from raylearner.run import evaluate_command, training
 from raylearner.services.corpora.visual_pages import Kind, write_visual_pages
 from raylearner.types import IMAGE_MARK, Prompt
-
-ROOT = Path(__file__).parents[2]
 
 
 def plain(width: int = 16, height: int = 12, colour: str = "red") -> bytes:
@@ -259,7 +257,7 @@ def test_a_checkpoint_that_reads_text_alone_is_refused_by_check_and_before_a_clu
         "environment={kind: single_turn}",
         "learner.vision_learning_rate=1e-5",
     ]
-    config = load([str(ROOT / "configs" / "quickstart.yaml")], overrides)
+    config = load([QUICKSTART], overrides)
 
     def of(folder: Path) -> RunConfig:
         model = PretrainedModel(kind="pretrained", path=str(folder))
@@ -288,7 +286,7 @@ def test_pages_that_no_response_has_room_for_are_noted(tmp_path: Path) -> None:
         "model={kind: pretrained, path: owner/name}",
         "renderer.images={min_pixels: 1024, max_pixels: 256_000}",
     ]
-    config = load([str(ROOT / "configs" / "quickstart.yaml")], overrides)
+    config = load([QUICKSTART], overrides)
     assert list(image_warnings(config)) == []
     model = PretrainedModel(kind="pretrained", path=str(tmp_path))
     (warning,) = image_warnings(config.model_copy(update={"model": model}))
@@ -303,13 +301,11 @@ def test_what_would_be_given_the_policys_images_must_see_them(tmp_path: Path) ->
         f"learner.critic={{trunk: own, path: {tmp_path}}}",
         f"learner.kl={{coefficient: 0.1, reference: {{kind: frozen, path: {tmp_path}}}}}",
     ]
-    with pytest.raises(ConfigProblems) as error:
-        load([str(ROOT / "configs" / "quickstart.yaml")], overrides)
     paths = {"learner.critic.path", "learner.kl.reference.path"}
-    assert paths <= {problem.key for problem in error.value.problems}
-    with pytest.raises(ConfigProblems) as error:
-        load([str(ROOT / "configs" / "quickstart.yaml")], [*overrides[1:], "learner.lora.rank=0"])
-    assert not paths & {problem.key for problem in error.value.problems}
+    assert paths <= set(problems_of(QUICKSTART, overrides))
+    of_text = problems_of(QUICKSTART, [*overrides[1:], "learner.lora.rank=0"])
+    assert of_text
+    assert not paths & set(of_text)
 
 
 def test_adapters_of_a_tower_are_not_sent_where_vllm_would_leave_them_out() -> None:
@@ -320,11 +316,8 @@ def test_adapters_of_a_tower_are_not_sent_where_vllm_would_leave_them_out() -> N
         "weights.transport=adapter",
         "learner.lora={}",
     ]
-    files = [str(ROOT / "configs" / "quickstart.yaml")]
-    with pytest.raises(ConfigProblems) as error:
-        load(files, overrides)
-    assert "weights.transport" in {problem.key for problem in error.value.problems}
-    frozen = load(files, [*overrides, "learner.vision_tower=frozen"])
+    assert "weights.transport" in problems_of(QUICKSTART, overrides)
+    frozen = load([QUICKSTART], [*overrides, "learner.vision_tower=frozen"])
     check_adapter_transport(frozen)
     learner = frozen.learner.model_copy(update={"vision_tower": "trained"})
     with pytest.raises(ConfigError, match=r"weights\.transport: 'adapter'"):

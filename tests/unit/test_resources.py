@@ -1,17 +1,15 @@
 """What `auto` becomes: shares that fit, transports that work there, explicit numbers untouched."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
+from minimal import QUICKSTART
 
 from raylearner.config.loader import load
 from raylearner.config.resources import resolve
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError
-
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 
 def config(**changes: Any) -> RunConfig:
@@ -28,46 +26,49 @@ def shares(num_gpus: float, **changes: Any) -> tuple[float, float, str]:
     return learner, actors, resolved.weights.transport
 
 
-def test_without_gpus_everything_runs_on_the_cpu() -> None:
-    assert shares(0) == (0, 0, "shared_files")
-    assert resolve(config(), num_gpus=0).config.weights.verify_tolerance == 1e-3
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "expected"),
+    [
+        (0, {}, (0, 0, "shared_files")),
+        # Enough for one each.
+        (3, {}, (1, 1, "nccl")),
+        (8, {}, (1, 1, "nccl")),
+        # Engines share what the learner leaves, also one of several ranks.
+        (2, {}, (1, 0.5, "shared_files")),
+        (4, {"actors__num_actors": 7, "cluster__num_cpus": 8}, (1, 0.3, "shared_files")),
+        (
+            4,
+            {"learner__num_ranks": 2, "actors__num_actors": 4, "cluster__num_cpus": 8},
+            (1, 0.5, "shared_files"),
+        ),
+        # One GPU is shared in equal parts.
+        (1, {}, (0.3, 0.3, "ipc")),
+        # An engine on several GPUs gets them whole.
+        (4, {"actors__engine__tensor_parallel_size": 2, "actors__num_actors": 1}, (1, 2, "nccl")),
+        # Explicit values win.
+        (4, {"actors__gpus_per_actor": 0.25}, (1, 0.25, "shared_files")),
+        (4, {"learner__gpus_per_rank": 0}, (0, 1, "shared_files")),
+        (4, {"weights__transport": "shared_files"}, (1, 1, "shared_files")),
+    ],
+)
+def test_gpus_and_transport_follow_from_the_machine(
+    num_gpus: int, changes: dict[str, Any], expected: tuple[float, float, str]
+) -> None:
+    assert shares(num_gpus, **changes) == expected
 
 
-def test_enough_gpus_give_one_to_each() -> None:
-    assert shares(3) == (1, 1, "nccl")
-    assert shares(8) == (1, 1, "nccl")
-
-
-def test_engines_share_what_the_learner_leaves() -> None:
-    assert shares(2) == (1, 0.5, "shared_files")
-    assert shares(4, actors__num_actors=7, cluster__num_cpus=8) == (1, 0.3, "shared_files")
-
-
-def test_one_gpu_is_shared_in_equal_parts_and_memory_with_it() -> None:
-    assert shares(1) == (0.3, 0.3, "ipc")
-    resolved = resolve(config(), num_gpus=1).config
-    engine = resolved.actors.engine
+def memory_fraction(**changes: Any) -> float:
+    engine = resolve(config(**changes), num_gpus=1).config.actors.engine
     assert engine.kind == "vllm"
-    assert engine.memory_fraction == pytest.approx(0.85 * 0.3)
-    kept = resolve(config(actors__engine__memory_fraction=0.2), num_gpus=1).config.actors.engine
-    assert kept.kind == "vllm"
-    assert kept.memory_fraction == 0.2
+    return engine.memory_fraction
 
 
-def test_ranks_never_share_a_gpu() -> None:
-    learner, actors, _ = shares(4, learner__num_ranks=2, actors__num_actors=4, cluster__num_cpus=8)
-    assert (learner, actors) == (1, 0.5)
-
-
-def test_an_engine_on_several_gpus_gets_them_whole() -> None:
-    changes = {"actors__engine__tensor_parallel_size": 2, "actors__num_actors": 1}
-    assert shares(4, **changes) == (1, 2, "nccl")
-
-
-def test_explicit_numbers_win() -> None:
-    assert shares(4, actors__gpus_per_actor=0.25) == (1, 0.25, "shared_files")
-    assert shares(4, learner__gpus_per_rank=0)[0] == 0
-    assert shares(4, weights__transport="shared_files") == (1, 1, "shared_files")
+def test_engines_share_the_memory_of_a_gpu_with_the_learner() -> None:
+    assert memory_fraction() == pytest.approx(0.85 * 0.3)
+    assert memory_fraction(actors__engine__memory_fraction=0.2) == 0.2
+    changes = {"weights__transport": "ipc", "replay__max_staleness": 0}
+    asleep = memory_fraction(**changes, actors__engine__sleep=True)
+    assert asleep == pytest.approx(0.85 * 0.75 / 2, abs=1e-4)
 
 
 def test_adapters_travel_alone_only_where_vllm_has_kernels_for_them() -> None:
@@ -94,17 +95,6 @@ def test_ipc_puts_every_rank_on_a_gpu_with_its_share_of_the_engines() -> None:
         shares(2, **changes, learner__gpus_per_rank=0.5, actors__gpus_per_actor=0.25)
 
 
-def test_engines_that_sleep_share_what_the_learner_leaves_of_memory() -> None:
-    changes = {
-        "weights__transport": "ipc",
-        "replay__max_staleness": 0,
-        "actors__engine__sleep": True,
-    }
-    engine = resolve(config(**changes), num_gpus=1).config.actors.engine
-    assert engine.kind == "vllm"
-    assert engine.memory_fraction == pytest.approx(0.85 * 0.75 / 2, abs=1e-4)
-
-
 @pytest.mark.parametrize("num_gpus", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_actors", [1, 2, 3, 5, 8, 13])
 def test_what_is_decided_always_fits(num_gpus: int, num_actors: int) -> None:
@@ -122,7 +112,7 @@ def test_transports_that_cannot_work_are_refused() -> None:
         resolve(config(weights__transport="nccl"), num_gpus=1)
 
 
-def test_half_precision_loosens_the_proof() -> None:
-    resolved = resolve(config(actors__engine__dtype="bfloat16"), num_gpus=3).config
-    assert resolved.weights.verify_tolerance == 0.25
-    assert resolved.weights.verify_statistic == "mean"
+def test_half_precision_loosens_the_verification() -> None:
+    assert resolve(config(), num_gpus=0).config.weights.verify_tolerance == 1e-3
+    weights = resolve(config(actors__engine__dtype="bfloat16"), num_gpus=3).config.weights
+    assert (weights.verify_tolerance, weights.verify_statistic) == (0.25, "mean")

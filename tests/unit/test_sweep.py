@@ -183,6 +183,7 @@ def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"axes": [{"key": "data.system_prompt", "values": ["None", "x"]}]}, "axes.0.values.0: "),
         ({"metrik": 1}, "metrik: unknown key; did you mean 'metric'?"),
         ({"axes": [{"key": "run.seed", "values": [1]}]}, "'run.seed' is set by the sweep"),
         ({"axes": [{"key": "replay.extra"}]}, "must have either values or sample"),
@@ -397,6 +398,15 @@ def test_asha_compares_with_all_that_a_stopped_trial_had_written() -> None:
     assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 5)])
     assert asha.should_stop(1, [(s, 0.1) for s in range(1, 9)])
     assert asha.should_stop(0, [(s, 0.05) for s in range(1, 9)])
+
+
+def test_an_axis_takes_null_and_a_choice_named_none(folder: Path) -> None:
+    axes = [
+        {"key": "data.system_prompt", "values": [None, "hello"]},
+        {"key": "learner.advantage.normalize", "values": ["none"]},
+    ]
+    trials = read(axes=axes, seeds=[0]).trials
+    assert [trial.config.data.system_prompt for trial in trials] == [None, "hello"]
 
 
 def test_a_sweep_of_one_axis_needs_no_more() -> None:

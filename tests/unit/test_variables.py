@@ -8,17 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from minimal import MINIMAL
+from minimal import MINIMAL, problems_of
 from typer.testing import CliRunner
 
 from raylearner import cli, job_variables
 from raylearner.config.loader import load
-from raylearner.config.problems import ConfigProblems
 from raylearner.config.schema import WandbSection
 from raylearner.errors import ConfigError
 from raylearner.jobs import client as jobs_client
 from raylearner.jobs import submission
-from raylearner.jobs.sweep import trial_jobs
 from raylearner.observability.sinks.wandb import ID_FILE, WandbRun
 
 JUDGE = "{kind: judge, url: 'http://127.0.0.1:9/v1', model: m, api_key_variable: DEMO_KEY}"
@@ -47,11 +45,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def lacking(base: str, overrides: list[str], environment: dict[str, str]) -> set[str]:
-    try:
-        load([base], overrides, environment=environment)
-    except ConfigProblems as error:
-        return {problem.key for problem in error.problems}
-    return set()
+    return set(problems_of(base, overrides, environment=environment))
 
 
 def test_a_variable_that_is_not_set_is_a_problem_where_the_environment_is_known(base: str) -> None:
@@ -200,11 +194,3 @@ def test_names_are_checked_all_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 3
     with job_variables.packed([], {}) as package:
         assert package is None
-
-
-def test_trials_get_what_the_job_of_their_sweep_was_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = '{"runtime_env": {"working_dir": "gcs://a.zip", "py_modules": ["gcs://b.zip"]}}'
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", told)
-    assert trial_jobs.runtime_env(None)["py_modules"] == ["gcs://b.zip"]

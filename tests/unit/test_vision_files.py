@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from minimal import QUICKSTART, problems_of
 
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.errors import ConfigError
 from raylearner.tokenization.vision import Vision
-
-ROOT = Path(__file__).parents[2]
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
@@ -44,10 +43,7 @@ def write(folder: Path, config: object = CONFIG, processor: object = PROCESSOR) 
 def found_by_check(path: str) -> list[str]:
     """Errors of `check` about files that images need."""
     with pytest.raises(ConfigProblems) as error:
-        load(
-            [str(ROOT / "configs" / "quickstart.yaml")],
-            [f"model={{kind: pretrained, path: {path}}}"],
-        )
+        load([QUICKSTART], [f"model={{kind: pretrained, path: {path}}}"])
     texts = [p.text for p in error.value.problems if p.key == "model.path"]
     return [text for text in texts if "config.json" in text and "safetensors" not in text]
 
@@ -129,11 +125,6 @@ def test_check_refuses_a_pixel_budget_beyond_that_of_the_processor(
     marks = {"image_start_token_id": 3, "image_end_token_id": 4}
     path = write(tmp_path, CONFIG | marks | {"model_type": family})
     images = f"renderer.images={{min_pixels: {minimum - 1}, max_pixels: {maximum + 1}}}"
-    with pytest.raises(ConfigProblems) as error:
-        load(
-            [str(ROOT / "configs" / "quickstart.yaml")],
-            [f"model={{kind: pretrained, path: {path}}}", images],
-        )
-    texts = {p.key: p.text for p in error.value.problems}
+    texts = problems_of(QUICKSTART, [f"model={{kind: pretrained, path: {path}}}", images])
     assert f">= {minimum} " in texts["renderer.images.min_pixels"]
     assert f"<= {maximum} " in texts["renderer.images.max_pixels"]
