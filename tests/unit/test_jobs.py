@@ -1,6 +1,5 @@
 """Jobs without a cluster: their metadata, their packages, and errors of clusters and requests."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -148,13 +147,8 @@ def test_runs_and_environments_stay_behind_and_sweep_files_do_not(tmp_path: Path
     """The patterns are gitignore's, so git says what they match."""
     (tmp_path / ".gitignore").write_text("\n".join(jobs_client.EXCLUDES))
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    behind = [
-        "runs/a/log.txt",
-        ".venv/bin/python",
-        ".venv-2/x",
-        "a/b.safetensors",
-        "x/__pycache__/y",
-    ]
+    behind = ["runs/a/log.txt", ".venv/bin/python", ".venv-2/x", "a/b.safetensors"]
+    behind += ["x/__pycache__/y"]
     along = ["raylearner/cli.py", "configs/sweeps/a.yaml", "raylearner/jobs/sweep/plan.py"]
     command = ["git", "-C", str(tmp_path), "check-ignore", *behind, *along]
     message = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -336,27 +330,3 @@ def test_a_relative_run_directory_outlives_the_files_of_a_job(
     monkeypatch.chdir(package)
     assert run_directory.resolve(Path("runs/x")) == Path.home() / "raylearner" / "runs" / "x"
     assert run_directory.resolve(Path("/data/x")) == Path("/data/x")
-
-
-def test_one_run_at_a_time_has_a_directory(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    holder = (
-        "import sys; from pathlib import Path; from raylearner.observability import run_directory\n"
-        "with run_directory.lock(Path(sys.argv[1]), is_new=True): print('held', flush=True); input()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", holder, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    for is_new in (False, True):
-        with pytest.raises(ConfigError, match=f"in use by process {process.pid} on"):
-            run_directory.lock(folder, is_new=is_new).__enter__()
-    process.kill()
-    process.communicate()
-    with run_directory.lock(folder, is_new=False):
-        pass

@@ -1,6 +1,5 @@
-"""What is known of a machine before anything starts: paths of sockets, disks, and who holds a directory."""
+"""Checks of a machine before a run starts: socket paths, disks, deadlines, and who uses a directory."""
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -74,22 +73,30 @@ def test_a_full_disk_is_refused_and_one_nearly_full_named(
 
 def test_a_directory_in_use_is_refused_with_its_owner(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX);"
-    holder += " f.write('process 7 on there\\n'); f.flush(); print(1, flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", holder, str(folder / run_directory.LOCK_FILE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    holder = (
+        "import sys; from pathlib import Path; from raylearner.observability import run_directory\n"
+        "with run_directory.lock(Path(sys.argv[1]), is_new=True): print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as other:
         assert other.stdout is not None
-        other.stdout.readline()
+        assert other.stdout.readline() == b"held\n"
         for refuse in (
             lambda: run_directory.check_new(folder),
             lambda: run_directory.lock(folder, is_new=True).__enter__(),
             lambda: run_directory.lock(folder, is_new=False).__enter__(),
         ):
-            with pytest.raises(ConfigError, match="in use by process 7 on there"):
+            with pytest.raises(ConfigError, match=f"process {other.pid} on "):
                 refuse()
+        other.kill()
     with pytest.raises(ConfigError, match="already exists"):
         run_directory.check_new(folder)
+    with run_directory.lock(folder, is_new=False):  # a process that is gone holds nothing
+        pass
 
 
 def test_a_new_directory_that_was_not_used_is_gone_again(tmp_path: Path) -> None:
@@ -132,14 +139,6 @@ async def test_a_resume_with_nothing_left_ends_before_anything_starts(
     (tmp_path / "checkpoints" / f"step_{section.num_steps:06d}" / "weights").write_text("v")
     with pytest.raises(ZeroDivisionError):
         training.run(config, resume=tmp_path)
-
-
-def test_the_lock_of_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
-    with (tmp_path / run_directory.LOCK_FILE).open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(f"process {os.getpid()} on here\n")
-    with run_directory.lock(tmp_path, is_new=False):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import requests
 from episodes import make_trajectory
+from tokenizers import Tokenizer, models
 
 from raylearner.errors import ConfigError
 from raylearner.observability import transcripts, viewer
@@ -50,6 +51,12 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+def save_tokenizer(run_dir: Path, vocabulary: dict[str, int]) -> None:
+    (run_dir / "model").mkdir()
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=next(iter(vocabulary))))
+    tokenizer.save(str(run_dir / "model" / "tokenizer.json"))
+
+
 def data_of(page: str) -> dict[str, Any]:
     blocks = re.findall(r'<script type="application/json" id="([a-z0-9-]+)">(.*)</script>', page)
     assert [name for name, _ in blocks] == [
@@ -78,11 +85,7 @@ def test_no_completion_can_end_the_script_that_holds_it(run_dir: Path) -> None:
 
 
 def test_tokens_are_shown_as_text_where_the_run_has_a_tokenizer(run_dir: Path) -> None:
-    from tokenizers import Tokenizer, models
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 5, "b": 6, "<end>": 7}, unk_token="a"))
-    (run_dir / "model").mkdir()
-    tokenizer.save(str(run_dir / "model" / "tokenizer.json"))
+    save_tokenizer(run_dir, {"a": 5, "b": 6, "<end>": 7})
     assert data_of(viewer.page(run_dir))["trajectories"][0]["pieces"] == ["a", "b", "<end>"]
 
 
@@ -205,23 +208,11 @@ def shown_by_a_browser(page: Path, tmp_path: Path) -> str:
 def test_a_browser_shows_hostile_completions_and_very_long_ones(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    from tokenizers import Tokenizer, models
-
-    pieces = (
-        "<!-- <script>",
-        "</script>",
-        "<img src=x onerror=alert(1)>",
-        "\x1b[2J",
-        "]]>-->",
-        "&lt;",
-    )
+    pieces = ("<!-- <script>", "</script>", "<img src=x onerror=alert(1)>")
+    pieces += ("\x1b[2J", "]]>-->", "&lt;")
     size = 200_000
     names = {f"w{number}": number for number in range(len(pieces), 10)}
-    vocabulary = {piece: number for number, piece in enumerate(pieces)} | names
-    (run_dir / "model").mkdir()
-    Tokenizer(models.WordLevel(vocabulary, unk_token="w9")).save(
-        str(run_dir / "model" / "tokenizer.json")
-    )
+    save_tokenizer(run_dir, {piece: number for number, piece in enumerate(pieces)} | names)
     record = make_record(
         prompt="".join(pieces),
         answer="\ud83d",
@@ -268,6 +259,4 @@ def test_failures_on_record_are_on_the_page(run_dir: Path) -> None:
     error = "reward: mine raised KeyError: 'gold'\n  mine.py, line 3, in mine"
     lines = [json.dumps({"step": 2, "error": error}), "{torn", json.dumps({"step": 3})]
     (run_dir / "failures.jsonl").write_text("\n".join(lines) + "\n")
-    page = viewer.page(run_dir)
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
-    assert json.loads(data)["failures"] == [{"step": 2, "error": error}]
+    assert data_of(viewer.page(run_dir))["failures"] == [{"step": 2, "error": error}]
