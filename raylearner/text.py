@@ -1,7 +1,7 @@
-"""Text and JSON from outside: made encodable where it enters, strict where it leaves, visible to a reader.
+"""Text and JSON from outside: made encodable on entry, strict on exit, and safe to print.
 
-Models, datasets, services and users' code produce strings that UTF-8 cannot encode, numbers that are
-not finite, and characters that a terminal obeys. All other modules rely on this one.
+Models, datasets, services and user code produce strings that UTF-8 cannot encode, numbers that are
+not finite, and control characters. All other modules rely on this one.
 """
 
 import base64
@@ -81,9 +81,9 @@ def make_encodable(record: Any) -> None:
 
 
 def visible(text: str) -> str:
-    r"""Write control characters out, as `\x1b` and `\u202e`; newlines and tabs stay.
+    r"""Escape control characters, as `\x1b` and `\u202e`; newlines and tabs stay.
 
-    So no terminal obeys them, and a line stays a line.
+    A terminal then does not interpret them, and a line stays a line.
     """
     return _CONTROLS.sub(lambda found: _escape(ord(found.group())), text)
 

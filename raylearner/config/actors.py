@@ -39,7 +39,7 @@ ReasoningTags = Literal["auto"] | tuple[tuple[Tag, Tag], ...] | None
 
 
 class RendererSection(Section):
-    """How messages become tokens."""
+    """Conversion of messages to tokens."""
 
     observation_role: Literal["user", "tool", "inline"] = "user"
     """Role of observations: a chat message of the user or the tool, or `inline`, which continues the
@@ -65,7 +65,7 @@ class RendererSection(Section):
 
 
 class SamplingSection(Section):
-    """How tokens are sampled."""
+    """Sampling parameters."""
 
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""

@@ -65,7 +65,7 @@ class ReasoningGymData(_Source):
     split: Literal["train", "evaluation"] = "train"
     """Split; one question in five is held out for `evaluation`."""
     num_prompts: PositiveInt = 1000
-    """Number of distinct prompts; fewer where the task has no more."""
+    """Number of distinct prompts; fewer if the task does not have that many."""
     seed: NaturalInt = 0
     """Seed of the generator."""
 
@@ -139,11 +139,13 @@ class Shuffle(Section):
 
 
 class ByDifficulty(Section):
-    """As `shuffle`, but prompts whose recent groups gave no learning signal come up only every few epochs."""
+    """As `shuffle`, but prompts whose recent groups gave no learning signal are skipped in most
+    epochs.
+    """
 
     kind: Literal["by_difficulty"]
     keep_every: PositiveInt = 4
-    """Number of epochs in which such a prompt comes up once."""
+    """Number of epochs in which such a prompt is played once."""
     min_groups: PositiveInt = 1
     """Number of groups in a row with equal rewards before a prompt is held back."""
 

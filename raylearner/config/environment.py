@@ -19,8 +19,7 @@ MIB = 1 << 20
 
 
 class SandboxSection(Section):
-    """Where code written by the model runs, and its limits, which apply to all processes of one call
-    together."""
+    """Sandbox for code written by the model; limits apply to all processes of one call together."""
 
     isolation: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` runs code with the rights of the run itself, which is logged at each start."""
@@ -184,8 +183,9 @@ class ToolUse(Section):
     max_turns: PositiveInt = 4
     """Maximum number of turns with tools; one last turn without tools follows."""
     invalid_action_penalty: NonNegativeFloat = 0.0
-    """Penalty for each turn that is neither an answer nor a tool call with valid arguments, unless its
-    length cut it. The policy is not shown it."""
+    """Penalty for each turn that is neither an answer nor a tool call with valid arguments, unless
+    it was truncated. The policy is not shown the penalty.
+    """
     observation_tag: str | None = "result"
     """Tag around observations; null for none."""
 
@@ -203,11 +203,12 @@ class OpenAiProxy(Section):
     """Command line to run instead of `program`. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its
     environment and the prompt as JSON on its standard input."""
     answer_from: Literal["turn", "stdout"] = "turn"
-    """Where rewards find the answer of a command: in the policy's last turn, or in its standard output."""
+    """Place of a command's answer: the policy's last turn, or the command's standard output."""
     timeout_s: PositiveFloat = 300.0
     """Maximum time of an episode, after which it fails; a command is killed with its children."""
     max_calls: PositiveInt = 32
-    """Maximum number of calls answered; further ones receive an error that the length is exceeded."""
+    """Maximum number of calls answered; later ones get empty replies with `finish_reason: length`.
+    """
 
 
 class CustomEnvironment(Section):

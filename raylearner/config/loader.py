@@ -329,9 +329,9 @@ def _unknown_key(path: KeyPath, tree: Node, root: type[BaseModel]) -> str:
 def ambiguous_words(
     tree: Node, root: type[BaseModel], *, allows_lower_case: bool = False
 ) -> list[Problem]:
-    """Return a problem for each word for null, such as `None`, that YAML reads as text.
+    """Return a problem for each spelling of null, such as `None`, that YAML reads as text.
 
-    Where text may be null, such words are problems even in quotes; elsewhere quotes mean the word itself.
+    Where text may be null, such words are problems even in quotes; elsewhere quotes make them text.
     With `allows_lower_case`, `none` is a valid choice of that name.
     """
     return [

@@ -89,7 +89,7 @@ def max_micro_batches(config: RunConfig) -> int:
 
 
 def worst_staleness(config: RunConfig) -> int:
-    """Return the staleness of a group taken in the order of admission, before `replay.on_stale` applies.
+    """Return the staleness of a group taken in order, before `replay.on_stale` applies.
 
     At most the groups of `max_staleness` steps are before it, and its engine may lag by versions that are
     not published yet or on their way, again at most `max_staleness`.

@@ -71,8 +71,9 @@ class RunSection(Section):
     """Maximum time without progress of any episode, in a learner step, or without an answer of the replay
     actor; the run then ends with an error that names what is stuck."""
     deadline: str | None = None
-    """Time at which the machines are taken away, as ISO 8601 or seconds since 1970. Default:
-    RAYLEARNER_DEADLINE or SLURM_JOB_END_TIME of the environment."""
+    """Time at which the machines become unavailable, as ISO 8601 or seconds since 1970. Default:
+    RAYLEARNER_DEADLINE or SLURM_JOB_END_TIME of the environment.
+    """
     deadline_margin_s: PositiveFloat = 300.0
     """Time before the deadline at which the run writes a checkpoint and stops."""
     max_learner_restarts: NaturalInt = 2

@@ -130,9 +130,9 @@ def section_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 def sections_by_kind(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Sections by the `kind` that chooses them; those without one are left out.
+    """Return sections by the `kind` that selects them; those without one are left out.
 
-    The section for what the user names has `OPEN_KIND`.
+    The section for user code has `OPEN_KIND`.
     """
     found: dict[str, type[BaseModel]] = {}
     for model in section_types(annotation):

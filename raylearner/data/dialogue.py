@@ -1,6 +1,6 @@
-"""The one door for dialogues: rows, examples, messages of custom environments and calls of programs.
+"""Validation of dialogues: rows, examples, messages of environments, and calls of programs.
 
-All of them become `Message`s here, by the same rules of roles, order and fields, or are refused.
+All are converted to `Message`s by the same rules of roles, order and fields, or are refused.
 """
 
 import json

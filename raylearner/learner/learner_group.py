@@ -41,7 +41,7 @@ GRACE_S = 3.0
 
 
 class LearnerGroup:
-    """Owns all ranks; promises that a call returns the results of all ranks, or raises and ends all.
+    """Owns all ranks; a call returns the results of all ranks, or raises and ends all.
 
     Raises `LearnerDied` when a process is gone (`restart` and `restore` recover from that), and the
     rank's own error otherwise.

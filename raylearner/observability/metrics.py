@@ -1,4 +1,4 @@
-"""All metrics: their keys, units and meanings; docs/observability.md has a copy, kept equal by a test."""
+"""All metrics: their keys, units and meanings; docs/observability.md has a copy."""
 
 import re
 from collections.abc import Iterable

@@ -80,8 +80,8 @@ class ReplayBuffer:
     """Owns the ledger and every finished episode that has not trained.
 
     Guarantees: an episode is stored with all its segments or not at all; a group trains once; no
-    trained token of a take is beyond `max_staleness`, unless `on_stale` is `train`; everything that
-    does not train is counted by its reason.
+    trained token of a take is beyond `max_staleness`, unless `on_stale` is `train`; every group
+    that does not train is counted by its reason.
     """
 
     def __init__(

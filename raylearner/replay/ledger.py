@@ -1,7 +1,7 @@
-"""Groups and samples and their states: admission, claims, and the prompts that episodes start from.
+"""States of groups and samples: admission, claims, and the prompts of episodes.
 
-Consumes claims and reports of finished or failed samples; tokens never reach it. Not thread-safe: its
-one caller passes the time.
+Consumes claims and reports of finished or failed samples, without tokens. Not thread-safe; the
+caller passes the time.
 """
 
 import hashlib

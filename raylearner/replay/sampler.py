@@ -55,7 +55,7 @@ class Sampler(Protocol):
 
 
 class ShuffleSampler:
-    """Every prompt of a source once per epoch, shuffled each time; sources take turns by their weights.
+    """Plays every prompt of a source once per epoch, shuffled; sources alternate by weight.
 
     The next prompt comes from the source that is furthest behind its share.
     """
@@ -129,7 +129,7 @@ class _Deck:
 
 
 class DifficultySampler:
-    """Shuffled epochs in which prompts without a recent learning signal come up once in `keep_every`.
+    """Shuffled epochs; prompts without a recent learning signal are played in one of `keep_every`.
 
     A prompt is held back once all rewards were equal in each of its last `min_groups` groups, and
     released by the first group whose rewards differ.
@@ -151,13 +151,13 @@ class DifficultySampler:
         self._num_equal: dict[int, int] = {}
         """Number of groups in a row with equal rewards, by prompt; absent at 0."""
         self._num_skipped: dict[int, int] = {}
-        """Number of turns that a prompt was passed over since it last came up; absent at 0."""
+        """Number of epochs in which a prompt was skipped since it was last played; absent at 0."""
 
     def next_index(self) -> int:
         """Return the next prompt that is not held back, or any where all are."""
         index = self._shuffle.next_index()
         for _ in range(self._num_prompts):
-            if not self._is_passed_over(index):
+            if not self._is_held_back(index):
                 break
             self._num_skipped[index] = self._num_skipped.get(index, 0) + 1
             index = self._shuffle.next_index()
@@ -188,7 +188,7 @@ class DifficultySampler:
         self._num_equal = dict(values["num_equal"])
         self._num_skipped = dict(values["num_skipped"])
 
-    def _is_passed_over(self, index: int) -> bool:
+    def _is_held_back(self, index: int) -> bool:
         is_held_back = self._num_equal.get(index, 0) >= self._min_groups
         return is_held_back and self._num_skipped.get(index, 0) < self._keep_every - 1
 

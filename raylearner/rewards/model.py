@@ -1,6 +1,6 @@
 """A sequence-classification model as a reward: prompt and completion in, one number out.
 
-Calls that come while the model is busy wait and make up the next batch.
+Calls that arrive while the model is busy form the next batch.
 """
 
 import asyncio

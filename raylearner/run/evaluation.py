@@ -132,10 +132,10 @@ class Evaluator:
 
 
 class Evaluations:
-    """Owns the evaluations of a run: alone, or beside training on one actor that is lent for it.
+    """Owns the evaluations of a run: alone, or during training on one lent actor.
 
-    A lent actor plays training episodes too, as far as their staleness allows, and takes no weights;
-    afterwards it gets the newest. If it dies, its evaluation is lost, which is logged.
+    A lent actor also plays training episodes, as far as their staleness allows, and receives no
+    weights; afterwards it gets the newest. If it dies, its evaluation is lost, which is logged.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """How one call is started."""
+    """Options for the start of a call."""
 
     limits: SandboxSection
     supervisor_limits: dict[str, float]

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to marked texts, in which only the template's own words are control.
+"""A model's chat template: messages to texts in which only its own text is marked as control.
 
 The contents of messages and tools are never control, whatever they spell: the template is rendered a
 second time with the spellings in its contents broken, so all control tokens that are left are its own.

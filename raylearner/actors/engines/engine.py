@@ -8,12 +8,12 @@ from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 class Engine(Protocol):
-    """A started engine: samples tokens under a policy version and takes new weights meanwhile.
+    """A started engine: samples tokens under a policy version and receives new weights meanwhile.
 
-    On the actor's side the engine alone holds the policy version; the learner makes it, and `receive`
-    brings it here. `generate` never re-tokenises and returns log-probabilities of the distribution
-    sampled from. `receive` raises `WeightTransferError` when an update or its verification fails: the
-    engine has then failed, and `close` is the only call still allowed.
+    On the actor's side only the engine keeps the policy version; the learner makes it, and
+    `receive` delivers it. `generate` never re-tokenises and returns log-probabilities of the
+    distribution sampled from. `receive` raises `WeightTransferError` when an update or its
+    verification fails: the engine has then failed, and `close` is the only call still allowed.
     """
 
     @property

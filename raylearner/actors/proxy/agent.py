@@ -36,7 +36,7 @@ async def start_agent(config: EnvironmentSection) -> "Agent | None":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How an episode ended; with `error` it failed."""
+    """End of an episode; with `error` it failed."""
 
     stop_reason: StopReason
     error: TrajectoryError | None = None

@@ -1,8 +1,8 @@
-"""Chat completions as OpenAI's API has them: reads and checks requests, writes replies, whole or as
+"""Chat completions of the OpenAI API: validates requests, writes replies, as one object or as
 events.
 
-Parameters that would change the distribution that tokens are sampled from are not followed, since the
-learner assumes the run's own: differing numbers are reported in the reply, others are refused with 400.
+Parameters that would change the sampling distribution are not applied, since the learner assumes
+the run's own: differing numbers are reported in the reply, others are refused with 400.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""An agent program as a user would write one: any loop around an OpenAI client.
+"""An example of a user's agent program: any loop around an OpenAI client.
 
-`configs/openai_agent.yaml` trains with it. It uses nothing of raylearner but the calculator.
+`configs/openai_agent.yaml` trains with it. It uses only the calculator from raylearner.
 """
 
 import json

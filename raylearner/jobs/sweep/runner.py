@@ -134,7 +134,7 @@ class Sweep:
                 + "\nonce the cause is fixed, the same command retries them"
             )
 
-    # -- what runs ---------------------------------------------------------------------------
+    # -- running trials -----------------------------------------------------------------------
 
     def _poll(self) -> None:
         for state in self._running():
@@ -189,7 +189,7 @@ class Sweep:
         self._state.save()
         self._board.log_change(state)
 
-    # -- what comes next ---------------------------------------------------------------------
+    # -- starting trials ----------------------------------------------------------------------
 
     def _running(self) -> list[TrialState]:
         return [state for state in self._state.trials if state.status is Status.RUNNING]

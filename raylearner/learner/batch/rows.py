@@ -15,7 +15,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The row of each of `T` packed tokens; promises that tokens of a row are contiguous."""
+    """The row of each of `T` packed tokens; guarantees that tokens of a row are contiguous."""
 
     index: Tensor  # [T] int64, non-decreasing, in 0..num_rows-1
     num_rows: int

@@ -93,7 +93,7 @@ def disconnect() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextGroup:
-    """Ranks that share this rank's micro-batches; promises that slices are in the order of ranks."""
+    """Ranks that share this rank's micro-batches; guarantees that slices are in the order of ranks."""
 
     group: dist.ProcessGroup
     rank: int

@@ -53,7 +53,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How the model computes; results are the same with all options."""
+    """Options of the model's computation; results are the same with all of them."""
 
     chunk_tokens: int = 1024
     attention: Literal["auto"] | Backend = "auto"
@@ -71,7 +71,7 @@ class ModelOptions:
 
 
 class PackedModel(nn.Module):
-    """Owns the causal language model; promises log-probabilities equal to one sequence at a time.
+    """Owns the causal language model; guarantees log-probabilities equal to one sequence at a time.
 
     The head belongs to this module's own FSDP unit, so that its weight is complete in `forward`.
     """

@@ -134,9 +134,9 @@ def resampling_weights(rewards: Tensor, config: ResamplingSection) -> Tensor:
 
 
 def resample(table: EpisodeTable, config: ResamplingSection, *, seed: int) -> Tensor | None:
-    """Draw as many episodes as can be drawn, with replacement, alike on every rank.
+    """Draw as many episodes as have a reward, with replacement, identically on every rank.
 
-    Returns how often each was drawn `[E]`, or None where no episode has a reward.
+    Return the number of times each was drawn `[E]`, or None if no episode has a reward.
     """
     rewards = torch.where(table.num_tokens > 0, table.rewards, torch.nan).cpu()
     if rewards.isnan().all():

@@ -223,8 +223,8 @@ def _outcomes(
 ) -> Tensor:
     """Put each outcome on a last trained token, 0 elsewhere: `[T]`.
 
-    The steps of GiGPO are an episode's, over its segments, so they are paid once. For all others
-    each segment is a separate sequence that ends with the outcome.
+    GiGPO's steps are those of an episode over its segments, so the outcome is paid once. For all
+    others each segment is a separate sequence that ends with the outcome.
     """
     if isinstance(config, GigpoAdvantage):
         by_episode = Rows(index=whole.episodes[whole.rows.index], num_rows=len(table.rewards))

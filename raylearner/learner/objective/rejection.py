@@ -137,7 +137,10 @@ def veto(inputs: CorrectionInputs, config: Veto) -> Correction:
 
 
 class M2po(CorrectionRule):
-    """Second-moment trust region (2510.01161): tokens that would move further from the behavior policy are rejected above a bound on the squared log-ratio, which the batch's second moment sets."""
+    """Second-moment trust region (2510.01161): tokens that would move further from the behavior
+    policy are rejected above a bound on the squared log-ratio, which follows from the batch's
+    second moment.
+    """
 
     kind: Literal["m2po"]
     uses_advantages: ClassVar[bool] = True
