@@ -2,17 +2,16 @@
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import uvicorn
 from episodes import make_view
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from servers import served
 
 from raylearner.config.rewards import RewardSection
 from raylearner.errors import ConfigError, RewardError
@@ -71,19 +70,10 @@ def in_form(request: str, said: str) -> str:
 
 @pytest.fixture
 def judge() -> Iterator[JudgeServer]:
-    served = JudgeServer()
-    server = uvicorn.Server(
-        uvicorn.Config(served.app(), host="127.0.0.1", port=0, log_level="error")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    served.url = f"http://127.0.0.1:{port}/v1"
-    yield served
-    server.should_exit = True
-    thread.join(timeout=10)
+    judge = JudgeServer()
+    with served(judge.app()) as address:
+        judge.url = f"{address}/v1"
+        yield judge
 
 
 async def score(

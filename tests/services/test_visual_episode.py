@@ -1,20 +1,18 @@
 """An episode that looks at pages: the pages service, its tools, and a model that sees."""
 
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import uvicorn
 from kits import Says, make_claim, make_kit, make_renderer, play_one
+from pictures import make_folder
+from servers import served
 
 from raylearner.actors.episode import EpisodeKit
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.services.corpora.facts import write_pages
 from raylearner.services.pages import pages_app, read_pages
-from raylearner.tiny.model import make_tiny_model
 from raylearner.types import IMAGE_MARK, Message, Prompt, StopReason
 
 ANSWER = "<answer>42</answer>"
@@ -25,21 +23,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("pages")
     write_pages(folder, num_documents=2, pages_per_document=3)
     app = pages_app(read_pages(folder, needs_images=True), contents="image")
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with served(app) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 4096, "vision": {}}
-    section = schema.TinyModel.model_validate(config)
-    return make_tiny_model(section, tmp_path_factory.mktemp("model"), seed=0)
+    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def make_stage(

@@ -1,36 +1,17 @@
-"""Code execution: the service's wire form, the local sandbox, and what the policy is shown."""
+"""Code execution: the service's wire form, the local sandbox, and the text that the policy reads."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from servers import PROMPT, calling, tool_of
 
-from raylearner.config.environment import CodeExecutionTool
 from raylearner.errors import ToolError
-from raylearner.tools.code_execution import CodeExecution
-from raylearner.types import Prompt
-
-PROMPT = Prompt(prompt_id="p", messages=())
+from raylearner.tools.tool import Tool
 
 
-@asynccontextmanager
-async def remote(reply: Any, **settings: Any) -> AsyncIterator[tuple[CodeExecution, list[Any]]]:
-    bodies: list[Any] = []
-
-    async def run_code(request: web.Request) -> web.Response:
-        bodies.append(await request.json())
-        return web.json_response(reply)
-
-    app = web.Application()
-    app.router.add_post("/run_code", run_code)
-    async with TestServer(app) as server:
-        section = {"kind": "code_execution", "url": str(server.make_url("")), **settings}
-        tool = CodeExecution(CodeExecutionTool.model_validate(section))
-        yield tool, bodies
-        await tool.close()
+def remote(reply: Any, **settings: Any) -> AbstractAsyncContextManager[tuple[Tool, list[Any]]]:
+    return calling("code_execution", {"/run_code": lambda body: reply}, **settings)
 
 
 def finished(stdout: str | None, stderr: str | None, return_code: int | None) -> dict[str, Any]:
@@ -38,51 +19,49 @@ def finished(stdout: str | None, stderr: str | None, return_code: int | None) ->
     return {"status": "Success", "run_result": run, "compile_result": None, "message": ""}
 
 
-async def test_the_service_is_asked_in_its_form() -> None:
-    async with remote(finished("4\n", "", 0)) as (tool, bodies):
+@pytest.mark.parametrize(
+    ("reply", "text", "is_error"),
+    [
+        (finished("4\n", "", 0), "Code output: 4\n\nErrors: ", False),
+        (
+            finished("a" * 5000, "b" * 5000, 1),
+            f"Code output: {'a' * 1000}\nErrors: {'b' * 1000}",
+            True,
+        ),
+        (finished(None, None, None), "Code output: \nErrors: ", True),
+    ],
+    ids=["ordinary", "each stream is cut", "absent streams are empty"],
+)
+async def test_the_service_is_called_in_its_form(reply: Any, text: str, is_error: bool) -> None:
+    async with remote(reply) as (tool, bodies):
         observation = await tool.call("print(2 + 2)", prompt=PROMPT)
-    assert observation.text == "Code output: 4\n\nErrors: "
-    assert not observation.is_error
+    assert (observation.text, observation.is_error) == (text, is_error)
     assert bodies == [{"code": "print(2 + 2)", "language": "python"}]
-
-
-async def test_each_stream_is_cut() -> None:
-    async with remote(finished("a" * 5000, "b" * 5000, 1)) as (tool, _):
-        observation = await tool.call("x", prompt=PROMPT)
-    assert observation.text == f"Code output: {'a' * 1000}\nErrors: {'b' * 1000}"
-    assert observation.is_error
-
-
-async def test_absent_streams_are_empty() -> None:
-    async with remote(finished(None, None, None)) as (tool, _):
-        assert (await tool.call("x", prompt=PROMPT)).text == "Code output: \nErrors: "
 
 
 async def test_a_service_that_could_not_run_is_a_failure() -> None:
     reply = {"status": "SandboxError", "message": "no place", "run_result": None}
     async with remote(reply, on_failure="fail") as (tool, _):
-        with pytest.raises(ToolError, match="SandboxError' no place"):
+        with pytest.raises(ToolError, match="no place"):
             await tool.call("x", prompt=PROMPT)
     async with remote(reply) as (tool, _):
         assert (await tool.call("x", prompt=PROMPT)).is_error
 
 
 @pytest.mark.parametrize("code", ["```python\nprint(1)\n```", "```\nprint(1)```", "\nprint(1)\n"])
-async def test_a_fence_around_the_whole_code_is_no_part_of_it(code: str) -> None:
+async def test_a_fence_around_the_whole_code_is_removed(code: str) -> None:
     async with remote(finished("1\n", "", 0)) as (tool, bodies):
         await tool.call({"code": code}, prompt=PROMPT)
     assert bodies[0]["code"].strip() == "print(1)"
 
 
 async def test_without_a_service_code_runs_in_the_sandbox() -> None:
-    tool = CodeExecution(CodeExecutionTool(kind="code_execution"))
+    tool = tool_of("code_execution")
     good = await tool.call("print(6 * 7)", prompt=PROMPT)
     assert good.text == "Code output: 42\n\nErrors: "
     bad = await tool.call("open('/etc/passwd')", prompt=PROMPT)
     assert "FileNotFoundError" in bad.text
     assert bad.is_error
-    empty = await tool.call(" ", prompt=PROMPT)
-    assert empty.text == "error: code is empty"
-    metrics = tool.drain_metrics()
-    assert metrics["tools/code_execution/calls"] == 3
+    assert (await tool.call(" ", prompt=PROMPT)).text == "error: code is empty"
+    assert tool.drain_metrics()["tools/code_execution/calls"] == 3
     await tool.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -10,10 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from pictures import encode_image
 from PIL import Image, PngImagePlugin
+from servers import answering
 
 from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.errors import RenderError
@@ -54,10 +52,9 @@ def png_that_claims(width: int, height: int) -> bytes:
 
 
 def png_with_long_text() -> bytes:
-    held, notes = io.BytesIO(), PngImagePlugin.PngInfo()
+    notes = PngImagePlugin.PngInfo()
     notes.add_text("a", "x" * 10**8, zip=True)
-    Image.new("L", (32, 32)).save(held, "PNG", pnginfo=notes)
-    return held.getvalue()
+    return encode_image(Image.new("L", (32, 32)), pnginfo=notes)
 
 
 BAD_IMAGES: dict[str, Callable[[], str]] = {
@@ -85,25 +82,19 @@ async def pages(
     reply: Callable[[str, str, str], Any], check_image: ImageCheck | None = None, **settings: Any
 ) -> AsyncIterator[tuple[PageSearch, PageFetch, list[dict[str, Any]]]]:
     """Both tools against a service that answers `reply(path, query, document)`, and its bodies."""
-    bodies: list[dict[str, Any]] = []
 
-    async def handler(request: web.Request) -> web.Response:
-        body = await request.json()
-        bodies.append(body)
-        pairs = zip(body["query"], body["id"], strict=True)
-        return web.json_response([reply(request.path, *pair) for pair in pairs])
+    def answer(path: str) -> Callable[[Any], Any]:
+        return lambda body: [
+            reply(path, *pair) for pair in zip(body["query"], body["id"], strict=True)
+        ]
 
-    app = web.Application()
-    app.router.add_post("/batch_search", handler)
-    app.router.add_post("/batch_fetch", handler)
-    async with TestServer(app) as server:
-        common = {"url": str(server.make_url("")), **settings}
-        search = PageSearch(
-            PageSearchTool.model_validate({"kind": "page_search", **common}), check_image
-        )
-        fetch = PageFetch(
-            PageFetchTool.model_validate({"kind": "page_fetch", **common}), check_image
-        )
+    async with answering({p: answer(p) for p in ("/batch_search", "/batch_fetch")}) as (
+        url,
+        bodies,
+    ):
+        common = {"url": url, **settings}
+        search = PageSearch(PageSearchTool(kind="page_search", **common), check_image)
+        fetch = PageFetch(PageFetchTool(kind="page_fetch", **common), check_image)
         yield search, fetch, bodies
         await search.close()
         await fetch.close()
@@ -194,19 +185,18 @@ def test_a_bomb_costs_no_memory() -> None:
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_whole_images_pass(kind: str) -> None:
-    check_image(image(kind=kind))
+def test_whole_images_pass() -> None:
+    for kind in ("PNG", "JPEG", "WEBP"):
+        check_image(image(kind=kind))
 
 
-async def test_no_more_pages_are_shown_than_were_asked_for() -> None:
-    async with pages(
-        lambda *_: [{"contents": f"text {n}", "id": n} for n in range(9)], contents="text"
-    ) as (search, _, _):
+async def test_no_more_pages_are_shown_than_were_requested() -> None:
+    found = [{"contents": f"text {n}", "id": n} for n in range(9)]
+    async with pages(lambda *_: found, contents="text") as (search, _, _):
         assert (await search.call("x", prompt=prompt())).ids == ("0", "1", "2")
 
 
-async def test_nothing_found_is_said_so() -> None:
+async def test_a_search_without_results_reports_it() -> None:
     async with pages(lambda *_: []) as (search, _, _):
         assert (await search.call("x", prompt=prompt())).text == NOTHING_FOUND
 

@@ -1,54 +1,32 @@
 """Text search speaks both wire forms."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from servers import PROMPT, calling
 
-from raylearner.config.environment import SearchTool
-from raylearner.tools.search import NOTHING_FOUND, Search
-from raylearner.types import Prompt
-
-PROMPT = Prompt(prompt_id="p", messages=())
+from raylearner.tools.search import NOTHING_FOUND
+from raylearner.tools.tool import Tool
 
 
-@asynccontextmanager
-async def searching(**settings: Any) -> AsyncIterator[tuple[Search, list[dict[str, Any]]]]:
-    """A search tool and the bodies that its service got."""
-    bodies: list[dict[str, Any]] = []
+def search(body: Any) -> Any:
+    if body["query"] == "nothing":
+        return []
+    return [{"contents": f"{body['query']} {n}\n"} for n in range(body["top_n"])]
 
-    async def search(request: web.Request) -> web.Response:
-        body = await request.json()
-        bodies.append(body)
-        if body["query"] == "nothing":
-            return web.json_response([])
-        found = [{"contents": f"{body['query']} {n}\n"} for n in range(body["top_n"])]
-        return web.json_response(found)
 
-    async def retrieve(request: web.Request) -> web.Response:
-        body = await request.json()
-        bodies.append(body)
-        rows = [
-            [
-                {"document": {"id": "1", "contents": f"title\n{query} {n}"}, "score": 1.5}
-                for n in range(body["topk"])
-            ]
-            for query in body["queries"]
-        ]
-        return web.json_response({"result": rows})
+def retrieve(body: Any) -> Any:
+    documents = [
+        [{"id": "1", "contents": f"title\n{query} {n}"} for n in range(body["topk"])]
+        for query in body["queries"]
+    ]
+    return {"result": [[{"document": d, "score": 1.5} for d in row] for row in documents]}
 
-    app = web.Application()
-    app.router.add_post("/search", search)
-    app.router.add_post("/retrieve", retrieve)
-    async with TestServer(app) as server:
-        url = str(server.make_url("/"))
-        tool = Search(SearchTool.model_validate({"kind": "search", "url": url, **settings}))
-        yield tool, bodies
-        await tool.close()
+
+def searching(**settings: Any) -> AbstractAsyncContextManager[tuple[Tool, list[Any]]]:
+    return calling("search", {"/search": search, "/retrieve": retrieve}, **settings)
 
 
 async def test_passages_are_joined_with_blank_lines() -> None:
@@ -66,33 +44,35 @@ async def test_concurrent_queries_of_the_retrieve_form_share_a_request() -> None
     assert bodies == [{"queries": ["q0", "q1", "q2"], "topk": 1, "return_scores": True}]
 
 
-async def test_no_passage_is_said_so() -> None:
+async def test_finding_no_passage_is_not_an_error() -> None:
     async with searching() as (tool, _):
         observation = await tool.call("nothing", prompt=PROMPT)
     assert (observation.text, observation.is_error) == (NOTHING_FOUND, False)
 
 
-async def test_json_arguments_do_the_same() -> None:
+async def test_arguments_in_json_have_the_same_effect() -> None:
     async with searching(top_n=1) as (tool, _):
         assert (await tool.call({"query": "a"}, prompt=PROMPT)).text == "a 0"
         assert tool.schema["function"]["parameters"]["required"] == ["query"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
-        ("  ", "error: query is empty"),
-        ({}, "error: expected a text 'query', got NoneType"),
-        ({"query": 3}, "error: expected a text 'query', got int"),
-        ({"q": "a"}, "error: unknown argument 'q'; expected 'query'"),
+        ("  ", ("query",)),
+        ({}, ("query", "NoneType")),
+        ({"query": 3}, ("query", "int")),
+        ({"q": "a"}, ("'q'", "'query'")),
     ],
 )
 async def test_bad_arguments_are_observations_and_reach_no_service(
-    arguments: Any, said: str
+    arguments: Any, words: tuple[str, ...]
 ) -> None:
     async with searching(on_failure="fail") as (tool, bodies):
         observation = await tool.call(arguments, prompt=PROMPT)
-    assert (observation.text, observation.is_error, bodies) == (said, True, [])
+    assert (observation.is_error, bodies) == (True, [])
+    assert observation.text.startswith("error: ")
+    assert all(word in observation.text for word in words)
 
 
 async def test_odd_queries_travel_whole() -> None:
