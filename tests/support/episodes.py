@@ -94,10 +94,13 @@ def make_view(
     return EpisodeView(**values | fields)
 
 
-def make_group(turns: Sequence[Turn]) -> TrajectoryGroup:
-    """A group of one episode with these turns."""
-    trajectory = make_trajectory(turns=tuple(turns))
-    return TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(trajectory,))
+def make_group(*trajectories: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=trajectories[0].group_id,
+        prompt_id="p",
+        policy_version=trajectories[0].claim_policy_version,
+        trajectories=trajectories,
+    )
 
 
 def assert_same(left: Trajectory, right: Trajectory) -> None:

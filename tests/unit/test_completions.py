@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from episodes import make_trajectory, make_turn
+from episodes import make_group, make_trajectory, make_turn
 
 from raylearner.config.schema import CompletionsSection
 from raylearner.observability import completions, transcripts
@@ -87,23 +87,17 @@ def test_weight_shares_add_up_and_name_their_bins() -> None:
 
 
 def test_logged_values_are_in_the_table_and_in_the_transcript() -> None:
-    trajectory = make_episode(1.0, columns={"given": "46", "is_right": True, "score": 0.25})
+    columns = {"given": "46", "is_right": True, "score": 0.25}
+    trajectory = make_episode(1.0, columns=columns)
     (row,) = completions.rows([trajectory], CompletionsSection())
     assert (row["given"], row["is_right"], row["score"]) == ("46", "True", "0.25")
-    assert transcripts.transcript(trajectory)["columns"] == {
-        "given": "46",
-        "is_right": True,
-        "score": 0.25,
-    }
+    assert transcripts.transcript(trajectory)["columns"] == columns
 
 
 def test_a_step_reports_each_source_and_each_function_apart() -> None:
     def group(source: str, *rewards: float | None) -> TrajectoryGroup:
-        trajectories = tuple(
-            make_episode(reward, sample=i, source=source) for i, reward in enumerate(rewards)
-        )
-        return TrajectoryGroup(
-            group_id=7, prompt_id="p", policy_version=3, trajectories=trajectories
+        return make_group(
+            *(make_episode(r, sample=i, source=source) for i, r in enumerate(rewards))
         )
 
     metrics = rollout_metrics([group("a", 0.0, 1.0), group("b", 0.5, None), group("b", 0.0)], [])

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from episodes import make_group, make_turn
+from episodes import make_group, make_trajectory, make_turn
 
 from raylearner.config.schema import OpenAiProxy, ToolUse
 from raylearner.environments.catalogue import EnvironmentFactory
@@ -139,7 +139,7 @@ def warnings(caplog: pytest.LogCaptureFixture, watch: ActionWatch, *steps: list[
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for turns in steps:
-            group: TrajectoryGroup = make_group(turns)
+            group: TrajectoryGroup = make_group(make_trajectory(turns=tuple(turns)))
             watch.look([group])
     return [record.getMessage() for record in caplog.records]
 

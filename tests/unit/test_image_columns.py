@@ -2,11 +2,9 @@
 
 import base64
 import io
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -16,6 +14,7 @@ from minimal import QUICKSTART, problems_of
 from pictures import encode_image
 from PIL import Image
 from pyarrow import parquet
+from rows import write_jsonl
 
 from raylearner.config.data import FileData, HubData
 from raylearner.config.image_checks import check_adapter_transport, check_images, image_warnings
@@ -38,10 +37,8 @@ def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def jsonl(folder: Path, *rows: dict[str, object], **keys: Any) -> FileData:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return FileData(kind="jsonl", path=str(path), image_column="image", **keys)
+def jsonl(folder: Path, *rows: dict[str, object]) -> FileData:
+    return write_jsonl(folder / "rows.jsonl", *rows, image_column="image")
 
 
 def shown(prompt: Prompt) -> list[tuple[str, tuple[bytes, ...]]]:
@@ -95,18 +92,6 @@ def test_marks_and_parts_say_where_images_stand(tmp_path: Path) -> None:
         [(f"{IMAGE_MARK}or{IMAGE_MARK}", (red, blue))],
         [(IMAGE_MARK, (red,)), (f"x{IMAGE_MARK}", (blue,))],
     ]
-
-
-def test_of_a_phones_photo_with_several_pictures_the_first_is_shown(tmp_path: Path) -> None:
-    turned = Image.Exif()
-    turned[0x0112] = 6  # by a quarter
-    first, second = Image.new("RGB", (16, 12), "red"), Image.new("RGB", (40, 30), "blue")
-    photo = encode_image(first, "MPO", save_all=True, append_images=[second], exif=turned)
-    assert Image.open(io.BytesIO(photo)).n_frames == 2
-    (prompt,) = load_prompts([jsonl(tmp_path, {"prompt": "a", "image": data_url(photo)})])
-    fitted = Image.open(io.BytesIO(fit_image(prompt.messages[0].images[0], lambda h, w: (h, w))))
-    assert fitted.size == (12, 16)
-    assert np.asarray(fitted).mean((0, 1)) == pytest.approx([254, 0, 0], abs=2)
 
 
 def test_parquet_and_datasets_give_the_encoded_bytes_as_they_are(
@@ -181,10 +166,17 @@ def test_an_image_that_cannot_be_shown_is_named_by_its_row(
         load_prompts([source])
 
 
-def upright() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return encode_image(Image.new("RGB", (16, 40), "red"), "JPEG", exif=exif)
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # by a quarter
+
+
+def photo_with_two_pictures() -> bytes:
+    """As phones take them: the first picture is shown."""
+    more = [Image.new("RGB", (40, 30), "blue")]
+    first = Image.new("RGB", (16, 12), "red")
+    photo = encode_image(first, "MPO", save_all=True, append_images=more, exif=TURNED)
+    assert Image.open(io.BytesIO(photo)).n_frames == 2
+    return photo
 
 
 @pytest.mark.parametrize(
@@ -200,9 +192,14 @@ def upright() -> bytes:
             (16, 12),
             (255, 255, 255),
         ),
-        (upright, (40, 16), (254, 0, 0)),
+        (
+            lambda: encode_image(Image.new("RGB", (16, 40), "red"), "JPEG", exif=TURNED),
+            (40, 16),
+            (254, 0, 0),
+        ),
+        (photo_with_two_pictures, (12, 16), (254, 0, 0)),
     ],
-    ids=["cmyk", "16-bit", "exif"],
+    ids=["cmyk", "16-bit", "exif", "photo"],
 )
 def test_unusual_images_are_taken_and_made_plain(
     tmp_path: Path, make: Callable[[], bytes], size: tuple[int, int], colour: tuple[int, int, int]

@@ -1,15 +1,15 @@
-"""What a step tells of its trajectories' turns."""
+"""Metrics of a step's episodes: rewards, turns, tool calls, ends and images."""
 
 from dataclasses import replace
 
 import numpy as np
-from episodes import make_trajectory, make_turn
+from episodes import make_group, make_trajectory, make_turn
 
 from raylearner.config.schema import CompletionsSection
 from raylearner.observability import completions
 from raylearner.observability.metrics import undocumented
 from raylearner.observability.rollout_metrics import rollout_metrics
-from raylearner.types import StopReason, Trajectory, TrajectoryGroup
+from raylearner.types import StopReason, Trajectory
 
 
 def make_episode(
@@ -36,8 +36,7 @@ def test_turns_actions_calls_and_ends_are_counted() -> None:
         make_episode("x", stop=StopReason.MAX_TOKENS),
         make_episode("", stop=StopReason.ERROR),
     )
-    group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
-    metrics = rollout_metrics([group], [])
+    metrics = rollout_metrics([make_group(*trajectories)], [])
     assert metrics["rollout/turns/mean"] == 7 / 4
     assert metrics["rollout/valid_actions/mean"] == 5 / 4
     assert metrics["rollout/invalid_actions/mean"] == 2 / 4
@@ -57,8 +56,7 @@ def test_segments_of_an_episode_count_as_one_episode() -> None:
     both = make_episode("t", stop=StopReason.MAX_TOKENS).turns[0]
     several = replace(long, segment=2, turns=(replace(both, tool="search,open", number=4),))
     trajectories = (long, replace(long, segment=1), several, short)
-    group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=trajectories)
-    metrics = rollout_metrics([group], [])
+    metrics = rollout_metrics([make_group(*trajectories)], [])
     expected = {
         "rollout/reward/mean": 0.5,
         "rollout/reward/std": 0.5,
@@ -91,8 +89,7 @@ def test_segments_of_an_episode_count_as_one_episode() -> None:
 def test_failed_episodes_count_in_the_mean_reward_alone() -> None:
     good = replace(make_episode("a", stop=StopReason.ANSWER), reward=1.0, rewards={"f": 1.0})
     bad = replace(make_episode("", stop=StopReason.ERROR), sample_index=1, reward=None)
-    group = TrajectoryGroup(group_id=0, prompt_id="p", policy_version=0, trajectories=(good, bad))
-    metrics = rollout_metrics([group], [], failed_reward=-1.0)
+    metrics = rollout_metrics([make_group(good, bad)], [], failed_reward=-1.0)
     assert metrics["rollout/reward/mean"] == 0.0
     assert metrics["rollout/source/default/reward/mean"] == 0.0
     assert metrics["rollout/reward/mean_without_failed"] == 1.0
@@ -120,10 +117,7 @@ def test_images_are_counted_where_the_model_sees() -> None:
         image_token_id=9,
     )
     blind = replace(seeing, token_ids=np.array([1], np.int32), images=())
-    group = TrajectoryGroup(
-        group_id=0, prompt_id="p", policy_version=0, trajectories=(seeing, blind)
-    )
-    metrics = rollout_metrics([group], [])
+    metrics = rollout_metrics([make_group(seeing, blind)], [])
     assert metrics["rollout/images/mean"] == 1
     assert metrics["rollout/images/max"] == 2
     assert metrics["rollout/image_tokens/mean"] == 2

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -74,10 +74,16 @@ def test_rank_0_writes_files_and_every_rank_gathers(tmp_path: Path, name: str) -
     assert list(tmp_path.iterdir()) == []
 
 
+def write_and_load(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    return load_file(write_weights(tensors, folder, 0, dtype)["path"])
+
+
 def test_a_file_holds_names_values_and_the_requested_dtype(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.randn(3, 4), "b.bias": torch.randn(4).double()}
-    integers = write_weights([("steps", torch.tensor([3]))], tmp_path / "other", 0, torch.bfloat16)
-    assert load_file(integers["path"])["steps"].dtype == torch.int64
+    integers = write_and_load(tmp_path / "other", [("n", torch.tensor([3]))], torch.bfloat16)
+    assert integers["n"].dtype == torch.int64
     payload = write_weights(tensors.items(), tmp_path / "new", 7, torch.bfloat16)
     loaded = load_file(payload["path"])
     assert set(loaded) == set(tensors)
@@ -92,25 +98,19 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
     embedding, head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
     head.weight = embedding.weight
     tensors = [("embed.weight", embedding.weight), ("head.weight", head.weight.detach())]
-    payload = write_weights(tensors, tmp_path, 0, torch.bfloat16)
-    assert set(load_file(payload["path"])) == {"embed.weight"}
+    assert set(write_and_load(tmp_path, tensors)) == {"embed.weight"}
 
 
 def test_a_view_that_is_not_contiguous_is_written_whole(tmp_path: Path) -> None:
     square = torch.randn(4, 4)
-    payload = write_weights([("a", square), ("b", square.t())], tmp_path, 0, torch.float32)
-    loaded = load_file(payload["path"])
+    loaded = write_and_load(tmp_path, [("a", square), ("b", square.t())])
     assert torch.equal(loaded["a"], square)
     assert torch.equal(loaded["b"], square.t())
 
 
 def test_gathered_tensors_that_reuse_an_address_are_no_tie(tmp_path: Path) -> None:
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        for index in range(64):
-            yield f"layer.{index}", torch.full((512,), float(index))
-
-    payload = write_weights(gathered(), tmp_path, 0, torch.bfloat16)
-    loaded = load_file(payload["path"])
+    gathered = ((f"layer.{i}", torch.full((512,), float(i))) for i in range(64))
+    loaded = write_and_load(tmp_path, gathered, torch.bfloat16)
     assert len(loaded) == 64
     assert all(loaded[f"layer.{i}"][0] == i for i in range(64))
 
