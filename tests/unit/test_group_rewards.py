@@ -1,4 +1,4 @@
-"""Functions that see groups: when they are asked, what their scores do, what becomes of failures."""
+"""Reward functions of groups: when they run, what their scores change, how failures end."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from episodes import make_trajectory, make_turn
+from kits import make_claim
 
 from raylearner.config.rewards import RewardSection
 from raylearner.config.schema import ReplaySection
@@ -17,12 +18,7 @@ from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.closing import ScoreRequest
 from raylearner.rewards.scorer import GroupScorer
-from raylearner.types import (
-    Claim,
-    EpisodeScore,
-    Prompt,
-    Trajectory,
-)
+from raylearner.types import Claim, EpisodeScore, Prompt, Trajectory
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=(), columns={"level": i}) for i in range(3)]
 
@@ -63,7 +59,7 @@ def test_a_complete_group_trains_only_with_its_scores() -> None:
     assert take.groups[0].trajectories[1].rewards == {"g": 0.75}
 
 
-def test_zero_variance_is_judged_by_the_final_rewards() -> None:
+def test_zero_variance_refers_to_the_final_rewards() -> None:
     buffer = make_buffer(drop_zero_variance=True)
     buffer.put_scores(play(buffer, reward=1.0), scores(0.0, 1.0))
     assert buffer.take(1, 0) is not None
@@ -72,10 +68,12 @@ def test_zero_variance_is_judged_by_the_final_rewards() -> None:
     assert buffer.metrics()["buffer/dropped/zero_variance"] == 1
 
 
+FAILED = {i: EpisodeScore(error=RewardError("the judge is down")) for i in range(2)}
+
+
 def test_failed_scores_are_errors_of_the_trajectories_and_drop_the_group() -> None:
     buffer = make_buffer()
-    failed = {i: EpisodeScore(error=RewardError("the judge is down")) for i in range(2)}
-    buffer.put_scores(play(buffer), failed)
+    buffer.put_scores(play(buffer), FAILED)
     assert buffer.take(1, 0) is None
     metrics = buffer.metrics()
     assert metrics["rollout/errors/reward"] == 2
@@ -85,15 +83,12 @@ def test_failed_scores_are_errors_of_the_trajectories_and_drop_the_group() -> No
 def test_too_many_failed_scores_end_the_run_with_their_cause() -> None:
     buffer = make_buffer(error_window=4, max_error_fraction=0.4)
     for _ in range(4):
-        request = play(buffer)
-        buffer.put_scores(
-            request, {i: EpisodeScore(error=RewardError("the judge is down")) for i in range(2)}
-        )
+        buffer.put_scores(play(buffer), FAILED)
     with pytest.raises(Exception, match="the judge is down"):
         buffer.take(1, 0)
 
 
-def test_members_that_failed_are_not_asked_about() -> None:
+def test_only_members_that_did_not_fail_are_scored() -> None:
     buffer = make_buffer()
     first, second = buffer.claim("actor", 0, 2).claims
     buffer.put([make_played(first)])
@@ -106,7 +101,7 @@ def test_members_that_failed_are_not_asked_about() -> None:
     assert take.groups[0].rewards == {0: 0.5, 1: None}
 
 
-def test_a_group_that_failed_as_a_whole_is_never_asked_about() -> None:
+def test_a_group_that_failed_as_a_whole_is_not_scored() -> None:
     buffer = make_buffer()
     for claim in buffer.claim("actor", 0, 2).claims:
         buffer.put([make_played(claim, error="tool: x")])
@@ -114,7 +109,7 @@ def test_a_group_that_failed_as_a_whole_is_never_asked_about() -> None:
     assert buffer.metrics()["buffer/dropped/all_failed"] == 1
 
 
-def test_scores_that_come_after_a_restore_are_ignored_and_asked_for_again() -> None:
+def test_scores_of_before_a_restore_are_ignored_and_requested_again() -> None:
     buffer = make_buffer()
     request = play(buffer)
     metadata, arrays = snapshot.take_snapshot(buffer).state()
@@ -135,21 +130,8 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def make_group(*texts: str, **fields: Any) -> list[Trajectory]:
-    return [
-        make_played(
-            Claim(
-                group_id=4,
-                sample_index=i,
-                attempt=0,
-                prompt=PROMPTS[2],
-                policy_version=0,
-                seed=0,
-            ),
-            text,
-            **fields,
-        )
-        for i, text in enumerate(texts)
-    ]
+    claims = (make_claim(PROMPTS[2], sample_index=i) for i in range(len(texts)))
+    return [make_played(c, text, **fields) for c, text in zip(claims, texts, strict=True)]
 
 
 def make_scorer(*functions: dict[str, Any], **section: Any) -> GroupScorer:
@@ -198,9 +180,9 @@ async def test_trl_functions_of_groups_get_one_entry_an_episode(
 @pytest.mark.parametrize(
     ("function", "timeout_s", "words"),
     [
-        (lambda episodes: [1.0], 30.0, "must return a list of 2 values"),
-        (lambda episodes: {}[1], 30.0, "raised KeyError: 1"),
-        (lambda episodes: asyncio.sleep(9), 0.05, "took longer than 0.05 s"),
+        (lambda episodes: [1.0], 30.0, "list of 2 values"),
+        (lambda episodes: {}[1], 30.0, "KeyError: 1"),
+        (lambda episodes: asyncio.sleep(9), 0.05, "0.05 s"),
     ],
 )
 async def test_a_failing_function_is_an_error_of_every_episode(

@@ -23,8 +23,16 @@ def says(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
+def cut(text: str) -> Message:
+    return Message(role="assistant", content=text, is_cut=True)
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+
+
 async def test_a_call_is_answered_in_the_observation_tag() -> None:
     environment = await make_environment()
+    assert environment.stop == ("</calc>", "</answer>")
     reply = await environment.step(says("so <calc>12+34</calc>"))
     assert [m.content for m in reply.messages] == ["<result>46</result>"]
     assert (reply.is_done, reply.tool, reply.is_valid) == (False, "calculator", True)
@@ -43,14 +51,8 @@ async def test_an_answer_ends_the_episode() -> None:
     }
 
 
-async def test_a_tool_call_wins_over_an_answer_in_the_same_turn() -> None:
-    environment = await make_environment()
-    reply = await environment.step(says("<answer>1</answer><calc>1+1</calc>"))
-    assert reply.tool == "calculator"
-
-
 @pytest.mark.parametrize(("match", "result"), [("first", "2"), ("last", "4")])
-async def test_which_pair_counts_is_part_of_the_dialect(match: str, result: str) -> None:
+async def test_the_dialect_decides_which_pair_counts(match: str, result: str) -> None:
     environment = await make_environment(dialect={"kind": "tags", "match": match})
     reply = await environment.step(says("<calc>1+1</calc><calc>2+2</calc>"))
     assert reply.messages[0].content == f"<result>{result}</result>"
@@ -81,18 +83,17 @@ async def test_the_last_turn_may_answer() -> None:
     assert (await environment.step(says("<answer>2</answer>"))).stop_reason is StopReason.ANSWER
 
 
-async def test_stop_strings_are_the_closing_tags() -> None:
-    assert (await make_environment()).stop == ("</calc>", "</answer>")
-
-
 async def test_json_calls_of_one_turn_are_answered_in_order() -> None:
     environment = await make_environment(dialect={"kind": "json"})
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
-    reply = await environment.step(says(call % "1+1" + call % "2*3" + "<tool_call>{</tool_call>"))
+    reply = await environment.step(says(CALL % "1+1" + CALL % "2*3" + "<tool_call>{</tool_call>"))
     contents = [m.content for m in reply.messages]
     assert contents[:2] == ["<result>2</result>", "<result>6</result>"]
     assert "JSON" in contents[2]
     assert {m.role for m in reply.messages} == {"tool"}
+    assert [m.name for m in reply.messages] == ["calculator", "calculator", None]
+    ids = {m.call_id or "" for m in reply.messages}
+    assert len(ids) == 3
+    assert all(len(i) == 9 and i.isalnum() for i in ids)
     assert reply.tool == "calculator,calculator"
     assert environment.tool_schemas[0]["function"]["name"] == "calculator"
 
@@ -101,10 +102,6 @@ def test_two_tools_of_one_tag_are_refused() -> None:
     tools = [{"kind": kind, "url": "http://127.0.0.1:9"} for kind in ("search", "page_search")]
     with pytest.raises(ConfigError, match="tag 'search'"):
         EnvironmentFactory(ToolUse.model_validate({"kind": "tool_use", "tools": tools}))
-
-
-def cut(text: str) -> Message:
-    return Message(role="assistant", content=text, is_cut=True)
 
 
 @pytest.mark.parametrize("dialect", ["tags", "json"])
@@ -122,17 +119,13 @@ async def test_a_turn_that_its_length_cut_is_neither_valid_nor_invalid(
     last = await environment.step(cut(text))
     assert (last.is_done, last.stop_reason) == (True, StopReason.MAX_TOKENS)
     outcome = environment.outcome()
-    assert (outcome.penalty, outcome.metrics["valid_actions"], outcome.metrics["turns"]) == (
-        0,
-        0,
-        2,
-    )
+    assert outcome.penalty == 0
+    assert (outcome.metrics["valid_actions"], outcome.metrics["turns"]) == (0, 2)
 
 
-async def test_what_a_cut_turn_holds_whole_counts() -> None:
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+async def test_complete_parts_of_a_cut_turn_count() -> None:
     environment = await make_environment(dialect={"kind": "json"})
-    reply = await environment.step(cut(f"{call}\n<tool_call>{{"))
+    reply = await environment.step(cut(CALL % "1+1" + "\n<tool_call>{"))
     assert [m.content for m in reply.messages] == ["<result>2</result>"]
     assert (reply.is_valid, reply.tool) == (True, "calculator")
     wrong = await environment.step(cut("<tool_call>{no}</tool_call> so"))
@@ -147,38 +140,32 @@ async def test_an_answer_without_a_tag_that_was_cut_is_not_whole() -> None:
     assert environment.outcome().metrics["finished"] == 0
 
 
+def json_call(arguments: str) -> str:
+    return f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>'
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    ["{}", '{"expression": {"$ne": 1}}', '{"expression": 3}', '{"expression": " "}', '{"x": "1"}'],
+    ("dialect", "text"),
+    [
+        ("tags", "<calc></calc>"),
+        ("json", json_call("{}")),
+        ("json", json_call('{"expression": {"$ne": 1}}')),
+        ("json", json_call('{"expression": 3}')),
+        ("json", json_call('{"expression": " "}')),
+        ("json", json_call('{"x": "1"}')),
+    ],
 )
-async def test_wrong_arguments_are_an_invalid_action_and_no_call(arguments: str) -> None:
+async def test_wrong_arguments_are_an_invalid_action_and_no_call(dialect: str, text: str) -> None:
     config = ToolUse.model_validate(
-        {"kind": "tool_use", "dialect": {"kind": "json"}, "invalid_action_penalty": 0.5}
+        {"kind": "tool_use", "dialect": {"kind": dialect}, "invalid_action_penalty": 0.5}
     )
     factory = EnvironmentFactory(config)
     environment = factory.make()
     await environment.reset(PROMPT)
-    call = f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>'
-    reply = await environment.step(says(call))
+    reply = await environment.step(says(text))
     assert (reply.is_valid, reply.tool) == (False, None)
     assert "expression" in reply.messages[0].content or "unknown" in reply.messages[0].content
     outcome = environment.outcome()
     assert outcome.penalty == 0.5
     assert (outcome.metrics["tool_calls"], outcome.metrics["failed_tool_calls"]) == (0, 0)
     assert factory.drain_metrics()["tools/calculator/errors"] == 0
-
-
-async def test_an_empty_tag_is_an_invalid_action() -> None:
-    environment = await make_environment()
-    reply = await environment.step(says("<calc></calc>"))
-    assert (reply.is_valid, reply.tool) == (False, None)
-
-
-async def test_each_result_of_a_turn_carries_the_call_that_it_answers() -> None:
-    environment = await make_environment(dialect={"kind": "json"})
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
-    reply = await environment.step(says(call % "1+1" + call % "2+2" + "<tool_call>no</tool_call>"))
-    assert [m.name for m in reply.messages] == ["calculator", "calculator", None]
-    ids = [m.call_id or "" for m in reply.messages]
-    assert len(set(ids)) == 3
-    assert all(len(i) == 9 and i.isalnum() for i in ids)
