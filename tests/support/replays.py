@@ -1,5 +1,7 @@
 """A replay buffer on a clock of the test, and episodes for its claims."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +9,9 @@ import numpy as np
 from episodes import make_trajectory, make_turn
 
 from raylearner.config.schema import ReplaySection
+from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer, Take
+from raylearner.replay.sampler import Sampler
 from raylearner.types import Claim, Prompt, Trajectory
 
 PROMPTS = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(4)]
@@ -21,9 +25,26 @@ class Clock:
         return self.now_s
 
 
-def make_buffer(clock: Clock | None = None, **values: Any) -> ReplayBuffer:
-    config = ReplaySection(**{"groups_per_step": 2, "group_size": 2, "max_staleness": 1} | values)
-    return ReplayBuffer(config, PROMPTS, seed=0, clock=clock or Clock())
+def make_section(**values: Any) -> ReplaySection:
+    return ReplaySection(**{"groups_per_step": 2, "group_size": 2, "max_staleness": 1} | values)
+
+
+def make_buffer(
+    clock: Clock | None = None,
+    *,
+    prompts: Sequence[Prompt] = PROMPTS,
+    sampler: Sampler | None = None,
+    **values: Any,
+) -> ReplayBuffer:
+    section = make_section(**values)
+    return ReplayBuffer(section, prompts, seed=0, clock=clock or Clock(), sampler=sampler)
+
+
+def resume(buffer: ReplayBuffer, fresh: ReplayBuffer) -> ReplayBuffer:
+    """Return the `fresh` buffer with the state of the other, by way of JSON."""
+    metadata, arrays = snapshot.take_snapshot(buffer).state()
+    snapshot.restore(fresh, json.loads(json.dumps(metadata)), arrays, {})
+    return fresh
 
 
 IMAGE = 99

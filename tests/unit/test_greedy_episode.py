@@ -1,43 +1,30 @@
 """One greedy episode per prompt: played, never trained, its reward the group's baseline."""
 
 import pytest
-from episodes import make_trajectory
+from replays import make_buffer, make_episode, resume, taken
 
-from raylearner.config.schema import ReplaySection
-from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.types import Claim, Prompt, Trajectory
+from raylearner.types import Claim
 
-PROMPTS = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(4)]
-
-
-def make_buffer(**values: object) -> ReplayBuffer:
-    options = {"groups_per_step": 1, "group_size": 2, "play_greedy": True} | values
-    return ReplayBuffer(ReplaySection.model_validate(options), PROMPTS, seed=0)
+GREEDY = {"groups_per_step": 1, "play_greedy": True}
 
 
-def make_episode(
-    claim: Claim, *, reward: float | None = 1.0, error: str | None = None
-) -> list[Trajectory]:
-    reward = None if error else reward
-    return [make_trajectory([-1, 0, 0], claim=claim, reward=reward, error=error)]
+def start(**values: object) -> tuple[ReplayBuffer, list[Claim]]:
+    """Return a buffer and the claims of its first group, the greedy one last."""
+    buffer = make_buffer(**GREEDY | values)
+    claims = buffer.claim("a", 0, 3 + buffer.config.extra).claims
+    assert [claim.is_greedy for claim in claims] == [False] * (len(claims) - 1) + [True]
+    assert [claim.sample_index for claim in claims] == list(range(len(claims)))
+    return buffer, claims
 
 
 def test_a_group_waits_for_its_greedy_episode_and_carries_its_reward_only() -> None:
-    buffer = make_buffer()
-    claims = buffer.claim("a", 0, 3).claims
-    assert [(claim.sample_index, claim.is_greedy) for claim in claims] == [
-        (0, False),
-        (1, False),
-        (2, True),
-    ]
+    buffer, claims = start()
     buffer.put(make_episode(claims[0], reward=0.0))
     buffer.put(make_episode(claims[1], reward=1.0))
     assert buffer.take(1, 0) is None
     buffer.put(make_episode(claims[2], reward=0.25))
-    take = buffer.take(1, 0)
-    assert take is not None
-    (group,) = take.groups
+    (group,) = buffer.take(1, 0).groups
     assert [t.sample_index for t in group.trajectories] == [0, 1]
     assert (group.greedy_reward, group.is_partial) == (0.25, False)
     buffer.commit([group.group_id], 1)
@@ -45,22 +32,18 @@ def test_a_group_waits_for_its_greedy_episode_and_carries_its_reward_only() -> N
 
 
 def test_an_extra_episode_may_stay_out_but_not_the_greedy_one() -> None:
-    buffer = make_buffer(extra=1)
-    claims = buffer.claim("a", 0, 4).claims
-    assert [claim.is_greedy for claim in claims] == [False, False, False, True]
+    buffer, claims = start(extra=1)
     for claim in claims[1:]:
         buffer.put(make_episode(claim))
-    take = buffer.take(1, 0)
-    assert take is not None
-    assert [t.sample_index for t in take.groups[0].trajectories] == [1, 2]
+    (group,) = buffer.take(1, 0).groups
+    assert [t.sample_index for t in group.trajectories] == [1, 2]
     assert buffer.put(make_episode(claims[0])) == "late"
 
 
-@pytest.mark.parametrize("reward", [None, "error"])
-def test_a_group_without_a_baseline_is_dropped(reward: object) -> None:
-    buffer = make_buffer()
-    claims = buffer.claim("a", 0, 3).claims
-    buffer.put(make_episode(claims[2], reward=None, error="tool: x" if reward else None))
+@pytest.mark.parametrize("error", [None, "tool: x"])
+def test_a_group_without_a_baseline_is_dropped(error: str | None) -> None:
+    buffer, claims = start()
+    buffer.put(make_episode(claims[2], reward=None, error=error))
     buffer.put(make_episode(claims[0]))
     buffer.put(make_episode(claims[1]))
     assert buffer.take(1, 0) is None
@@ -68,24 +51,20 @@ def test_a_group_without_a_baseline_is_dropped(reward: object) -> None:
 
 
 def test_equal_rewards_of_the_members_are_zero_variance_whatever_the_greedy_one_got() -> None:
-    buffer = make_buffer(drop_zero_variance=True)
-    claims = buffer.claim("a", 0, 3).claims
+    buffer, claims = start(drop_zero_variance=True)
     for claim, reward in zip(claims, (1.0, 1.0, 0.0), strict=True):
         buffer.put(make_episode(claim, reward=reward))
     assert buffer.metrics()["buffer/dropped/zero_variance"] == 1
 
 
 def test_the_greedy_episode_survives_a_dump() -> None:
-    buffer = make_buffer()
-    claims = buffer.claim("a", 0, 3).claims
+    buffer, claims = start()
     for claim in claims[1:]:
         buffer.put(make_episode(claim, reward=0.5))
-    cut = snapshot.take_snapshot(buffer)
-    resumed = make_buffer()
-    snapshot.restore(resumed, *cut.state(), cut.images())
-    (claim,) = [c for c in resumed.claim("b", 0, 1).claims if c.group_id == claims[0].group_id]
-    assert (claim.sample_index, claim.is_greedy) == (0, False)
+    resumed = resume(buffer, make_buffer(**GREEDY))
+    (claim,) = resumed.claim("b", 0, 1).claims
+    assert (claim.group_id, claim.sample_index, claim.is_greedy) == (0, 0, False)
     resumed.put(make_episode(claim, reward=1.0))
     take = resumed.take(1, 0)
-    assert take is not None
+    assert taken(take) == [0]
     assert take.groups[0].greedy_reward == 0.5

@@ -1,23 +1,23 @@
 import json
 from collections import Counter
-from itertools import chain
+from itertools import product
 
-import pytest
+from replays import PROMPTS, make_section
 
-from raylearner.config.schema import ReplaySection
 from raylearner.replay.groups import SampleState
 from raylearner.replay.ledger import Ledger, episode_seed
-from raylearner.replay.sampler import PromptSource
-from raylearner.types import Claim, Prompt
-
-
-def make_prompts(count: int = 5) -> list[Prompt]:
-    return [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(count)]
+from raylearner.types import Claim
 
 
 def make_ledger(**values) -> Ledger:
-    config = ReplaySection(**{"groups_per_step": 2, "group_size": 2, "max_staleness": 1} | values)
-    return Ledger(config, make_prompts(), seed=3)
+    return Ledger(make_section(**values), PROMPTS, seed=3)
+
+
+def resume(ledger: Ledger, fresh: Ledger, *, now_s: float = 0.0) -> Ledger:
+    """Return the `fresh` ledger with the state of the other, by way of JSON."""
+    metadata, order = ledger.state()
+    fresh.restore(json.loads(json.dumps(metadata)), order, now_s=now_s)
+    return fresh
 
 
 def claim(ledger: Ledger, count: int, *, actor: str = "a", version: int = 0) -> list[Claim]:
@@ -30,20 +30,6 @@ def complete(ledger: Ledger, group_id: int) -> None:
         if sample.state is SampleState.RUNNING:
             ledger.finish(group, index, 0)
     ledger.hold(group, is_partial=False)
-
-
-def test_prompts_never_end_and_each_epoch_shuffles_anew() -> None:
-    source = PromptSource(make_prompts(20), seed=1)
-    epochs = [[source.next_index() for _ in range(20)] for _ in range(3)]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    again = PromptSource(make_prompts(20), seed=1)
-    assert [again.next_index() for _ in range(60)] == list(chain(*epochs))
-
-
-def test_no_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one prompt"):
-        PromptSource([], seed=1)
 
 
 def test_admission_counts_running_held_and_leased_groups() -> None:
@@ -126,12 +112,7 @@ def test_completing_a_group_cancels_what_it_still_runs_once_and_to_its_claimant(
 
 
 def test_seeds_differ_between_starts_and_repeat_between_runs() -> None:
-    seeds = {
-        episode_seed(0, group, index, n)
-        for group in range(9)
-        for index in range(4)
-        for n in range(3)
-    }
+    seeds = {episode_seed(0, *key) for key in product(range(9), range(4), range(3))}
     assert len(seeds) == 9 * 4 * 3
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert episode_seed(1, 2, 3, 4) == episode_seed(1, 2, 3, 4)
@@ -140,10 +121,7 @@ def test_seeds_differ_between_starts_and_repeat_between_runs() -> None:
 def test_a_retry_draws_anew_and_a_reissue_repeats_its_seed() -> None:
     ledger = make_ledger()
     [first] = claim(ledger, 1)
-    metadata, order = ledger.state()
-    resumed = make_ledger()
-    resumed.restore(json.loads(json.dumps(metadata)), order, now_s=0.0)
-    [again] = claim(resumed, 1)
+    [again] = claim(resume(ledger, make_ledger()), 1)
     assert (again.key, again.seed, again.prompt) == ((0, 0, 1), first.seed, first.prompt)
     ledger.fail_actor("a")
     [retry] = claim(ledger, 1)
@@ -157,9 +135,7 @@ def test_restore_brings_running_samples_back_pending_and_leased_ones_done() -> N
     complete(ledger, 0)
     complete(ledger, 1)
     ledger.lease(ledger.held[0])
-    metadata, order = ledger.state()
-    resumed = make_ledger()
-    resumed.restore(json.loads(json.dumps(metadata)), order, now_s=50.0)
+    resumed = resume(ledger, make_ledger(), now_s=50.0)
     assert (list(resumed.running), sorted(resumed.held), resumed.leased) == ([2], [0, 1], {})
     states = Counter(s.state for g in resumed.held.values() for s in g.samples)
     assert states == {SampleState.DONE: 4}

@@ -1,25 +1,24 @@
 """The replay on disk: saved, restored, and refused where it does not fit."""
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from episodes import assert_same
-from replays import PROMPTS, Clock, claim, fill, make_buffer, make_episode, taken
+from replays import PROMPTS, claim, fill, make_buffer, make_episode, resume, taken
 
-from raylearner.config.schema import ReplaySection
 from raylearner.errors import CheckpointError, TooManyFailures
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.groups import SampleState
-from raylearner.types import Prompt, TrajectoryGroup
+
+BUSY = {"group_size": 3, "groups_per_step": 3, "drop_zero_variance": True}
 
 
 def busy_buffer() -> ReplayBuffer:
     """Something in every state: trained, dropped, leased, held, running with one done, pending."""
-    buffer = make_buffer(group_size=3, groups_per_step=3, drop_zero_variance=True)
+    buffer = make_buffer(**BUSY)
     fill(buffer, 1, reward=1.0)
     fill(buffer, 3)
     buffer.take(1, 0)
@@ -43,7 +42,7 @@ def digest(folder: Path) -> dict[str, str]:
 def test_load_gives_back_what_was_saved(tmp_path: Path) -> None:
     buffer = busy_buffer()
     snapshot.take_snapshot(buffer).save(tmp_path)
-    resumed = make_buffer(group_size=3, groups_per_step=3, drop_zero_variance=True)
+    resumed = make_buffer(**BUSY)
     snapshot.load(resumed, tmp_path)
     assert sorted(resumed.ledger.held) == [2, 3], "leased is done again"
     assert resumed.ledger.counts.reissued == 2
@@ -71,8 +70,7 @@ def test_a_resumed_replay_goes_on_like_the_uninterrupted_one(tmp_path: Path) -> 
     resumed = make_buffer()
     snapshot.load(resumed, tmp_path)
     for _ in range(6):
-        takes: list[TrajectoryGroup] = []
-        plays: list[list[tuple]] = []
+        takes, plays = [], []
         for each in (buffer, resumed):
             claims = fill(each, 2, versions=(each.policy_version,))
             plays.append([(c.key, c.seed, c.prompt.prompt_id) for c in claims])
@@ -129,12 +127,12 @@ def test_a_resume_with_edited_rows_drops_the_groups_of_these_rows_alone(
     snapshot.take_snapshot(buffer).save(tmp_path)
     running = buffer.ledger.running[4]
     rows = [replace(p, prompt_id=f"moved-{i}", source="moved") for i, p in enumerate(PROMPTS)]
-    snapshot.load(resumed := busy_config(rows), tmp_path)
+    snapshot.load(resumed := make_buffer(prompts=rows, **BUSY), tmp_path)
     assert resumed.ledger.running.keys() == buffer.ledger.running.keys()
     assert not caplog.records
     index = running.prompt_index
     rows[index] = replace(rows[index], answer="another")
-    snapshot.load(resumed := busy_config(rows), tmp_path)
+    snapshot.load(resumed := make_buffer(prompts=rows, **BUSY), tmp_path)
     kept = [r for r in buffer.ledger.held.values() if r.prompt_index != index]
     kept += [r for r in buffer.ledger.leased.values() if r.prompt_index != index]
     assert 4 not in resumed.ledger.running
@@ -150,13 +148,6 @@ def test_a_resume_with_edited_rows_drops_the_groups_of_these_rows_alone(
         assert ids == {(row.prompt_id, "moved")}
 
 
-def busy_config(prompts: list[Prompt]) -> ReplayBuffer:
-    config = ReplaySection(
-        groups_per_step=3, group_size=3, max_staleness=1, drop_zero_variance=True
-    )
-    return ReplayBuffer(config, prompts, seed=0, clock=Clock())
-
-
 def test_other_numbers_of_rows_are_refused_before_a_start(tmp_path: Path) -> None:
     snapshot.take_snapshot(busy_buffer()).save(tmp_path)
     snapshot.refuse_other_data(tmp_path, PROMPTS)
@@ -164,7 +155,7 @@ def test_other_numbers_of_rows_are_refused_before_a_start(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError):
             snapshot.refuse_other_data(tmp_path, prompts)
         with pytest.raises(CheckpointError):
-            snapshot.load(busy_config(prompts), tmp_path)
+            snapshot.load(make_buffer(prompts=prompts, **BUSY), tmp_path)
 
 
 def test_a_folder_without_a_whole_state_is_refused(tmp_path: Path) -> None:
@@ -188,9 +179,7 @@ def test_the_error_window_survives_a_resume() -> None:
     claims = claim(buffer, 8)
     for each in claims[:2]:
         buffer.put(make_episode(each, error="tool: down"))
-    metadata, arrays = snapshot.take_snapshot(buffer).state()
-    resumed = make_buffer(**values)
-    snapshot.restore(resumed, json.loads(json.dumps(metadata)), arrays, {})
+    resumed = resume(buffer, make_buffer(**values))
     first, second = claim(resumed, 2)
     resumed.put(make_episode(first))
     resumed.put(make_episode(second, error="tool: down"))
@@ -206,7 +195,7 @@ def test_a_run_that_goes_back_plays_again_what_came_after_the_dump_and_counts_it
     buffer.commit([], 1)
     buffer.put(make_episode(new, versions=(0, 1)))
     assert buffer.metrics()["buffer/groups/held"] == 1
-    snapshot.restore(buffer, json.loads(json.dumps(metadata)), arrays, {})
+    snapshot.restore(buffer, metadata, arrays, {})
     assert buffer.metrics()["buffer/dropped/rolled_back"] == 1
     assert buffer.policy_version == 0
     assert buffer.claim("a", 1, 9).claims == [], "the engine still holds the lost policy"
