@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import make_groups, make_learner
+from learners import make_groups, make_learner, step, weights_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from raylearner.config.schema import LearnerSection
-from raylearner.learner.batch.pack import pack
-from raylearner.types import StopReason, TrajectoryGroup
+from raylearner.types import StopReason, Trajectory, TrajectoryGroup
 
 TEMPERATURE = 0.9
 LEARNING_RATE = 1e-2
@@ -57,6 +56,7 @@ class Naive:
     """A plain transformers model and AdamW."""
 
     def __init__(self, folder: Path, *, learning_rate: float = LEARNING_RATE) -> None:
+        self.folder = folder
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         self.head = nn.Linear(self.model.config.hidden_size, 1, dtype=torch.float64)
         nn.init.zeros_(self.head.weight)
@@ -99,8 +99,7 @@ def dual_clipped(logprobs: Tensor, start: Tensor, advantages: Tensor) -> Tensor:
 
 def grpo(data: Padded) -> Tensor:
     rewards = data.rewards
-    a = (rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-6)
-    return a.flatten()[:, None].expand(data.mask.shape)
+    return by_token((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-6), data)
 
 
 def gae(data: Padded, states: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -146,74 +145,36 @@ def value_loss(values: Tensor, old: Tensor, targets: Tensor, mask: Tensor) -> Te
     return token_mean(torch.maximum(plain, moved), mask)
 
 
-def near(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Behavior policies on both sides of the tiny model, which is close to uniform."""
+def change_each(
+    groups: list[TrajectoryGroup], change: Callable[[int, Trajectory], Trajectory]
+) -> list[TrajectoryGroup]:
     return [
-        replace(
-            g,
-            trajectories=tuple(
-                replace(t, behavior_logprobs=t.behavior_logprobs - np.float32(2.1))
-                for t in g.trajectories
-            ),
-        )
+        replace(g, trajectories=tuple(change(i, t) for i, t in enumerate(g.trajectories)))
         for g in groups
     ]
+
+
+def near(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Behavior policies on both sides of the tiny model, which is close to uniform."""
+    shift = np.float32(2.1)
+    return change_each(
+        groups, lambda _, t: replace(t, behavior_logprobs=t.behavior_logprobs - shift)
+    )
 
 
 def cut_some(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """Every third episode ran out of tokens."""
-
-    def cut(index: int, t: Any) -> Any:
-        return replace(t, stop_reason=StopReason.MAX_TOKENS) if index % 3 == 0 else t
-
-    return [
-        replace(g, trajectories=tuple(cut(i, t) for i, t in enumerate(g.trajectories)))
-        for g in groups
-    ]
-
-
-def ours(
-    folder: Path, groups: list[TrajectoryGroup], **changes: Any
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    section = LearnerSection(
-        **{
-            "compute_dtype": "float64",
-            "learning_rate": LEARNING_RATE,
-            "max_tokens_per_micro_batch": 48,
-            "logprob_chunk_tokens": 7,
-            "max_grad_norm": MAX_GRAD_NORM,
-        }
-        | changes
+    return change_each(
+        groups, lambda i, t: t if i % 3 else replace(t, stop_reason=StopReason.MAX_TOKENS)
     )
-    learner = make_learner(folder, section, temperature=TEMPERATURE)
-    (batch,) = pack(groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=48)
-    metrics = dict(learner.step(batch).metrics)
-    return metrics, {
-        name: w.clone() for name, w in learner.models.policy.named_weights(torch.float64)
-    }
 
 
-def assert_equal(
-    found: tuple[dict[str, float], dict[str, Tensor]],
-    naive: Naive,
-    losses: list[float],
-    norms: list[float],
-) -> None:
-    """Adam makes steps of like size of all gradients, so rounding of the smallest ones shows."""
-    metrics, weights = found
-    assert metrics["learner/loss"] == pytest.approx(np.mean(losses), abs=1e-6)
-    assert metrics["learner/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-6)
-    expected = dict(naive.model.named_parameters())
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=2e-5)
-
-
-def epochs(
-    naive: Naive, data: Padded, loss_of: Callable[[Tensor, Tensor], Tensor], num: int = 2
+def play_naive(
+    naive: Naive, data: Padded, loss_of: Callable[[Tensor, Tensor], Tensor], num_epochs: int
 ) -> tuple[list[float], list[float]]:
-    """`loss_of` takes current and starting log-probabilities."""
+    """Losses and gradient norms; `loss_of` takes current and starting log-probabilities."""
     losses, norms, start = [], [], None
-    for _ in range(num):
+    for _ in range(num_epochs):
         logprobs = naive.logprobs(data)
         start = logprobs.detach() if start is None else start
         loss = loss_of(logprobs, start)
@@ -222,38 +183,72 @@ def epochs(
     return losses, norms
 
 
+def assert_same_step(
+    naive: Naive,
+    groups: list[TrajectoryGroup],
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    **changes: Any,
+) -> dict[str, float]:
+    """Train two epochs by the naive loop and by the learner; return the learner's metrics.
+
+    Adam makes steps of like size of all gradients, so rounding of the smallest ones shows.
+    """
+    section = LearnerSection(
+        **{
+            "compute_dtype": "float64",
+            "learning_rate": LEARNING_RATE,
+            "max_tokens_per_micro_batch": 48,
+            "logprob_chunk_tokens": 7,
+            "max_grad_norm": MAX_GRAD_NORM,
+            "num_epochs": 2,
+            "loss": {"kind": "ppo"},
+        }
+        | changes
+    )
+    losses, norms = play_naive(naive, pad(groups), loss_of, section.num_epochs)
+    learner = make_learner(naive.folder, section, temperature=TEMPERATURE)
+    metrics = dict(step(learner, groups).metrics)
+    assert metrics["learner/loss"] == pytest.approx(np.mean(losses), abs=1e-6)
+    assert metrics["learner/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-6)
+    expected = dict(naive.model.named_parameters())
+    for name, tensor in weights_of(learner).items():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=2e-5)
+    return metrics
+
+
+def ppo_loss(advantages: Tensor, mask: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logprobs, start: token_mean(dual_clipped(logprobs, start, advantages), mask)
+
+
+def by_token(advantages: Tensor, data: Padded) -> Tensor:
+    """Advantages `[G, S]` as `[B, W - 1]`."""
+    return advantages.flatten()[:, None].expand(data.mask.shape)
+
+
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_gae_and_ppo_with_a_critic(tiny_folder: Path, untied_folder: Path, bootstrap: bool) -> None:
     """Two epochs, so that clips act; the critic's values are not all 0, since its second step sees them."""
     groups = cut_some(make_groups(0))
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     if not bootstrap:
         data.is_truncated[:] = False
     critic = Naive(untied_folder, learning_rate=3e-3)
     with torch.no_grad():
         states = critic.values(data)
     advantages, targets = gae(data, states, gamma=0.97, lam=0.9)
-    advantages = whitened(advantages, data.mask)
-    losses, norms = epochs(
-        naive,
-        data,
-        lambda logprobs, start: token_mean(dual_clipped(logprobs, start, advantages), data.mask),
-    )
     value_losses = []
     for _ in range(2):
         loss = value_loss(critic.values(data)[:, :-1], states[:, :-1], targets, data.mask)
         value_losses.append(loss.item())
         critic.step(loss, max_norm=1.0)
-    found = ours(
-        tiny_folder,
+    metrics = assert_same_step(
+        Naive(tiny_folder),
         groups,
-        num_epochs=2,
-        loss={"kind": "ppo"},
+        ppo_loss(whitened(advantages, data.mask), data.mask),
         advantage={"kind": "gae", "gamma": 0.97, "lam": 0.9, "bootstrap": bootstrap},
         critic={"path": str(untied_folder), "learning_rate": 3e-3},
     )
-    assert_equal(found, naive, losses, norms)
-    assert found[0]["learner/value_loss"] == pytest.approx(np.mean(value_losses), abs=1e-9)
+    assert metrics["learner/value_loss"] == pytest.approx(np.mean(value_losses), abs=1e-9)
 
 
 def test_vtrace_and_the_policy_gradient(tiny_folder: Path, untied_folder: Path) -> None:
@@ -266,24 +261,22 @@ def test_vtrace_and_the_policy_gradient(tiny_folder: Path, untied_folder: Path) 
     assert bool((ratio[data.mask] > 1).any())
     assert bool((ratio[data.mask] < 1).any())
     advantages, targets = vtrace(data, states, ratio, gamma=0.9)
-    losses, norms = epochs(
-        naive, data, lambda logprobs, _: token_mean(-advantages * logprobs, data.mask), num=1
-    )
     loss = value_loss(critic.values(data)[:, :-1], states[:, :-1], targets, data.mask)
-    found = ours(
-        tiny_folder,
+    metrics = assert_same_step(
+        naive,
         groups,
+        lambda logprobs, _: token_mean(-advantages * logprobs, data.mask),
+        num_epochs=1,
         loss={"kind": "gpg"},
         advantage={"kind": "vtrace", "gamma": 0.9},
         critic={"path": str(untied_folder)},
     )
-    assert_equal(found, naive, losses, norms)
-    assert found[0]["learner/value_loss"] == pytest.approx(loss.item(), abs=1e-9)
+    assert metrics["learner/value_loss"] == pytest.approx(loss.item(), abs=1e-9)
 
 
 def test_reinforce_plus_plus_and_truncated_reinforce(tiny_folder: Path) -> None:
     groups = near(make_groups(2))
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     returns = torch.zeros_like(data.behavior)
     for row in range(len(data.mask)):
         for number, t in enumerate(reversed(data.mask[row].nonzero().squeeze(1).tolist())):
@@ -294,15 +287,13 @@ def test_reinforce_plus_plus_and_truncated_reinforce(tiny_folder: Path) -> None:
         weight = (logprobs - data.behavior).detach().exp().clamp(max=1.5)
         return token_mean(-weight * advantages * logprobs, data.mask)
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
+    assert_same_step(
+        Naive(tiny_folder),
         groups,
-        num_epochs=2,
+        loss_of,
         loss={"kind": "reinforce", "ratio_cap": 1.5},
         advantage={"kind": "reinforce_plus_plus", "gamma": 0.9},
     )
-    assert_equal(found, naive, losses, norms)
 
 
 def test_rloo_and_the_sequence_ratio_with_the_kl_in_the_reward(
@@ -321,47 +312,39 @@ def test_rloo_and_the_sequence_ratio_with_the_kl_in_the_reward(
         ratio = torch.where(data.mask, logprobs - start, 0.0).sum(1).exp()
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
+    kl_keys = {"place": "reward", "estimator": "k1", "coefficient": 0.2}
+    metrics = assert_same_step(
+        naive,
         groups,
-        num_epochs=2,
+        loss_of,
         loss={"kind": "sequence_ratio"},
         advantage={"kind": "rloo"},
-        kl={
-            "place": "reward",
-            "estimator": "k1",
-            "coefficient": 0.2,
-            "reference": {"kind": "frozen", "path": str(untied_folder)},
-        },
+        kl={**kl_keys, "reference": {"kind": "frozen", "path": str(untied_folder)}},
     )
-    assert_equal(found, naive, losses, norms)
-    assert found[0]["learner/kl_coefficient"] == 0.2
+    assert metrics["learner/kl_coefficient"] == 0.2
 
 
 def test_gspo(tiny_folder: Path) -> None:
     groups = make_groups(4)
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     count, a = data.mask.sum(1), grpo(data)[:, 0]
 
     def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
         mean = torch.where(data.mask, logprobs - start, 0.0).sum(1) / count
         return torch.maximum(-a * mean.exp(), -a * mean.exp().clamp(1 - 3e-4, 1 + 4e-4)).mean()
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
+    assert_same_step(
+        Naive(tiny_folder),
         groups,
-        num_epochs=2,
+        loss_of,
         loss={"kind": "gspo"},
         aggregation="sequence_mean_of_means",
     )
-    assert_equal(found, naive, losses, norms)
 
 
 def test_cispo_with_truncated_and_normalized_importance_weights(tiny_folder: Path) -> None:
     groups = near(make_groups(5))
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     advantages = grpo(data)
 
     def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
@@ -370,15 +353,13 @@ def test_cispo_with_truncated_and_normalized_importance_weights(tiny_folder: Pat
         ratio = (logprobs - start).detach().exp().clamp(max=1.1)
         return token_mean(-weight * ratio * advantages * logprobs, data.mask)
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
+    assert_same_step(
+        Naive(tiny_folder),
         groups,
-        num_epochs=2,
+        loss_of,
         loss={"kind": "cispo", "ratio_max": 1.1},
         corrections=[{"kind": "tis", "high": 1.7, "normalize": "token"}],
     )
-    assert_equal(found, naive, losses, norms)
 
 
 @pytest.mark.parametrize(
@@ -386,10 +367,7 @@ def test_cispo_with_truncated_and_normalized_importance_weights(tiny_folder: Pat
     [("k2", lambda d: d.square() / 2), ("k3", lambda d: (-d).exp() - 1 + d)],
 )
 def test_the_kl_loss_and_the_entropy_bonus(
-    tiny_folder: Path,
-    untied_folder: Path,
-    estimator: str,
-    formula: Callable[[Tensor], Tensor],
+    tiny_folder: Path, untied_folder: Path, estimator: str, formula: Callable[[Tensor], Tensor]
 ) -> None:
     groups = make_groups(6)
     data, naive, frozen = pad(groups), Naive(tiny_folder), Naive(untied_folder)
@@ -404,82 +382,64 @@ def test_the_kl_loss_and_the_entropy_bonus(
         values = dual_clipped(logprobs, start, advantages) + 0.3 * kl - 0.1 * entropy
         return (torch.where(data.mask, values, 0.0).sum(1) / data.mask.sum(1)).mean()
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
+    kl_keys = {"coefficient": 0.3, "estimator": estimator, "value_limit": None, "weighted": True}
+    assert_same_step(
+        naive,
         groups,
-        num_epochs=2,
-        loss={"kind": "ppo"},
+        loss_of,
         aggregation="sequence_mean_of_means",
         entropy_coefficient=0.1,
-        kl={
-            "coefficient": 0.3,
-            "estimator": estimator,
-            "value_limit": None,
-            "weighted": True,
-            "reference": {"kind": "frozen", "path": str(untied_folder)},
-        },
+        kl={**kl_keys, "reference": {"kind": "frozen", "path": str(untied_folder)}},
     )
-    assert_equal(found, naive, losses, norms)
 
 
 def test_ppo_around_the_behavior_policy_and_rejected_tokens_out_of_the_count(
     tiny_folder: Path,
 ) -> None:
     groups = near(make_groups(7))
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     advantages = grpo(data)
-    losses, norms = epochs(
-        naive,
-        data,
-        lambda logprobs, _: token_mean(
-            dual_clipped(logprobs, data.behavior, advantages), data.mask
-        ),
+    ppo = ppo_loss(advantages, data.mask)
+    assert_same_step(
+        Naive(tiny_folder),
+        groups,
+        lambda logprobs, _: ppo(logprobs, data.behavior),
+        proximal="behavior",
     )
-    found = ours(tiny_folder, groups, num_epochs=2, loss={"kind": "ppo"}, proximal="behavior")
-    assert_equal(found, naive, losses, norms)
 
     naive = Naive(tiny_folder)
     with torch.no_grad():
         ratio = (naive.logprobs(data) - data.behavior).exp()
     keep = data.mask & (ratio > 1 / 4) & (ratio < 4)
     assert 0 < int(keep.sum()) < int(data.mask.sum())
-    losses, norms = epochs(
-        naive, data, lambda p, start: token_mean(dual_clipped(p, start, advantages), keep)
-    )
-    found = ours(
-        tiny_folder,
+    assert_same_step(
+        naive,
         groups,
-        num_epochs=2,
-        loss={"kind": "ppo"},
+        ppo_loss(advantages, keep),
         corrections=[{"kind": "rejection", "high": 4}],
         count_rejected=False,
     )
-    assert_equal(found, naive, losses, norms)
 
 
 def test_dr_grpo_divides_by_a_constant_and_clips_rewards(tiny_folder: Path) -> None:
     groups = make_groups(8)
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     rewards = data.rewards.clamp(max=0.6)
-    advantages = (rewards - rewards.mean(1, True)).flatten()[:, None].expand(data.mask.shape)
+    advantages = by_token(rewards - rewards.mean(1, True), data)
 
     def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
         values = dual_clipped(logprobs, start, advantages)
         return torch.where(data.mask, values, 0.0).sum() / (20 * len(values))
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
+    assert_same_step(
+        Naive(tiny_folder),
         groups,
-        num_epochs=2,
-        loss={"kind": "ppo"},
+        loss_of,
         advantage={"kind": "dr_grpo"},
         reward={"clip_high": 0.6},
         aggregation="sequence_mean_of_sums_scaled",
         aggregation_scale=20,
     )
-    assert_equal(found, naive, losses, norms)
 
 
 def test_a_shared_trunk_trains_by_the_sum_of_both_losses(tiny_folder: Path) -> None:
@@ -488,36 +448,19 @@ def test_a_shared_trunk_trains_by_the_sum_of_both_losses(tiny_folder: Path) -> N
     with torch.no_grad():
         states = naive.values(data)
     advantages, targets = gae(data, states, gamma=1.0, lam=1.0)
-    advantages = whitened(advantages, data.mask)
+    policy_loss = ppo_loss(whitened(advantages, data.mask), data.mask)
 
     def loss_of(logprobs: Tensor, start: Tensor) -> Tensor:
-        policy = token_mean(dual_clipped(logprobs, start, advantages), data.mask)
         value = value_loss(naive.values(data)[:, :-1], states[:, :-1], targets, data.mask)
-        return policy + 0.5 * value
+        return policy_loss(logprobs, start) + 0.5 * value
 
-    losses, norms = epochs(naive, data, loss_of)
-    found = ours(
-        tiny_folder,
-        groups,
-        num_epochs=2,
-        loss={"kind": "ppo"},
-        advantage={"kind": "gae"},
-        critic={"trunk": "shared"},
-    )
-    assert_equal(found, naive, losses, norms)
+    advantage, critic = {"kind": "gae"}, {"trunk": "shared"}
+    assert_same_step(naive, groups, loss_of, advantage=advantage, critic=critic)
 
 
 def test_remax_subtracts_the_greedy_reward(tiny_folder: Path) -> None:
     groups = [replace(g, greedy_reward=0.25 * i) for i, g in enumerate(make_groups(10))]
-    data, naive = pad(groups), Naive(tiny_folder)
+    data = pad(groups)
     baseline = torch.tensor([g.greedy_reward for g in groups])[:, None]
-    advantages = (data.rewards - baseline).flatten()[:, None].expand(data.mask.shape)
-    losses, norms = epochs(
-        naive,
-        data,
-        lambda logprobs, start: token_mean(dual_clipped(logprobs, start, advantages), data.mask),
-    )
-    found = ours(
-        tiny_folder, groups, num_epochs=2, loss={"kind": "ppo"}, advantage={"kind": "remax"}
-    )
-    assert_equal(found, naive, losses, norms)
+    loss_of = ppo_loss(by_token(data.rewards - baseline, data), data.mask)
+    assert_same_step(Naive(tiny_folder), groups, loss_of, advantage={"kind": "remax"})
