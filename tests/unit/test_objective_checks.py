@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from minimal import MINIMAL
 
 from raylearner.config.checks import check, warnings
 from raylearner.config.schema import RunConfig
@@ -18,107 +19,71 @@ from raylearner.learner.objective.estimate import (
 )
 from raylearner.learner.objective.losses import POLICY_LOSSES, LossSection
 
-MINIMAL: dict[str, Any] = {
-    "model": {"kind": "tiny"},
-    "data": {"train": {"kind": "calculator"}},
-    "environment": {"kind": "single_turn"},
-    "actors": {"engine": {"kind": "vllm", "max_model_tokens": 512}},
-}
-GAE, VTRACE = {"kind": "gae"}, {"kind": "vtrace"}
+VTRACE = {"kind": "vtrace"}
 PPO, GPG = {"kind": "ppo"}, {"kind": "gpg"}
-TIS, ICEPOP, REJECTION = {"kind": "tis"}, {"kind": "icepop"}, {"kind": "rejection"}
-FROZEN = {"kind": "frozen"}
+TIS = {"kind": "tis"}
+
+REFUSED = """\
+learner.critic: {advantage: {kind: gae}}
+learner.critic: {advantage: {kind: vtrace}, loss: {kind: gpg}}
+learner.critic: {critic: {}}
+learner.critic.warmup_steps: {advantage: {kind: gae}, critic: {trunk: shared, warmup_steps: 1}}
+learner.critic.path: {advantage: {kind: gae}, critic: {trunk: shared, path: x}}
+learner.critic.warmup_steps: {advantage: {kind: gae}, critic: {warmup_steps: 100}}
+learner.kl.reference: {kl: {}}
+learner.kl.reference.kind: {kl: {reference: {kind: adapter_off}}}
+learner.kl.reference.kind: {kl: {reference: {kind: refreshed}}, lora: {}}
+learner.kl.coefficient: {kl: {coefficient: 0, controller: {kind: adaptive}}}
+learner.kl.straight_through: {kl: {place: reward, straight_through: true, reference: {kind: frozen}}}
+learner.kl.weighted: {kl: {place: reward, weighted: true, reference: {kind: frozen}}}
+learner.kl.place: {kl: {place: reward, reference: {kind: frozen}}, advantage: {kind: gigpo}}
+learner.corrections.0: {corrections: [{kind: tis}]}
+learner.corrections.1: {loss: {kind: reinforce}, corrections: [{kind: rejection}, {kind: icepop}]}
+learner.corrections.0: {loss: {kind: topr}, corrections: [{kind: mis}]}
+learner.corrections.1: {loss: {kind: ppo}, corrections: [{kind: tis}, {kind: icepop}]}
+learner.corrections.0: {advantage: {kind: vtrace}, critic: {}, loss: {kind: gpg}, corrections: [{kind: tis}]}
+learner.loss.kind: {advantage: {kind: vtrace}, critic: {}, loss: {kind: reinforce}}
+learner.corrections.0: {loss: {kind: ppo}, proximal: behavior, corrections: [{kind: tis}]}
+learner.proximal: {proximal: behavior}
+learner.proximal: {proximal: behavior, advantage: {kind: vtrace}, critic: {}, loss: {kind: ppo}}
+learner.corrections.0.normalize: {loss: {kind: ppo}, proximal: interpolated, corrections: [{kind: tis, normalize: token}]}
+learner.count_rejected: {loss: {kind: ppo}, proximal: behavior, corrections: [{kind: rejection}], count_rejected: false}
+learner.advantage.kind: {advantage: {kind: gdpo}}
+learner.advantage.kind: {advantage: {kind: remax}}
+learner.resampling: {resampling: {}, num_mini_batches: 2}
+learner.aggregation_scale: {aggregation: sequence_mean_of_sums_scaled}
+learner.aggregation_scale: {aggregation_scale: 5}
+learner.loss.delta: {loss: {kind: ppo, delta: 1.1}}
+learner.advantage.rho_bar: {advantage: {kind: vtrace, c_bar: 2}, critic: {}, loss: {kind: gpg}}
+learner.corrections.0.low: {loss: {kind: ppo}, corrections: [{kind: icepop, low: 6}]}
+learner.reward.clip_low: {reward: {clip_low: 1, clip_high: 0}}
+learner.loss.ratio_min: {loss: {kind: cispo, ratio_min: 9}}
+learner.corrections.0.estimator: {corrections: [{kind: rejection, level: sequence_max}]}
+learner.corrections.0.low: {corrections: [{kind: rejection, estimator: k3, low: 0.1}]}
+"""
+"""By line, the key that is named and the learner section that is refused."""
+ODD = """\
+learner.loss: {loss: {kind: gpg}, num_epochs: 2}
+learner.max_kl: {max_kl: 0.1}
+learner.aggregation: {loss: {kind: gmpo}, aggregation: token_sum}
+learner.aggregation: {loss: {kind: dro, form: sequence}, aggregation: token_sum}
+learner.kl.estimator: {kl: {estimator: k1, reference: {kind: frozen}}}
+"""
+
+
+def cases(table: str) -> list[tuple[str, str]]:
+    return [
+        (key, learner) for key, _, learner in (line.partition(": ") for line in table.splitlines())
+    ]
 
 
 def make_config(learner: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(MINIMAL | {"learner": learner} | sections)
+    return RunConfig.model_validate(yaml.safe_load(MINIMAL) | {"learner": learner} | sections)
 
 
-@pytest.mark.parametrize(
-    ("learner", "key"),
-    [
-        ({"advantage": GAE}, "learner.critic"),
-        ({"advantage": VTRACE, "loss": GPG}, "learner.critic"),
-        ({"critic": {}}, "learner.critic"),
-        (
-            {"advantage": GAE, "critic": {"trunk": "shared", "warmup_steps": 1}},
-            "learner.critic.warmup_steps",
-        ),
-        ({"advantage": GAE, "critic": {"trunk": "shared", "path": "x"}}, "learner.critic.path"),
-        ({"advantage": GAE, "critic": {"warmup_steps": 100}}, "learner.critic.warmup_steps"),
-        ({"kl": {}}, "learner.kl.reference"),
-        ({"kl": {"reference": {"kind": "adapter_off"}}}, "learner.kl.reference.kind"),
-        ({"kl": {"reference": {"kind": "refreshed"}}, "lora": {}}, "learner.kl.reference.kind"),
-        ({"kl": {"coefficient": 0, "controller": {"kind": "adaptive"}}}, "learner.kl.coefficient"),
-        (
-            {"kl": {"place": "reward", "straight_through": True, "reference": FROZEN}},
-            "learner.kl.straight_through",
-        ),
-        ({"kl": {"place": "reward", "weighted": True, "reference": FROZEN}}, "learner.kl.weighted"),
-        (
-            {"kl": {"place": "reward", "reference": FROZEN}, "advantage": {"kind": "gigpo"}},
-            "learner.kl.place",
-        ),
-        ({"corrections": [TIS]}, "learner.corrections.0"),
-        (
-            {"loss": {"kind": "reinforce"}, "corrections": [REJECTION, ICEPOP]},
-            "learner.corrections.1",
-        ),
-        ({"loss": {"kind": "topr"}, "corrections": [{"kind": "mis"}]}, "learner.corrections.0"),
-        ({"loss": PPO, "corrections": [TIS, ICEPOP]}, "learner.corrections.1"),
-        (
-            {"advantage": VTRACE, "critic": {}, "loss": GPG, "corrections": [TIS]},
-            "learner.corrections.0",
-        ),
-        ({"advantage": VTRACE, "critic": {}, "loss": {"kind": "reinforce"}}, "learner.loss.kind"),
-        ({"loss": PPO, "proximal": "behavior", "corrections": [TIS]}, "learner.corrections.0"),
-        ({"proximal": "behavior"}, "learner.proximal"),
-        (
-            {"proximal": "behavior", "advantage": VTRACE, "critic": {}, "loss": PPO},
-            "learner.proximal",
-        ),
-        (
-            {
-                "loss": PPO,
-                "proximal": "interpolated",
-                "corrections": [{"kind": "tis", "normalize": "token"}],
-            },
-            "learner.corrections.0.normalize",
-        ),
-        (
-            {
-                "loss": PPO,
-                "proximal": "behavior",
-                "corrections": [REJECTION],
-                "count_rejected": False,
-            },
-            "learner.count_rejected",
-        ),
-        ({"advantage": {"kind": "gdpo"}}, "learner.advantage.kind"),
-        ({"advantage": {"kind": "remax"}}, "learner.advantage.kind"),
-        ({"resampling": {}, "num_mini_batches": 2}, "learner.resampling"),
-        ({"aggregation": "sequence_mean_of_sums_scaled"}, "learner.aggregation_scale"),
-        ({"aggregation_scale": 5}, "learner.aggregation_scale"),
-        ({"loss": PPO | {"delta": 1.1}}, "learner.loss.delta"),
-        (
-            {"advantage": VTRACE | {"c_bar": 2}, "critic": {}, "loss": GPG},
-            "learner.advantage.rho_bar",
-        ),
-        ({"loss": PPO, "corrections": [ICEPOP | {"low": 6}]}, "learner.corrections.0.low"),
-        ({"reward": {"clip_low": 1, "clip_high": 0}}, "learner.reward.clip_low"),
-        ({"loss": {"kind": "cispo", "ratio_min": 9}}, "learner.loss.ratio_min"),
-        (
-            {"corrections": [REJECTION | {"level": "sequence_max"}]},
-            "learner.corrections.0.estimator",
-        ),
-        (
-            {"corrections": [REJECTION | {"estimator": "k3", "low": 0.1}]},
-            "learner.corrections.0.low",
-        ),
-    ],
-)
-def test_an_objective_that_makes_no_sense_is_refused(learner: dict[str, Any], key: str) -> None:
-    assert [finding.key for finding in check(make_config(learner))] == [key]
+@pytest.mark.parametrize(("key", "learner"), cases(REFUSED))
+def test_an_objective_that_makes_no_sense_is_refused(key: str, learner: str) -> None:
+    assert [finding.key for finding in check(make_config(yaml.safe_load(learner)))] == [key]
 
 
 def test_gdpo_has_no_sum_of_rewards_to_clip() -> None:
@@ -177,21 +142,9 @@ def test_what_uses_no_engine_probability_may_truncate_but_not_be_greedy() -> Non
     assert [finding.key for finding in findings] == ["sampling.temperature"]
 
 
-@pytest.mark.parametrize(
-    ("learner", "key"),
-    [
-        ({"loss": GPG, "num_epochs": 2}, "learner.loss"),
-        ({"max_kl": 0.1}, "learner.max_kl"),
-        ({"loss": {"kind": "gmpo"}, "aggregation": "token_sum"}, "learner.aggregation"),
-        (
-            {"loss": {"kind": "dro", "form": "sequence"}, "aggregation": "token_sum"},
-            "learner.aggregation",
-        ),
-        ({"kl": {"estimator": "k1", "reference": FROZEN}}, "learner.kl.estimator"),
-    ],
-)
-def test_an_objective_that_is_odd_is_warned_of(learner: dict[str, Any], key: str) -> None:
-    config = make_config(learner)
+@pytest.mark.parametrize(("key", "learner"), cases(ODD))
+def test_an_odd_objective_is_warned_of(key: str, learner: str) -> None:
+    config = make_config(yaml.safe_load(learner))
     assert check(config) == []
     assert any(warning.startswith(f"{key}:") for warning in warnings(config))
 
