@@ -9,21 +9,17 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
-from learners import make_learner
+from learners import make_learner, weights_of
 from torch.distributed.device_mesh import DeviceMesh
 
-from raylearner.config.schema import LearnerSection
 from raylearner.learner.spec import StepOutput
 
 
 def play(config: dict[str, Any], model: str, batches: list[Any]) -> tuple[list[StepOutput], dict]:
     """Outputs of each step, and the weights after the last."""
-    learner = make_learner(model, LearnerSection(**config), temperature=0.9)
+    learner = make_learner(model, config, temperature=0.9)
     outputs = [learner.step(batch) for batch in batches]
-    return outputs, {
-        name: w.numpy().copy() for name, w in learner.models.policy.named_weights(torch.float64)
-    }
+    return outputs, {name: w.numpy() for name, w in weights_of(learner).items()}
 
 
 def main(folder: Path, rank: int, _: DeviceMesh) -> None:

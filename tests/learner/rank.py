@@ -11,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from learners import make_learner, probe_of
+from learners import make_learner, probe_of, weights_of
 from torch.distributed.device_mesh import DeviceMesh
 
-from raylearner.config.schema import LearnerSection
 from raylearner.learner.checkpoint import state
 from raylearner.weights.checksums import checksum
 
@@ -22,12 +21,7 @@ from raylearner.weights.checksums import checksum
 def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     state.AGREEMENT_TIMEOUT_S = 20
     job = pickle.loads((folder / "job.pkl").read_bytes())
-    learner = make_learner(
-        job["model"],
-        LearnerSection(**job["config"]),
-        temperature=0.9,
-        device_mesh=device_mesh,
-    )
+    learner = make_learner(job["model"], job["config"], temperature=0.9, device_mesh=device_mesh)
     outputs = [learner.step(step[rank]) for step in job["batches"]]
     learner.save(folder / "saved")
     if rank == 1:
@@ -42,9 +36,7 @@ def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
         "sent": {
             name: checksum(w) for name, w in learner.models.policy.named_weights(torch.bfloat16)
         },
-        "weights": {
-            name: w.numpy().copy() for name, w in learner.models.policy.named_weights(torch.float64)
-        },
+        "weights": {name: w.numpy() for name, w in weights_of(learner).items()},
     }
     if rank == 0:
         (folder / "result.pkl").write_bytes(pickle.dumps(result))

@@ -12,16 +12,10 @@ from pathlib import Path
 from learners import full_state, make_learner
 from torch.distributed.device_mesh import DeviceMesh
 
-from raylearner.config.schema import LearnerSection
-
 
 def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     job = pickle.loads((folder / "job.pkl").read_bytes())
-    learner = make_learner(
-        job["model"],
-        LearnerSection(**job["config"]),
-        device_mesh=device_mesh,
-    )
+    learner = make_learner(job["model"], job["config"], device_mesh=device_mesh)
     if job["restored"] is not None:
         learner.restore(job["restored"])
     for step in job["batches"]:

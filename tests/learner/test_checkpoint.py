@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import learners
-import numpy as np
 import pytest
 import torch
-from learners import make_groups, step, weights_of
+from learners import assert_same_weights, make_groups, step, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError
 from raylearner.learner.checkpoint.directory import (
     create_checkpoint,
@@ -28,10 +26,8 @@ from raylearner.learner.model.mesh import COLLECTIVE_TIMEOUT_S
 
 
 def make_learner(folder: Path, **changes: Any) -> Learner:
-    section = LearnerSection(
-        compute_dtype="float32", learning_rate=1e-2, schedule="cosine", warmup_steps=2, **changes
-    )
-    return learners.make_learner(folder, section)
+    config = {"compute_dtype": "float32", "learning_rate": 1e-2, "schedule": "cosine"}
+    return learners.make_learner(folder, config | {"warmup_steps": 2} | changes)
 
 
 async def write(folder: Path, number: int, text: str) -> None:
@@ -45,23 +41,19 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_two_ranks_are_resumed_by_one(tiny_folder: Path, two_ranks: Any) -> None:
-    section = LearnerSection(**two_ranks.config)
-    learner = learners.make_learner(tiny_folder, section)
+    learner = learners.make_learner(tiny_folder, two_ranks.config)
     learner.restore(two_ranks.saved)
     assert learner.policy_version == 3
-    for name, tensor in weights_of(learner, torch.float64).items():
-        np.testing.assert_array_equal(tensor, two_ranks.weights[name])
+    assert_same_weights(learner, two_ranks.weights)
 
 
 def test_a_rank_that_cannot_write_its_files_does_not_block_others(
     tiny_folder: Path, two_ranks: Any
 ) -> None:
     assert (two_ranks.saved_beside / "learner" / "rng_00001.json").is_dir()
-    section = LearnerSection(**two_ranks.config)
-    learner = learners.make_learner(tiny_folder, section)
+    learner = learners.make_learner(tiny_folder, two_ranks.config)
     learner.restore(two_ranks.saved_beside)
-    for name, tensor in weights_of(learner, torch.float64).items():
-        np.testing.assert_array_equal(tensor, two_ranks.weights[name])
+    assert_same_weights(learner, two_ranks.weights)
 
 
 def test_ranks_wait_for_each_others_files_for_less_than_for_a_step(tiny_folder: Path) -> None:

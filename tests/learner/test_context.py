@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learners import make_groups, make_learner, step, weights_of
+from learners import assert_same_weights, make_groups, make_learner, step
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.batch.pack import pack
@@ -84,11 +83,7 @@ def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_pa
             for key, value in changes.items()
             if key in ("loss", "advantage", "critic", "kl", "lora", "max_grad_norm")
         }
-        learner = make_learner(
-            grouped_folder,
-            LearnerSection(**options, **plain),
-            temperature=0.9,
-        )
+        learner = make_learner(grouped_folder, options | plain, temperature=0.9)
         alone = step(learner, groups, num_mini_batches=2)
         ((shared,), their_weights) = results[name]
         for key in ("loss", "grad_norm", "entropy/mean", "clip_fraction", "value_loss", "kl"):
@@ -100,8 +95,7 @@ def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_pa
         assert shared.metrics["learner/rank_tokens/mean"] == pytest.approx(held)
         for key, logprobs in shared.logprobs.items():
             np.testing.assert_allclose(logprobs, alone.logprobs[key], rtol=1e-6)
-        for key, tensor in weights_of(learner).items():
-            np.testing.assert_allclose(tensor, their_weights[key], rtol=0, atol=1e-9)
+        assert_same_weights(learner, their_weights, atol=1e-9)
 
 
 def test_padding_is_a_sequence_of_its_own() -> None:

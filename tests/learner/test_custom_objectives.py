@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from learners import make_groups, make_learner, step, weights_of
+from learners import assert_same_weights, make_groups, make_learner, step, weights_of
 from minimal import MINIMAL
 
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
-from raylearner.config.schema import LearnerSection
 from raylearner.errors import LearnerError
 from raylearner.types import TrajectoryGroup
 
@@ -81,7 +79,7 @@ def custom(function: str, **keys: Any) -> dict[str, Any]:
 
 def play(folder: Path, groups: list[TrajectoryGroup], **keys: Any) -> tuple[Any, dict[str, Any]]:
     base = {"compute_dtype": "float64", "learning_rate": 1e-2, "loss": {"kind": "gpg"}}
-    learner = make_learner(folder, LearnerSection.model_validate(base | keys))
+    learner = make_learner(folder, base | keys)
     return step(learner, groups).metrics, weights_of(learner)
 
 
@@ -110,8 +108,7 @@ def test_custom_objectives_train_as_the_built_in_ones_do(tiny_folder: Path, modu
         _, wanted = play(tiny_folder, groups, **built_in)
         if "loss" in ours:
             assert metrics["learner/my_scale"] == 1.0
-        for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
+        assert_same_weights(weights, wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from families import make_glm4v, make_qwen3
-from learners import make_groups, probe_of, step, weights_of
+from learners import assert_same_weights, make_groups, probe_of, step, weights_of
 from pictures import Source, make_image
 from ranks import run_ranks
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from raylearner.config.schema import LearnerSection, TinyModel, WeightsSection
+from raylearner.config.schema import TinyModel, WeightsSection
 from raylearner.errors import ConfigError, LearnerError, RenderError
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.batch.pack import pack
@@ -58,16 +58,13 @@ def glm4v_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_glm4v(tmp_path_factory.mktemp("glm4v"))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
-def test_tensors_load_under_any_names_that_transformers_accepts(
-    family: str, request: pytest.FixtureRequest
-) -> None:
-    folder: Path = request.getfixturevalue(family)
+def test_tensors_load_under_any_names_that_transformers_accepts(family_folder: Path) -> None:
+    folder = family_folder
     causal_lm = load_model(str(folder), dtype=torch.float32).causal_lm
     with safe_open(folder / "model.safetensors", "pt") as file:
         keys = set(file.keys())
     # Qwen2.5-VL's parts are saved under the names that they have on the hub.
-    assert ("visual.merger.ln_q.weight" in keys) == (family == "qwen2_5_folder")
+    assert ("visual.merger.ln_q.weight" in keys) == ("qwen2_5" in folder.name)
     loaded = {name: p.detach().clone() for name, p in causal_lm.named_parameters()}
     for parameter in causal_lm.parameters():
         parameter.detach().zero_()
@@ -76,6 +73,23 @@ def test_tensors_load_under_any_names_that_transformers_accepts(
     files.load(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         assert torch.equal(parameter, loaded[name]), name
+
+
+@pytest.fixture(scope="module", params=["qwen2_5", "qwen3", "glm4v"])
+def family_folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"{request.param}_folder")
+
+
+def reader_of(folder: Path) -> ImageReader:
+    reader = ImageReader.from_pretrained(str(folder))
+    assert reader is not None
+    return reader
+
+
+def vision_of(folder: Path) -> Vision:
+    vision = Vision.from_pretrained(str(folder))
+    assert vision is not None
+    return vision
 
 
 def make_sequences(vision: Vision) -> list[tuple[np.ndarray, tuple[bytes, ...]]]:
@@ -130,14 +144,9 @@ def reference_loss(
     return total.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
-def test_packed_images_equal_one_sequence_at_a_time(
-    family: str, request: pytest.FixtureRequest
-) -> None:
-    folder: Path = request.getfixturevalue(family)
-    reader, vision = ImageReader.from_pretrained(str(folder)), Vision.from_pretrained(str(folder))
-    assert reader is not None
-    assert vision is not None
+def test_packed_images_equal_one_sequence_at_a_time(family_folder: Path) -> None:
+    folder = family_folder
+    reader, vision = reader_of(folder), vision_of(folder)
     sequences = make_sequences(vision)
     tokens = PackedTokens.of(
         [ids for ids, _ in sequences],
@@ -165,13 +174,10 @@ def test_packed_images_equal_one_sequence_at_a_time(
         assert gap < TOLERANCE * scale, name
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_folder", "qwen3_folder", "glm4v_folder"])
-def test_text_only_batches_run_the_whole_tower_without_effect(
-    family: str, request: pytest.FixtureRequest
-) -> None:
+def test_text_only_batches_run_the_whole_tower_without_effect(family_folder: Path) -> None:
     """A rank whose tower had fewer gradients than another's would reduce other shards than it."""
-    folder: Path = request.getfixturevalue(family)
-    reader = ImageReader.from_pretrained(str(folder))
+    folder = family_folder
+    reader = reader_of(folder)
     ids = [np.arange(30, 40)]
     tokens = PackedTokens.of(ids, [np.arange(10) > 0], reader=reader)
     model = load_model(str(folder), dtype=torch.float32)
@@ -196,10 +202,7 @@ def test_a_dummy_is_large_enough_for_the_processor_to_leave_it(qwen2_5_folder: P
 
 
 def test_features_and_placeholders_that_disagree_are_refused(qwen2_5_folder: Path) -> None:
-    reader = ImageReader.from_pretrained(str(qwen2_5_folder))
-    vision = Vision.from_pretrained(str(qwen2_5_folder))
-    assert reader is not None
-    assert vision is not None
+    reader, vision = reader_of(qwen2_5_folder), vision_of(qwen2_5_folder)
     small, large = make_image(0, 28, 56), make_image(0, 56, 56)
     ids = np.array([30, *vision.block(large), 31])
     with pytest.raises(RenderError, match="4 placeholders for 2 image features"):
@@ -235,23 +238,12 @@ def with_images(groups: list[TrajectoryGroup], vision: Vision) -> list[Trajector
 def test_a_step_on_text_and_images_trains_the_tower_unless_it_is_frozen(
     qwen2_5_folder: Path, tower: str
 ) -> None:
-    vision = Vision.from_pretrained(str(qwen2_5_folder))
-    assert vision is not None
-    config = LearnerSection.model_validate(
-        {
-            "compute_dtype": "float32",
-            "learning_rate": 1e-2,
-            "max_tokens_per_micro_batch": 64,
-            "vision_tower": tower,
-        }
-    )
+    vision = vision_of(qwen2_5_folder)
+    config = {"compute_dtype": "float32", "learning_rate": 1e-2, "vision_tower": tower}
     learner = learners.make_learner(qwen2_5_folder, config, num_steps=2)
-    before = {name: t.clone() for name, t in learner.models.policy.named_weights(torch.float32)}
-    groups = with_images(make_groups(0, num_groups=3, group_size=4), vision)
-    (batch,) = pack(groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
-    output = learner.step(batch)
-    assert not output.is_skipped
-    after = dict(learner.models.policy.named_weights(torch.float32))
+    before = weights_of(learner)
+    assert not step(learner, with_images(make_groups(0), vision)).is_skipped
+    after = weights_of(learner)
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert any("language_model" in name for name in changed)
     assert any("visual" in name for name in changed) == (tower == "trained")
@@ -262,8 +254,7 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
     qwen2_5_folder: Path, tmp_path: Path
 ) -> None:
     """Adam's first update moves a weight by the rate, whatever its gradient; resuming is exact."""
-    vision = Vision.from_pretrained(str(qwen2_5_folder))
-    assert vision is not None
+    vision = vision_of(qwen2_5_folder)
 
     def make_learner(folder: Path = qwen2_5_folder) -> Learner:
         config = {
@@ -274,7 +265,7 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
             "warmup_steps": 2,
             "max_grad_norm": 1e6,
         }
-        return learners.make_learner(folder, LearnerSection.model_validate(config), num_steps=5)
+        return learners.make_learner(folder, config, num_steps=5)
 
     whole, resumed = make_learner(), make_learner()
     rates: list[tuple[float, float]] = []
@@ -282,20 +273,19 @@ def test_the_tower_learns_at_its_own_rate_on_the_same_schedule(
     for version in range(4):
         before = weights_of(whole)
         groups = with_images(make_groups(version, policy_version=version), vision)
-        metrics = step(whole, groups, max_tokens_per_micro_batch=64).metrics
+        metrics = step(whole, groups).metrics
         rates.append((metrics["learner/learning_rate"], metrics["learner/vision_learning_rate"]))
         if version == 0:
             moved = {n: float((w - before[n]).abs().max()) for n, w in weights_of(whole).items()}
             whole.save(tmp_path)
             resumed.restore(tmp_path)
         else:
-            step(resumed, groups, max_tokens_per_micro_batch=64)
+            step(resumed, groups)
     for name, distance in moved.items():
         assert distance == pytest.approx(5e-3 if "visual" in name else 5e-4, rel=0.01), name
     for number, share in enumerate((0.5, 1.0, 1.0, 2 / 3)):
         assert rates[number] == pytest.approx((1e-3 * share, 1e-2 * share))
-    again = weights_of(resumed)
-    assert all(torch.equal(tensor, again[name]) for name, tensor in weights_of(whole).items())
+    assert_same_weights(whole, resumed)
 
 
 def test_the_compiler_leaves_the_tower_alone(qwen2_5_folder: Path) -> None:
@@ -320,9 +310,9 @@ def test_the_exported_model_loads_with_its_image_processor(
 ) -> None:
     from transformers import AutoModelForImageTextToText
 
-    section = LearnerSection.model_validate({"compute_dtype": "float32", "learning_rate": 1e-2})
-    learner = learners.make_learner(glm4v_folder, section, num_steps=1)
-    step(learner, make_groups(0), max_tokens_per_micro_batch=64)
+    config = {"compute_dtype": "float32", "learning_rate": 1e-2}
+    learner = learners.make_learner(glm4v_folder, config, num_steps=1)
+    step(learner, make_groups(0))
     learner.save(tmp_path)
     folder = tmp_path / "model"
     exported = dict(AutoModelForImageTextToText.from_pretrained(folder).named_parameters())
@@ -334,10 +324,8 @@ def test_the_exported_model_loads_with_its_image_processor(
 
 @pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_a_frozen_tower_gets_no_adapters(qwen2_5_folder: Path, tower: str) -> None:
-    section = LearnerSection.model_validate(
-        {"compute_dtype": "float32", "vision_tower": tower, "lora": {"rank": 4}}
-    )
-    learner = learners.make_learner(qwen2_5_folder, section, num_steps=1)
+    config = {"compute_dtype": "float32", "vision_tower": tower, "lora": {"rank": 4}}
+    learner = learners.make_learner(qwen2_5_folder, config, num_steps=1)
     names = [
         name for name, _ in lora.adapter_weights(learner.models.policy.causal_lm, torch.float32)
     ]
@@ -355,22 +343,19 @@ def test_a_text_only_model_beside_a_vision_policy_is_refused(
     else:
         reference = {"kind": "frozen", "path": str(tiny_folder)}
         settings["kl"] = {"coefficient": 0.1, "reference": reference}
-    section = LearnerSection.model_validate(settings)
     with pytest.raises(ConfigError, match=rf"learner\.{key}\.path"):
-        learners.make_learner(qwen2_5_folder, section, num_steps=1)
+        learners.make_learner(qwen2_5_folder, settings, num_steps=1)
 
 
 def test_a_vision_learning_rate_without_a_tower_is_refused(tiny_folder: Path) -> None:
-    section = LearnerSection(vision_learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"learner\.vision_learning_rate"):
-        learners.make_learner(tiny_folder, section, num_steps=1)
+        learners.make_learner(tiny_folder, {"vision_learning_rate": 1e-3})
 
 
 def test_prefetched_pixel_values_change_no_bit_and_are_loaded_once(
     qwen2_5_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vision = Vision.from_pretrained(str(qwen2_5_folder))
-    assert vision is not None
+    vision = vision_of(qwen2_5_folder)
     groups = with_images(make_groups(0), vision)
     config = {"compute_dtype": "float32", "learning_rate": 1e-2, "num_epochs": 2}
     results: list[dict[str, Tensor]] = []
@@ -385,31 +370,28 @@ def test_prefetched_pixel_values_change_no_bit_and_are_loaded_once(
             return make(processor, image)
 
         monkeypatch.setattr(images_module, "_load_pixels", count)
-        section = LearnerSection.model_validate(config)
-        learner = learners.make_learner(qwen2_5_folder, section, num_steps=2)
-        metrics = step(learner, groups, max_tokens_per_micro_batch=64).metrics
+        learner = learners.make_learner(qwen2_5_folder, config, num_steps=2)
+        metrics = step(learner, groups).metrics
         monkeypatch.setattr(images_module, "_load_pixels", make)
         assert metrics["learner/pixel_wait_s"] > 0
         assert len(loaded) == len(set(loaded)) == 2  # the one image of all groups, and the dummy
         results.append(weights_of(learner))
-    ahead, after = results
-    assert all(torch.equal(tensor, after[name]) for name, tensor in ahead.items())
+    assert_same_weights(*results)
 
 
 def test_an_image_that_does_not_decode_ends_the_step_with_its_trajectory(
     qwen2_5_folder: Path,
 ) -> None:
-    vision = Vision.from_pretrained(str(qwen2_5_folder))
-    assert vision is not None
+    vision = vision_of(qwen2_5_folder)
     group, *others = with_images(make_groups(0), vision)
     first, *rest = group.trajectories
     half = tuple(image[: len(image) // 2] for image in first.images)
     broken = replace(group, trajectories=(replace(first, images=half), *rest))
-    section = LearnerSection.model_validate({"compute_dtype": "float32"})
-    learner = learners.make_learner(qwen2_5_folder, section, num_steps=2)
+    config = {"compute_dtype": "float32"}
+    learner = learners.make_learner(qwen2_5_folder, config, num_steps=2)
     words = rf"group {first.group_id}, sample 0: an image does not decode: OSError: .*truncated"
     with pytest.raises(LearnerError, match=words):
-        step(learner, [*others, broken], max_tokens_per_micro_batch=64)
+        step(learner, [*others, broken])
 
 
 def test_the_next_images_load_ahead_and_the_cache_is_bounded() -> None:
@@ -448,8 +430,7 @@ def test_the_next_images_load_ahead_and_the_cache_is_bounded() -> None:
 
 def test_ranks_of_which_some_show_images_equal_one_rank(qwen3_folder: Path, tmp_path: Path) -> None:
     """Rounds of micro-batches in which one rank has images and the other none, both, and neither."""
-    vision = Vision.from_pretrained(str(qwen3_folder))
-    assert vision is not None
+    vision = vision_of(qwen3_folder)
     config = {
         "compute_dtype": "float64",
         "learning_rate": 1e-2,
@@ -483,11 +464,7 @@ def test_ranks_of_which_some_show_images_equal_one_rank(qwen3_folder: Path, tmp_
     (tmp_path / "job.pkl").write_bytes(pickle.dumps(job))
     run_ranks(Path(__file__).with_name("rank.py"), tmp_path, num_ranks=2)
     theirs = pickle.loads((tmp_path / "result.pkl").read_bytes())
-    learner = learners.make_learner(
-        qwen3_folder,
-        LearnerSection.model_validate(config),
-        temperature=0.9,
-    )
+    learner = learners.make_learner(qwen3_folder, config, temperature=0.9)
     before = weights_of(learner)
     for (batch,), expected in zip(batches[0], theirs["outputs"], strict=True):
         output = learner.step(batch)
@@ -504,8 +481,7 @@ def test_a_probe_shows_an_image_that_is_not_cached(
     qwen2_5_folder: Path, should_clear_caches: bool
 ) -> None:
     """The same one at every push where caches are cleared, and else one that none of them has seen."""
-    reader = ImageReader.from_pretrained(str(qwen2_5_folder))
-    assert reader is not None
+    reader, vision = reader_of(qwen2_5_folder), vision_of(qwen2_5_folder)
     model = load_model(str(qwen2_5_folder), dtype=torch.float32)
     config = WeightsSection(clear_caches=should_clear_caches, num_probe_tokens=16)
     first, second = (
@@ -521,7 +497,5 @@ def test_a_probe_shows_an_image_that_is_not_cached(
     assert first.token_ids != second.token_ids
     (*_, (ids, images, num_scored)) = first.prompts()
     assert (len(images), num_scored, len(ids)) == (1, 16, 3 + 16)
-    vision = Vision.from_pretrained(str(qwen2_5_folder))
-    assert vision is not None
     assert vision.grid(images[0])[1:] == (4, 6)
     assert [len(row) for row in first.logprobs] == [15, 16]

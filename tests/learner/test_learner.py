@@ -9,7 +9,7 @@ import learners
 import numpy as np
 import pytest
 import torch
-from learners import make_groups, probe_of, weights_of
+from learners import assert_same_weights, make_groups, one_batch, probe_of, weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +18,6 @@ from raylearner.config.schema import LearnerSection, RlooAdvantage
 from raylearner.errors import ConfigError, LearnerError
 from raylearner.learner import optimizer
 from raylearner.learner.batch.micro_batch import PackedTokens
-from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.learner.learner import Learner
 from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
@@ -38,18 +37,7 @@ TEMPERATURE = 0.9
 
 
 def make_learner(folder: Path, **changes: Any) -> Learner:
-    section = LearnerSection(**(CONFIG | changes))
-    return learners.make_learner(folder, section, temperature=TEMPERATURE)
-
-
-def one_rank(groups: list[TrajectoryGroup], *, version: int = 0, minis: int = 1) -> LearnerBatch:
-    return pack(
-        groups,
-        policy_version=version,
-        num_ranks=1,
-        max_tokens_per_micro_batch=48,
-        num_mini_batches=minis,
-    )[0]
+    return learners.make_learner(folder, CONFIG | changes, temperature=TEMPERATURE)
 
 
 def naive_loop(
@@ -112,7 +100,7 @@ def test_three_steps_equal_a_naive_padded_loop(request: pytest.FixtureRequest, m
     losses, norms, expected = naive_loop(folder, steps, num_epochs=2)
     learner = make_learner(folder)
     for version, groups in enumerate(steps):
-        output = learner.step(one_rank(groups, version=version))
+        output = learner.step(one_batch(groups, policy_version=version))
         assert output.policy_version == version + 1
         assert output.metrics["learner/loss"] == pytest.approx(np.mean(losses[version]), abs=1e-7)
         assert output.metrics["learner/grad_norm"] == pytest.approx(
@@ -131,19 +119,17 @@ def test_ranks_add_up_checksums_of_their_own_rows(two_ranks: Any) -> None:
 
 def test_one_rank_and_two_give_the_same_numbers(tiny_folder: Path, two_ranks: Any) -> None:
     """Also where a rank had no row: the third step has one only."""
-    section = LearnerSection(**two_ranks.config)
-    learner = learners.make_learner(tiny_folder, section, temperature=TEMPERATURE)
+    learner = learners.make_learner(tiny_folder, two_ranks.config, temperature=TEMPERATURE)
     keys = ("loss", "grad_norm", "entropy", "clip_fraction", "importance_weight/ess", "tokens")
     for version, groups in enumerate(two_ranks.steps):
-        ours = learner.step(one_rank(groups, version=version, minis=2))
+        ours = learner.step(one_batch(groups, policy_version=version, num_mini_batches=2))
         theirs = two_ranks.outputs[version]
         assert ours.policy_version == theirs.policy_version == version + 1
         assert set(ours.metrics) == set(theirs.metrics)
         for key in keys:
             expected = pytest.approx(theirs.metrics[f"learner/{key}"], rel=1e-9)
             assert ours.metrics[f"learner/{key}"] == expected, key
-    for name, tensor in weights_of(learner).items():
-        np.testing.assert_allclose(tensor, two_ranks.weights[name], rtol=0, atol=1e-9)
+    assert_same_weights(learner, two_ranks.weights, atol=1e-9)
     probe = probe_of(learner, [[35, 36, 37], [20, 21, 22, 23]])
     for a, b in zip(probe, two_ranks.probe, strict=True):
         assert a == pytest.approx(b, abs=1e-9)
@@ -152,24 +138,24 @@ def test_one_rank_and_two_give_the_same_numbers(tiny_folder: Path, two_ranks: An
 def test_learning_rate_zero_leaves_every_bit(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, learning_rate=0.0, compute_dtype="float32")
     before = weights_of(learner)
-    output = learner.step(one_rank(make_groups(0)))
+    output = learner.step(one_batch(make_groups(0)))
     assert not output.is_skipped
     assert output.metrics["learner/learning_rate"] == 0.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    assert_same_weights(learner, before)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, max_skipped_steps=2)
     before = weights_of(learner)
     groups = make_groups(0)
-    broken = one_rank(groups)
+    broken = one_batch(groups)
     broken.rewards[0] = np.inf
     output = learner.step(broken)
     assert output.is_skipped
     assert (output.policy_version, learner.num_steps) == (0, 1)
     assert output.metrics["learner/skipped_steps"] == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
-    good = learner.step(one_rank(groups))
+    assert_same_weights(learner, before)
+    good = learner.step(one_batch(groups))
     assert (good.policy_version, good.is_skipped) == (1, False)
     again = replace(broken, policy_version=1)
     learner.step(again)
@@ -187,7 +173,7 @@ def test_a_batch_without_a_trained_token_is_skipped(tiny_folder: Path) -> None:
         )
         for group in make_groups(0)
     ]
-    output = make_learner(tiny_folder).step(one_rank(groups))
+    output = make_learner(tiny_folder).step(one_batch(groups))
     assert output.is_skipped
     assert output.policy_version == 0
 
@@ -207,7 +193,7 @@ def test_the_gap_is_zero_where_the_learner_itself_sampled(tiny_folder: Path) -> 
             trajectories.append(replace(t, behavior_logprobs=logprobs.astype(np.float32)))
         groups.append(replace(group, trajectories=tuple(trajectories)))
     learner = make_learner(tiny_folder, num_epochs=1, advantage=RlooAdvantage(kind="rloo"))
-    metrics = learner.step(one_rank(groups)).metrics
+    metrics = learner.step(one_batch(groups)).metrics
     assert metrics["learner/logprob_gap/max"] < 1e-5
     assert metrics["learner/on_policy_gap/mean"] < 1e-5
     assert metrics["learner/probability_gap/max"] < 1e-5
@@ -217,7 +203,7 @@ def test_the_gap_is_zero_where_the_learner_itself_sampled(tiny_folder: Path) -> 
 
 def test_a_batch_of_another_version_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(ValueError, match="policy version 4"):
-        make_learner(tiny_folder).step(one_rank(make_groups(0), version=4))
+        make_learner(tiny_folder).step(one_batch(make_groups(0), policy_version=4))
 
 
 def test_a_model_directory_that_cannot_be_trained_is_a_config_error(

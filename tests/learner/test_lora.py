@@ -7,13 +7,13 @@ from typing import Any
 import learners
 import pytest
 import torch
-from learners import make_groups, probe_of, step, weights_of
+from learners import assert_same_weights, make_groups, probe_of, step, weights_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from raylearner.config.schema import LearnerSection, TinyModel
+from raylearner.config.schema import TinyModel
 from raylearner.errors import CheckpointError, ConfigError
 from raylearner.learner.learner import Learner
 from raylearner.tiny.model import make_tiny_model
@@ -23,8 +23,8 @@ PROBE = [[5, 6, 7, 8], [20, 21, 22]]
 
 def make_learner(folder: Path, *, lora: dict[str, Any] | None = None, **changes: Any) -> Learner:
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
-    section = LearnerSection(lora={"rank": 4, "alpha": 8} if lora is None else lora, **options)
-    return learners.make_learner(folder, section)
+    adapters = {"rank": 4, "alpha": 8} if lora is None else lora
+    return learners.make_learner(folder, options | {"lora": adapters})
 
 
 def base(folder: Path) -> Any:
@@ -80,8 +80,7 @@ def test_the_reference_without_the_adapter_is_the_frozen_one(tiny_folder: Path) 
         weights[kind] = weights_of(learner)
     assert found["adapter_off"] == pytest.approx(found["frozen"], rel=1e-9)
     assert found["adapter_off"][2] > 1e-3
-    for name, weight in weights["frozen"].items():
-        torch.testing.assert_close(weights["adapter_off"][name], weight, rtol=0, atol=1e-10)
+    assert_same_weights(weights["adapter_off"], weights["frozen"], atol=1e-10)
 
 
 def test_a_checkpoint_has_the_state_of_adapters_only(tiny_folder: Path, tmp_path: Path) -> None:
@@ -99,9 +98,8 @@ def test_an_existing_adapter_is_trained_further(tiny_folder: Path, tmp_path: Pat
     step(learner, make_groups(0))
     learner.save(tmp_path)
     again = make_learner(tiny_folder, lora={"path": str(tmp_path / "adapter")})
-    mine, theirs = weights_of(learner), weights_of(again)
-    for name, weight in mine.items():
-        torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-6)
+    theirs = weights_of(again)
+    assert_same_weights(theirs, learner, atol=1e-6)
     step(again, make_groups(1))
     changed = {n for n, w in weights_of(again).items() if not torch.equal(w, theirs[n])}
     assert changed

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from episodes import make_trajectory, make_turn
-from learners import step, weights_of
+from learners import assert_same_weights, one_batch, step, weights_of
 
-from raylearner.config.schema import LearnerSection
 from raylearner.config.section import sections_by_kind
-from raylearner.learner.batch.pack import pack
 from raylearner.learner.batch.rows import Rows
 from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.learner import Learner
@@ -25,12 +23,8 @@ from raylearner.types import Trajectory, TrajectoryGroup
 
 
 def make_learner(folder: Path, *, num_steps: int = 10, **keys: Any) -> Learner:
-    config = {"compute_dtype": "float64", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 512}
-    return learners.make_learner(
-        folder,
-        LearnerSection.model_validate(config | keys),
-        num_steps=num_steps,
-    )
+    config = {"compute_dtype": "float64", "learning_rate": 1e-2}
+    return learners.make_learner(folder, config | keys, num_steps=num_steps)
 
 
 def make_row(
@@ -73,7 +67,7 @@ def make_group(rows: Sequence[Trajectory], *, greedy: float | None = None) -> Tr
 def advantages_of(
     folder: Path, groups: list[TrajectoryGroup], **keys: Any
 ) -> dict[tuple[int, int, int, int], float]:
-    output = step(make_learner(folder, **keys), groups, max_tokens_per_micro_batch=512)
+    output = step(make_learner(folder, **keys), groups)
     return dict(output.advantages)
 
 
@@ -106,16 +100,12 @@ def test_an_episode_without_a_reward_changes_nothing(
         make_row(9, float("nan")),
     ]
     alone, beside = (make_learner(tiny_folder, **shared) for _ in range(2))
-    right = step(alone, [make_group(scored, greedy=0.5)], max_tokens_per_micro_batch=512)
-    output = step(
-        beside, [make_group([*scored, *unscored], greedy=0.5)], max_tokens_per_micro_batch=512
-    )
+    right = step(alone, [make_group(scored, greedy=0.5)])
+    output = step(beside, [make_group([*scored, *unscored], greedy=0.5)])
     assert output.metrics["learner/loss"] == pytest.approx(right.metrics["learner/loss"], abs=1e-12)
     assert output.advantages == pytest.approx(right.advantages)
     assert output.metrics["learner/masked_fraction/unscored"] == pytest.approx(3 / 7)
-    wanted = weights_of(alone)
-    for name, tensor in weights_of(beside).items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
+    assert_same_weights(beside, alone, atol=1e-12)
 
 
 def test_groups_with_missing_rewards_have_the_advantages_of_the_others(tiny_folder: Path) -> None:
@@ -133,12 +123,9 @@ def test_groups_with_missing_rewards_have_the_advantages_of_the_others(tiny_fold
 def test_an_entropy_bonus_moves_nothing_where_no_reward_applies(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, entropy_coefficient=1.0)
     before = weights_of(learner)
-    output = step(
-        learner, [make_group([make_row(0, None), make_row(1, None)])], max_tokens_per_micro_batch=64
-    )
+    output = step(learner, [make_group([make_row(0, None), make_row(1, None)])])
     assert output.is_skipped
-    for name, tensor in weights_of(learner).items():
-        assert torch.equal(tensor, before[name])
+    assert_same_weights(learner, before)
 
 
 def test_episodes_without_a_greedy_baseline_do_not_train_with_remax(tiny_folder: Path) -> None:
@@ -146,11 +133,9 @@ def test_episodes_without_a_greedy_baseline_do_not_train_with_remax(tiny_folder:
     known = make_group([make_row(0, 1.0), make_row(1, 0.0)], greedy=0.25)
     unknown = make_group([make_row(0, 1.0, group=1), make_row(1, 0.0, group=1)])
     alone, beside = (make_learner(tiny_folder, **shared) for _ in range(2))
-    step(alone, [known], max_tokens_per_micro_batch=512)
-    step(beside, [known, unknown], max_tokens_per_micro_batch=512)
-    wanted = weights_of(alone)
-    for name, tensor in weights_of(beside).items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
+    step(alone, [known])
+    step(beside, [known, unknown])
+    assert_same_weights(beside, alone, atol=1e-12)
 
 
 def test_remax_normalizes_the_baseline_with_the_rewards(tiny_folder: Path) -> None:
@@ -211,7 +196,7 @@ def test_the_schedule_of_the_policy_begins_after_the_critic_warmed_up(tiny_folde
     for _ in range(6):
         rows = [make_row(i, float(i % 2)) for i in range(2)]
         rows = [replace(r, claim_policy_version=learner.policy_version) for r in rows]
-        output = step(learner, [make_group(rows)], max_tokens_per_micro_batch=64)
+        output = step(learner, [make_group(rows)])
         rates.append(output.metrics.get("learner/learning_rate"))
     assert rates[:2] == [None, None]
     assert rates[2:] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
@@ -284,7 +269,7 @@ def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(
     tiny_folder: Path, loss: dict[str, Any], corrections: list[dict[str, Any]]
 ) -> None:
     rows = [make_row(i, float(i % 2), num_sampled=20) for i in range(4)]
-    probe = step(make_learner(tiny_folder), [make_group(rows)], max_tokens_per_micro_batch=512)
+    probe = step(make_learner(tiny_folder), [make_group(rows)])
     ratios = [0.1 * np.random.default_rng(i).standard_normal(22) for i in range(4)]
     ratios[0][5] = 1.5  # one token of ratio 4.5, which the first correction rejects
     rows = [
@@ -304,7 +289,7 @@ def test_rejection_that_leaves_the_counts_is_decided_on_all_tokens(
             corrections=corrections,
             count_rejected=counts,
         )
-        found[counts] = step(learner, [make_group(rows)], max_tokens_per_micro_batch=512).metrics
+        found[counts] = step(learner, [make_group(rows)]).metrics
     # The weights are the same, over 79 tokens in place of 80.
     assert found[False]["learner/loss"] == pytest.approx(found[True]["learner/loss"] * 80 / 79)
     key = "learner/corrections/rejected_fraction"
@@ -316,14 +301,9 @@ def test_reported_logprobs_are_those_of_the_start_of_the_step(
     tiny_folder: Path, proximal: str
 ) -> None:
     groups = [make_group([make_row(i, float(i % 2), group=g) for i in range(2)]) for g in range(2)]
-    frozen = step(
-        make_learner(tiny_folder, learning_rate=0.0), groups, max_tokens_per_micro_batch=64
-    )
+    frozen = step(make_learner(tiny_folder, learning_rate=0.0), groups)
     learner = make_learner(tiny_folder, num_mini_batches=2, proximal=proximal, loss={"kind": "ppo"})
-    (batch,) = pack(
-        groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64, num_mini_batches=2
-    )
-    found = learner.step(batch)
+    found = step(learner, groups, num_mini_batches=2)
     for key, logprobs in frozen.logprobs.items():
         np.testing.assert_allclose(found.logprobs[key], logprobs, atol=1e-6)
 
@@ -338,7 +318,7 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
     with torch.no_grad():
         head.weight.normal_(0, 0.1)
         head.bias.fill_(0.3)
-    (batch,) = pack(
+    batch = one_batch(
         [make_group([make_row(i, float(i % 2)) for i in range(2)])],
         policy_version=0,
         num_ranks=1,
@@ -362,9 +342,7 @@ def test_resampled_episodes_count_as_often_in_the_value_loss(tiny_folder: Path) 
     learner = make_learner(
         tiny_folder, advantage={"kind": "gae"}, critic={"clip": None}, resampling={"power": 2.0}
     )
-    (batch,) = pack(
-        [make_group(rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64
-    )
+    batch = one_batch([make_group(rows)])
     copies = learner._prepare(batch).table.copies
     assert copies is not None
     drawn = copies.tolist()
@@ -411,6 +389,6 @@ def test_all_segments_of_a_cut_episode_go_on_where_the_last_one_ended() -> None:
 def test_metrics_show_rewards_unshaped(tiny_folder: Path) -> None:
     learner = make_learner(tiny_folder, reward={"clip_high": 1.0, "normalize": True})
     group = make_group([make_row(0, 5.0), make_row(1, 0.0), make_row(2, None)])
-    metrics = step(learner, [group], max_tokens_per_micro_batch=64).metrics
+    metrics = step(learner, [group]).metrics
     assert metrics["learner/reward/mean"] == pytest.approx(2.5)
     assert metrics["learner/reward/max"] == pytest.approx(5.0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import make_groups, make_learner, step, weights_of
+from learners import assert_same_weights, make_groups, make_learner, step
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -210,9 +210,8 @@ def assert_same_step(
     metrics = dict(step(learner, groups).metrics)
     assert metrics["learner/loss"] == pytest.approx(np.mean(losses), abs=1e-6)
     assert metrics["learner/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-6)
-    expected = dict(naive.model.named_parameters())
-    for name, tensor in weights_of(learner).items():
-        torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=2e-5)
+    expected = {name: p.detach() for name, p in naive.model.named_parameters()}
+    assert_same_weights(learner, expected, atol=2e-5)
     return metrics
 
 

@@ -7,17 +7,13 @@ import pytest
 import torch
 from learners import full_state, make_groups, make_learner, step
 
-from raylearner.config.schema import LearnerSection
 from raylearner.learner.learner import Learner
 from raylearner.types import TrajectoryGroup
 
 
 def play(folder: Path, steps: list[list[TrajectoryGroup]], device: str, **changes: Any) -> Learner:
-    gpus = float(device == "cuda")
-    section = LearnerSection(
-        compute_dtype="float32", learning_rate=1e-2, gpus_per_rank=gpus, **changes
-    )
-    learner = make_learner(folder, section)
+    config = {"learning_rate": 1e-2, "gpus_per_rank": float(device == "cuda")}
+    learner = make_learner(folder, config | {"compute_dtype": "float32"} | changes)
     for groups in steps:
         step(learner, groups)
     return learner

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learners import make_groups, make_learner
+from learners import make_groups, make_learner, step
 from transformers import AutoModelForCausalLM
 
-from raylearner.config.schema import LearnerSection, ProfileSection
-from raylearner.learner.batch.pack import pack
+from raylearner.config.schema import ProfileSection
 from raylearner.learner.recording import StepProfiler
 from raylearner.observability.spans import Tracer
 
@@ -19,21 +18,12 @@ from raylearner.observability.spans import Tracer
 def test_a_step_returns_advantages_and_start_log_probabilities_by_trajectory(
     tiny_folder: Path,
 ) -> None:
-    section = LearnerSection(
-        compute_dtype="float64",
-        learning_rate=1e-2,
-        max_tokens_per_micro_batch=48,
-        num_epochs=2,
-        num_mini_batches=2,
-    )
+    config = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2}
     tracer = Tracer("learner-0")
-    learner = make_learner(tiny_folder, section, tracer=tracer)
+    learner = make_learner(tiny_folder, config, tracer=tracer)
     groups = make_groups(3)
     trajectories = [t for group in groups for t in group.trajectories]
-    batch = pack(
-        groups, policy_version=0, num_ranks=1, max_tokens_per_micro_batch=48, num_mini_batches=2
-    )[0]
-    output = learner.step(batch)
+    output = step(learner, groups, num_mini_batches=2)
     trained = [t for t in trajectories if t.train_mask.any()]
     assert set(output.advantages) == {t.key for t in trained}
     assert any(value != 0 for value in output.advantages.values())
@@ -53,8 +43,8 @@ def test_a_step_returns_advantages_and_start_log_probabilities_by_trajectory(
 
 def test_chosen_steps_are_profiled_and_no_others(tmp_path: Path) -> None:
     profiler = StepProfiler(ProfileSection(steps=(2,)), tmp_path, rank=3)
-    for step in (1, 2, 3):
-        with profiler.step(step):
+    for number in (1, 2, 3):
+        with profiler.step(number):
             torch.ones(8) @ torch.ones(8)
     (path,) = tmp_path.iterdir()
     assert path.name == "step_000002_rank_3.json.gz"

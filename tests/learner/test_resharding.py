@@ -9,7 +9,6 @@ import numpy as np
 from learners import full_state, make_groups, make_learner
 from ranks import run_ranks
 
-from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.types import TrajectoryGroup
 
@@ -56,7 +55,6 @@ def test_four_ranks_are_resumed_by_two_and_those_by_one(
     assert np.abs(of_four["exp_avg.lm_head.weight"]).max() > 0
     of_two = run(tmp_path / "two", 2, **model, batches=[], restored=tmp_path / "four" / "saved")
     assert_equal(of_two, of_four)
-    section = LearnerSection(**CONFIG, offload=True)
-    learner = make_learner(untied_folder, section)
+    learner = make_learner(untied_folder, CONFIG | {"offload": True})
     learner.restore(tmp_path / "two" / "saved")
     assert_equal(full_state(learner), of_four)

@@ -8,10 +8,9 @@ from typing import Any
 import learners
 import pytest
 import torch
-from learners import make_groups, step, weights_of
+from learners import assert_same_weights, make_groups, step, weights_of
 from torch import Tensor
 
-from raylearner.config.schema import LearnerSection
 from raylearner.errors import CheckpointError, ConfigError, LearnerError
 from raylearner.learner.learner import Learner
 from raylearner.types import StopReason, TrajectoryGroup
@@ -23,8 +22,7 @@ ADAPTIVE = {"kind": "adaptive", "target": 0.01, "horizon": 50}
 
 def make_learner(folder: Path, run_dir: Path | None = None, **changes: Any) -> Learner:
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_epochs": 2} | changes
-    section = LearnerSection(**options)
-    return learners.make_learner(folder, section, run_dir=run_dir)
+    return learners.make_learner(folder, options, run_dir=run_dir)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +71,7 @@ def test_resume_is_exact(
         assert {k: v for k, v in ours.items() if k not in times} == {
             k: v for k, v in theirs.items() if k not in times
         }
-    ours = weights_of(resumed)
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(whole).items())
+    assert_same_weights(whole, resumed)
     assert {path.name for path in tmp_path.iterdir()} == folders
 
 
@@ -97,7 +94,7 @@ def test_while_the_critic_warms_up_policy_and_version_stay(tiny_folder: Path) ->
         assert output.metrics["learner/num_updates"] == 2
         values.append(output.metrics["learner/value_loss"])
     assert values[0] > 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    assert_same_weights(learner, before)
     output = step(learner, make_groups(2))
     assert output.policy_version == 1
     assert not torch.equal(weights_of(learner)["model.norm.weight"], before["model.norm.weight"])
@@ -114,8 +111,7 @@ def test_exceeding_max_kl_ends_the_reuse_of_a_batch(tiny_folder: Path) -> None:
     assert metrics["learner/skipped_updates"] == 0
     single = make_learner(tiny_folder, num_epochs=1)
     step(single, groups)
-    ours = weights_of(learner)
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights_of(single).items())
+    assert_same_weights(single, learner)
 
 
 def test_a_refreshed_reference_moves_with_every_kth_version_and_the_coefficient_with_the_kl(
@@ -175,7 +171,7 @@ def test_skipped_steps_are_counted_and_the_last_one_writes_its_trajectories(
     lines = (tmp_path / "skipped" / "rank_0" / "step_000002.jsonl").read_text().splitlines()
     written = {json.loads(line)["group_id"] for line in lines}
     assert groups[1].group_id in written
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    assert_same_weights(learner, before)
 
 
 def test_a_value_loss_that_is_not_finite_skips_both_updates(tiny_folder: Path) -> None:
@@ -186,7 +182,7 @@ def test_a_value_loss_that_is_not_finite_skips_both_updates(tiny_folder: Path) -
         critic._model.own_parameters()["value_head.bias"].fill_(torch.nan)
     before = weights_of(learner)
     assert step(learner, make_groups(0)).is_skipped
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    assert_same_weights(learner, before)
 
 
 def test_truncated_episodes_train_nothing_and_stay_in_the_baseline(tiny_folder: Path) -> None:
@@ -231,7 +227,7 @@ def test_gdpo_weighs_reward_functions_as_the_run_does(tiny_folder: Path) -> None
     for noise in (1.0, -7.0):
         learner = learners.make_learner(
             tiny_folder,
-            LearnerSection(compute_dtype="float64", advantage={"kind": "gdpo"}),
+            {"compute_dtype": "float64", "advantage": {"kind": "gdpo"}},
             reward_weights={"a": 2.0, "b": 0.0},
         )
         losses.append(step(learner, with_parts(noise)).metrics["learner/loss"])

@@ -1,6 +1,6 @@
 """Learners for tests, random trajectories, steps and states."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from raylearner.config.schema import LearnerSection, RunSection
-from raylearner.learner.batch.pack import pack
+from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.learner.checkpoint.state import state_tensors
 from raylearner.learner.learner import Learner
 from raylearner.learner.spec import LearnerSpec, StepOutput
@@ -82,7 +82,7 @@ def make_groups(
 
 def make_learner(
     folder: Path | str,
-    section: LearnerSection,
+    section: LearnerSection | Mapping[str, Any],
     *,
     num_steps: int = 10,
     device_mesh: DeviceMesh | None = None,
@@ -90,25 +90,39 @@ def make_learner(
     **options: Any,
 ) -> Learner:
     """`options` are further fields of the spec."""
+    section = LearnerSection.model_validate(section)
     run = RunSection(num_steps=num_steps)
     spec = LearnerSpec(learner=section, model_path=str(folder), run=run, **options)
     return Learner(spec, device_mesh=device_mesh, tracer=tracer)
 
 
+def one_batch(
+    groups: list[TrajectoryGroup], *, policy_version: int = 0, **options: Any
+) -> LearnerBatch:
+    """The batch of a single rank; `options` are those of packing."""
+    options = {"max_tokens_per_micro_batch": 48, **options}
+    (batch,) = pack(groups, policy_version=policy_version, num_ranks=1, **options)
+    return batch
+
+
 def step(learner: Learner, groups: list[TrajectoryGroup], **options: Any) -> StepOutput:
     """One step on the groups; `options` are those of packing."""
-    (batch,) = pack(
-        groups,
-        policy_version=learner.policy_version,
-        num_ranks=1,
-        **{"max_tokens_per_micro_batch": 48, **options},
-    )
-    return learner.step(batch)
+    return learner.step(one_batch(groups, policy_version=learner.policy_version, **options))
 
 
 def weights_of(learner: Learner, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Copies of the full weights; every rank must call it."""
     return {name: tensor.clone() for name, tensor in learner.models.policy.named_weights(dtype)}
+
+
+def assert_same_weights(
+    found: Learner | Mapping[str, Any], wanted: Learner | Mapping[str, Any], *, atol: float = 0.0
+) -> None:
+    """All tensors differ by at most `atol`; a learner stands for its weights."""
+    found, wanted = (weights_of(x) if isinstance(x, Learner) else x for x in (found, wanted))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        np.testing.assert_allclose(tensor, wanted[name], rtol=0, atol=atol, err_msg=name)
 
 
 def probe_of(learner: Learner, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
