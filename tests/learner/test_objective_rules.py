@@ -318,12 +318,7 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
     with torch.no_grad():
         head.weight.normal_(0, 0.1)
         head.bias.fill_(0.3)
-    batch = one_batch(
-        [make_group([make_row(i, float(i % 2)) for i in range(2)])],
-        policy_version=0,
-        num_ranks=1,
-        max_tokens_per_micro_batch=64,
-    )
+    batch = one_batch([make_group([make_row(i, float(i % 2)) for i in range(2)])])
     whole = learner._prepare(batch)
     (prepared,) = whole.mini_batches[0].micro_batches
     assert prepared.values is not None
