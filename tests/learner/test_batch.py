@@ -156,7 +156,7 @@ def test_fewer_rows_than_ranks_leave_empty_micro_batches() -> None:
     assert sorted(sizes) == [[0], [0], [1]]
 
 
-def test_nothing_to_train_gives_no_mini_batch_but_keeps_rewards() -> None:
+def test_without_trained_tokens_there_is_no_mini_batch_but_rewards_are_kept() -> None:
     rows = [random_trajectory(np.random.default_rng(0), trains=False, reward=0.5)]
     (batch,) = pack(
         [group_of(4, rows)], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=8

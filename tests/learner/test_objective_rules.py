@@ -214,7 +214,7 @@ def test_the_schedule_of_the_policy_begins_after_the_critic_warmed_up(tiny_folde
     ],
     ids=["tis", "mis", "decoupled", "reinforce", "topr", "rejection"],
 )
-def test_the_optimal_token_baseline_knows_the_weights_of_the_loss(
+def test_the_optimal_token_baseline_gets_the_weights_of_the_loss(
     tiny_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     keys: dict[str, Any],
@@ -349,7 +349,7 @@ def test_resampled_episodes_count_as_often_in_the_value_loss(tiny_folder: Path) 
     assert learner.step(batch).metrics["learner/value_loss"] == pytest.approx(expected)
 
 
-def test_all_segments_of_a_cut_episode_go_on_where_the_last_one_ended() -> None:
+def test_all_segments_of_a_cut_episode_bootstrap_from_its_last_one() -> None:
     # Two segments of one token each; values before them 0.5 and 0.25, after them 7 and 2; reward 1.
     whole = WholeBatch(
         rows=Rows.from_lengths([1, 1]),

@@ -78,7 +78,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_masked_never_leaks(mode: Any) -> None:
+def test_masked_values_never_leak(mode: Any) -> None:
     rows = Rows.from_lengths([2, 1])
     values = torch.tensor([1.0, math.nan, math.inf]).requires_grad_()
     mask = torch.tensor([True, False, False])
@@ -134,7 +134,7 @@ def test_the_scaled_mode_needs_a_scale(scale: float | None) -> None:
         )
 
 
-def test_rows_know_their_sums_means_extremes_and_ends() -> None:
+def test_rows_have_sums_means_extremes_and_ends() -> None:
     rows = Rows.from_lengths(torch.tensor([3, 0, 2]))
     mask = torch.tensor([True, False, True, False, False])
     values = torch.tensor([1.0, math.nan, 3.0, 7.0, 8.0])

@@ -67,7 +67,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-async def test_training_goes_on_while_the_copy_is_written_and_one_is_in_flight(
+async def test_training_continues_while_one_copy_is_written(
     tmp_path: Path,
 ) -> None:
     learner = FakeLearner()
@@ -90,7 +90,7 @@ async def test_training_goes_on_while_the_copy_is_written_and_one_is_in_flight(
     assert names(tmp_path) == ["step_000002", "step_000003"]
 
 
-async def test_without_deferring_it_is_whole_when_training_goes_on(tmp_path: Path) -> None:
+async def test_without_deferring_it_is_complete_before_training_continues(tmp_path: Path) -> None:
     saver = make_saver(tmp_path, FakeLearner(), should_defer=False)
     await saver.start(1)
     assert (names(tmp_path), list_damage(tmp_path)) == (["step_000001"], [])
@@ -112,7 +112,7 @@ async def test_a_step_behind_a_corrupt_checkpoint_is_the_one_that_is_kept(tmp_pa
         (False, LearnerError("learner rank 1: OSError: no space left on device")),
     ],
 )
-async def test_a_write_that_failed_is_told_with_its_step_and_the_last_whole_one(
+async def test_a_failed_write_names_its_step_and_the_last_complete_checkpoint(
     tmp_path: Path, should_defer: bool, error: Exception
 ) -> None:
     """At once, or by the next call where it was made beside training."""
@@ -130,7 +130,7 @@ async def test_a_write_that_failed_is_told_with_its_step_and_the_last_whole_one(
     assert str(tmp_path / "step_000001") in str(refused.value)
 
 
-async def test_a_rank_that_died_is_told_as_such_and_what_it_wrote_given_up(tmp_path: Path) -> None:
+async def test_a_dead_rank_is_named_and_its_files_are_abandoned(tmp_path: Path) -> None:
     learner = FakeLearner()
     saver = make_saver(tmp_path, learner)
     await saver.start(1)
@@ -188,7 +188,7 @@ def test_the_last_whole_checkpoint_is_taken_and_the_corrupt_one_named(
     assert not (tmp_path / "run.1").exists()
 
 
-def test_without_a_whole_checkpoint_nothing_is_touched_and_the_way_out_said(
+def test_without_a_complete_checkpoint_nothing_changes_and_the_error_names_the_way_out(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
@@ -261,7 +261,7 @@ def test_every_changed_key_is_listed_with_both_values(tmp_path: Path) -> None:
         ("learner.vision_tower=frozen", "learner.vision_tower"),
     ],
 )
-def test_what_a_checkpoint_does_not_let_change_is_refused(
+def test_changes_that_a_checkpoint_does_not_allow_are_refused(
     tmp_path: Path, override: str, key: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

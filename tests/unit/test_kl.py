@@ -72,7 +72,7 @@ def test_kl_loss_ignores_masked_tokens_and_may_weigh_by_the_ratio() -> None:
     )
 
 
-def test_kl_loss_has_the_gradient_it_says() -> None:
+def test_the_gradient_of_the_kl_loss_is_that_of_its_value() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs, reference, proximal = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     mask = torch.tensor([True, True, False, True, True])

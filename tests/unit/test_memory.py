@@ -94,7 +94,7 @@ def test_a_tower_counts_as_it_is_trained_or_frozen(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 4, b"\xff" * 16, b"\5\0\0\0\0\0\0\0{}x[]"])
-def test_what_cannot_be_told_is_not_guessed(folder: Path, content: bytes) -> None:
+def test_the_size_of_unreadable_files_is_not_guessed(folder: Path, content: bytes) -> None:
     (folder / "model-1.safetensors").write_bytes(content)
     assert ModelSize.of(folder) is None
     assert ModelSize.of(folder / "nowhere") is None
@@ -138,7 +138,7 @@ def test_what_is_whole_or_depends_on_tokens_is_counted_apart(folder: Path) -> No
     assert adapters.moments == 240 * 8
 
 
-def test_check_tells_it_where_the_files_are_here(folder: Path) -> None:
+def test_check_shows_memory_if_the_model_is_local(folder: Path) -> None:
     config = RunConfig.model_validate(
         {
             "model": {"kind": "pretrained", "path": str(folder)},

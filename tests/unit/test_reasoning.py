@@ -227,7 +227,7 @@ async def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     assert (trajectory.reward, trajectory.turns[0].content) == (1.0, "<answer>46</answer>")
 
 
-async def test_a_thought_goes_on_behind_an_inline_reply(tmp_path: Path) -> None:
+async def test_a_thought_continues_after_an_inline_reply(tmp_path: Path) -> None:
     texts = ["hm<|im_end|>", "<answer>1</answer></think><answer>46</answer>"]
     stage = make_stage(tmp_path, texts, observation_role="inline")
     trajectory = await stage.play()
