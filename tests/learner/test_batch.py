@@ -7,28 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from episodes import make_turn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from learners import make_groups, random_trajectory
 
 from raylearner.learner.batch.micro_batch import MicroBatch
 from raylearner.learner.batch.pack import LearnerBatch, pack, row_cost
-from raylearner.types import CompletionStop, Trajectory, TrajectoryGroup, Turn
+from raylearner.types import Trajectory, TrajectoryGroup
 
 BUDGET = 64
-
-
-def make_turn(start: int, end: int, reply_end: int, reply: str) -> Turn:
-    return Turn(
-        start=start,
-        end=end,
-        reply_end=reply_end,
-        text="",
-        reply=reply,
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
 
 
 def group_of(group_id: int, trajectories: list[Trajectory]) -> TrajectoryGroup:
@@ -218,17 +206,12 @@ def test_rows_have_turns_and_hashes_of_their_start() -> None:
             behavior_logprobs=np.where(mask, -1, np.nan).astype(np.float32),
             policy_versions=np.where(mask, 0, -1).astype(np.int32),
             turns=tuple(
-                make_turn(start, end, reply_end, reply)
+                make_turn("", start=start, end=end, reply_end=reply_end, reply=reply)
                 for (start, end, reply_end), reply in zip(spans, replies, strict=True)
             ),
         )
 
-    group = TrajectoryGroup(
-        group_id=0,
-        prompt_id="0",
-        policy_version=0,
-        trajectories=(episode(0, ("a", "b", "")), episode(1, ("a", "c", ""))),
-    )
+    group = group_of(0, [episode(0, ("a", "b", "")), episode(1, ("a", "c", ""))])
     (batch,) = pack([group], policy_version=0, num_ranks=1, max_tokens_per_micro_batch=64)
     first, second = batch.mini_batches[0].micro_batches[0]
     assert first.turns.tolist() == [-1, -1, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -247,7 +230,7 @@ def test_turns_after_different_images_have_different_hashes() -> None:
         mask = np.isin(np.arange(12), [3, 9, 11])
         places = np.isin(np.arange(12), [1, 5, 7, 8, 10])
         turns = tuple(
-            make_turn(start, start + 1, reply_end, reply)
+            make_turn("", start=start, end=start + 1, reply_end=reply_end, reply=reply)
             for start, reply_end, reply in ((3, 9, "see"), (9, 11, "see"), (11, 12, ""))
         )
         return replace(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from episodes import make_turn
 from kits import make_kit, make_renderer, play_one
 from openai import AsyncOpenAI
 
@@ -20,7 +21,7 @@ from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer
 from raylearner.tokenization.reasoning import Reasoning
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import CompletionStop, Message, Sampling, StopReason, Trajectory, Turn
+from raylearner.types import CompletionStop, Message, Sampling, StopReason, Trajectory
 
 THINK = Reasoning((("<think>", "</think>"), ("[THINK]", "[/THINK]")))
 OPENS = CHAT_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
@@ -101,17 +102,7 @@ def test_thoughts_are_found_from_their_opening_on(
     text: str, opening: str, said: str, unclosed: str
 ) -> None:
     thoughts = THINK.thoughts(text, opening=opening)
-    turn = Turn(
-        start=0,
-        end=1,
-        reply_end=1,
-        text=text,
-        reply="",
-        stop_reason=CompletionStop.END,
-        min_policy_version=0,
-        max_policy_version=0,
-        thoughts=thoughts.spans,
-    )
+    turn = make_turn(text, thoughts=thoughts.spans)
     assert (turn.content, thoughts.unclosed) == (said, unclosed)
 
 
