@@ -2,6 +2,7 @@
 
 import json
 import random
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,18 +36,6 @@ class Model:
     leased: list[int] = field(default_factory=list)
     leased_episodes: set[int] = field(default_factory=set)
 
-    def copy(self) -> "Model":
-        return Model(
-            self.policy_version,
-            dict(self.open_claims),
-            dict(self.claimants),
-            dict(self.accepted),
-            set(self.trained_episodes),
-            set(self.trained_groups),
-            list(self.leased),
-            set(self.leased_episodes),
-        )
-
 
 def make_episode(
     claim: Claim, serial: int, versions: list[int], reward: float | None, num_segments: int = 1
@@ -76,12 +65,8 @@ class ReplayMachine(RuleBasedStateMachine):
     def start(self, **values) -> None:
         if values["group_size"] == 1:  # one reward never varies
             values["drop_zero_variance"] = False
-        self.config = ReplaySection(
-            group_time_limit_s=TIME_LIMIT_S,
-            error_window=100_000,
-            max_filtered_groups=100_000,
-            **values,
-        )
+        limits = {"error_window": 100_000, "max_filtered_groups": 100_000}
+        self.config = ReplaySection(group_time_limit_s=TIME_LIMIT_S, **limits, **values)
         self.now_s = 0.0
         self.serial = 0
         self.buffer = self.make_buffer()
@@ -253,7 +238,7 @@ class ReplayMachine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         metadata, arrays = snapshot.take_snapshot(self.buffer).state()
-        self.saved = (json.dumps(metadata), arrays, self.model.copy())
+        self.saved = (json.dumps(metadata), arrays, deepcopy(self.model))
 
     @precondition(lambda self: self.saved is not None)
     @rule(is_fresh=st.booleans())
@@ -269,7 +254,7 @@ class ReplayMachine(RuleBasedStateMachine):
         else:
             self.void(self.model.open_claims)
         snapshot.restore(self.buffer, json.loads(metadata), arrays, {})
-        self.model = model.copy()
+        self.model = model
         self.model.open_claims.clear()
         self.model.leased, self.model.leased_episodes = [], set()
         self.saved = None

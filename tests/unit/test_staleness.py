@@ -41,41 +41,43 @@ def test_the_bound_is_inclusive() -> None:
 
 def test_mask_takes_over_old_tokens_out_and_keeps_the_reward() -> None:
     group = make_group(make_tokens([-1, 1, 3]), make_tokens([-1, 1, 1], index=1))
-    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
-    assert ruling.group is not None
-    assert [t.train_mask.tolist() for t in ruling.group.trajectories] == [
+    decision = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
+    assert decision.group is not None
+    assert [t.train_mask.tolist() for t in decision.group.trajectories] == [
         [False, False, True],
         [False, False, False],
     ]
-    assert ruling.group.rewards == {0: 1.0, 1: 1.0}
-    assert (ruling.num_masked_tokens, ruling.num_over_stale_tokens) == (3, 0)
+    assert decision.group.rewards == {0: 1.0, 1: 1.0}
+    assert (decision.num_masked_tokens, decision.num_over_stale_tokens) == (3, 0)
     assert group.trajectories[0].num_trained_tokens == 2, "the stored trajectory stays as it was"
 
 
-def test_a_group_all_of_whose_tokens_are_masked_trains_nothing() -> None:
-    group = make_group(make_tokens([-1, 0]), make_tokens([-1, 1], index=1))
-    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="mask")
-    assert (ruling.group, ruling.num_masked_tokens) == (None, 2)
+@pytest.mark.parametrize(
+    ("on_stale", "versions", "is_kept", "num_masked", "num_over_stale"),
+    [
+        ("mask", [0, 1], False, 2, 0),
+        ("mask", [0, 4], True, 1, 0),
+        ("wait", [0, 4], True, 1, 0),  # what waiting could not save
+        ("drop", [0, 4], False, 0, 0),
+        ("train", [0, 4], True, 0, 1),
+    ],
+)
+def test_each_rule_decides_on_tokens_beyond_the_bound(
+    on_stale, versions: list[int], is_kept: bool, num_masked: int, num_over_stale: int
+) -> None:
+    group = make_group(make_tokens([-1, *versions]))
+    decision = decide_staleness(group, 4, max_staleness=2, on_stale=on_stale)
+    assert (decision.group is not None) == is_kept
+    assert (decision.num_masked_tokens, decision.num_over_stale_tokens) == (
+        num_masked,
+        num_over_stale,
+    )
+    assert (decision.group is group) == (on_stale == "train")
 
 
-def test_drop_takes_the_whole_group_for_one_old_trained_token() -> None:
-    old = make_tokens([-1, 0, 4])
-    assert decide_staleness(make_group(old), 4, max_staleness=2, on_stale="drop").group is None
-    harmless = make_group(make_tokens([-1, 0, 4], trained=[False, False, True]))
-    assert decide_staleness(harmless, 4, max_staleness=2, on_stale="drop").group is harmless
-
-
-def test_train_changes_nothing_but_counts() -> None:
-    group = make_group(make_tokens([-1, 0, 4]))
-    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="train")
-    assert (ruling.group, ruling.num_over_stale_tokens) == (group, 1)
-
-
-def test_wait_masks_what_waiting_could_not_save() -> None:
-    group = make_group(make_tokens([-1, 0, 4]))
-    ruling = decide_staleness(group, 4, max_staleness=2, on_stale="wait")
-    assert ruling.group is not None
-    assert ruling.num_masked_tokens == 1
+def test_old_tokens_that_do_not_train_drop_nothing() -> None:
+    group = make_group(make_tokens([-1, 0, 4], trained=[False, False, True]))
+    assert decide_staleness(group, 4, max_staleness=2, on_stale="drop").group is group
 
 
 @pytest.mark.parametrize(
@@ -112,11 +114,13 @@ def test_no_trained_token_exceeds_the_bound(
     versions: list[list[int]], policy_version: int, max_staleness: int, on_stale
 ) -> None:
     group = make_group(*(make_tokens(v, index=i) for i, v in enumerate(versions)))
-    ruling = decide_staleness(group, policy_version, max_staleness=max_staleness, on_stale=on_stale)
-    if ruling.group is not None:
+    decision = decide_staleness(
+        group, policy_version, max_staleness=max_staleness, on_stale=on_stale
+    )
+    if decision.group is not None:
         histogram = staleness_histogram(
-            [trained_versions(t) for t in ruling.group.trajectories], policy_version
+            [trained_versions(t) for t in decision.group.trajectories], policy_version
         )
         assert len(histogram) <= max_staleness + 1
         num_sampled = sum(t.num_sampled_tokens for t in group.trajectories)
-        assert sum(histogram) == num_sampled - ruling.num_masked_tokens
+        assert sum(histogram) == num_sampled - decision.num_masked_tokens

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+from checkpoints import VOCABULARY, make_checkpoint, make_model, make_probe
 from engines import start_vllm
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
@@ -17,9 +17,8 @@ from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.types import Completion, Sampling
 from raylearner.weights.checksums import Checksum
-from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports.shared_files import write_weights
-from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
+from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 class Lab:
@@ -46,24 +45,11 @@ class Lab:
         self, version: int, *, without: str | None = None, should_clear_caches: bool = True
     ) -> WeightUpdate:
         model = self.model(version)
-        token_ids = probe_tokens(
-            seed=0,
-            policy_version=version,
-            vocab_size=len(VOCABULARY),
-            special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
-            num_tokens=32,
-        )
         return WeightUpdate(
             policy_version=version,
             transport="shared_files",
             payload=self.write(model, without=without),
-            probe=Probe(
-                token_ids=token_ids,
-                logprobs=tuple(
-                    tuple(self.reference(version, ids[:1], ids[1:]).tolist()) for ids in token_ids
-                ),
-                tolerance=1e-4,
-            ),
+            probe=make_probe(model, version, tolerance=1e-4),
             should_clear_caches=should_clear_caches,
         )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from checkpoints import END, PAD, VOCABULARY, make_checkpoint, make_model
+from checkpoints import VOCABULARY, make_checkpoint, make_model, make_probe
 from engines import start_vllm
 
 from raylearner.actors.engines.vllm import VllmEngine
@@ -16,7 +16,6 @@ from raylearner.config.learner import LoraSection
 from raylearner.errors import WeightTransferError
 from raylearner.learner.model import lora
 from raylearner.types import Completion, Sampling
-from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports import discard_files
 from raylearner.weights.transports.adapter import write_adapter
 from raylearner.weights.update import Probe, WeightReceipt, WeightUpdate
@@ -62,28 +61,20 @@ class AdapterLab:
             gaps.append(np.abs(mine - completion.logprobs)[own].max())
         return float(max(gaps))
 
-    async def push(self, version: int, *, probe_of: int | None = None) -> WeightReceipt:
-        ids = probe_tokens(
-            seed=0,
-            policy_version=version,
-            vocab_size=len(VOCABULARY),
-            special_token_ids=[VOCABULARY.index(PAD), VOCABULARY.index(END)],
-            num_tokens=32,
-        )
-        probe_version = version if probe_of is None else probe_of
-        probe = Probe(
-            token_ids=ids,
-            logprobs=tuple(tuple(self.logprobs(probe_version, row, 1).tolist()) for row in ids),
-            tolerance=1e-4,
-        )
+    def write(self, version: int) -> dict:
         self.set_version(version)
-        payload = write_adapter(
+        return write_adapter(
             lora.adapter_weights(self.model, torch.float32),
             lora.adapter_config(self.model, base="base"),
             self.folder,
             version,
             torch.float32,
         )
+
+    async def push(self, version: int, *, probe_of: int | None = None) -> WeightReceipt:
+        self.set_version(version if probe_of is None else probe_of)
+        probe = make_probe(self.model, version, tolerance=1e-4)
+        payload = self.write(version)
         self.payloads.append(payload)
         return await self.engine.receive(
             WeightUpdate(policy_version=version, transport="adapter", payload=payload, probe=probe)
@@ -124,15 +115,7 @@ async def test_adapters_are_verified_in_their_slots(lab: AdapterLab) -> None:
     names = [name for name, _ in lora.adapter_weights(lab.model, torch.float32)]
     assert receipt.num_verified == len(names)
     llm, held = lab.engine._llm, lab.payloads[-1]
-    later = AdapterLab(lab.engine, lab.folder)
-    later.set_version(2001)
-    payload = write_adapter(
-        lora.adapter_weights(later.model, torch.float32),
-        lora.adapter_config(later.model, base="base"),
-        lab.folder,
-        2001,
-        torch.float32,
-    )
+    payload = AdapterLab(lab.engine, lab.folder).write(2001)
 
     def update(path: str, sums: dict) -> WeightUpdate:
         return WeightUpdate(
