@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from minimal import MINIMAL
+from rows import write_jsonl
 
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
@@ -25,6 +26,7 @@ RATE = {
     "key": "learner.learning_rate",
     "sample": {"kind": "log_uniform", "low": 1e-4, "high": 1e-2},
 }
+ONE = {"key": "a.b", "values": [1]}
 
 
 @pytest.fixture
@@ -88,10 +90,7 @@ def test_excluded_values_and_axes_that_do_not_apply_are_left_out(folder: Path) -
 def test_draws_are_within_bounds_and_the_same_every_time(folder: Path) -> None:
     axes = [
         {"key": "replay.group_size", "values": [4, 8]},
-        {
-            "key": "learner.learning_rate",
-            "sample": {"kind": "log_uniform", "low": 1e-5, "high": 1e-2},
-        },
+        RATE,
         {"key": "replay.max_staleness", "sample": {"kind": "int_uniform", "low": 1, "high": 3}},
         {"key": "learner.max_grad_norm", "sample": {"kind": "uniform", "low": 0.5, "high": 2}},
         {"key": "learner.schedule", "sample": {"kind": "choice", "values": ["linear", "cosine"]}},
@@ -100,8 +99,8 @@ def test_draws_are_within_bounds_and_the_same_every_time(folder: Path) -> None:
     assert drawn == [t.values for t in read(axes=axes, num_samples=20, seeds=[0]).trials]
     rates = [values["learner.learning_rate"] for values in drawn]
     assert len(drawn) == 40
-    assert all(1e-5 <= rate <= 1e-2 for rate in rates)
-    assert 0.25 < sum(math.log10(rate) < -3.5 for rate in rates) / 40 < 0.75
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+    assert 0.25 < sum(math.log10(rate) < -3 for rate in rates) / 40 < 0.75
     assert {values["replay.max_staleness"] for values in drawn} == {1, 2, 3}
 
 
@@ -163,12 +162,6 @@ def test_a_job_takes_no_base_from_outside_of_its_package(
     assert "base.0: " in problems(base=[outside])
 
 
-def test_a_wrong_seed_is_one_problem(folder: Path) -> None:
-    assert problems(seeds=[-1]).endswith(
-        "seeds.0: must be >= 0, got -1\n1 problem; nothing was started."
-    )
-
-
 def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
     axes = [
         {"key": "learner.learning_rat", "values": [1]},
@@ -194,22 +187,14 @@ def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
             "exclude.0: 'a.b' is never 9; its values: 1, 2",
         ),
         (
-            {
-                "axes": [
-                    {"key": "a.b", "values": [1]},
-                    {"key": "a.c", "values": [1], "when": {"a.b": [2]}},
-                ]
-            },
+            {"axes": [ONE, {"key": "a.c", "values": [1], "when": {"a.b": [2]}}]},
             "axes.1.when.a.b: 'a.b' is never 2; its values: 1",
         ),
         (
             {"axes": [RATE, {"key": "a.c", "values": [1], "when": {RATE["key"]: [1e-3]}}]},
             "drawn from 0.0001 to 0.01",
         ),
-        (
-            {"axes": [RATE], "num_samples": 10**9},
-            "2000000000 trials",
-        ),
+        ({"axes": [RATE], "num_samples": 10**9}, "2000000000 trials"),
         ({"axes": [RATE], "num_samples": 900}, "1002 trials"),
         ({"base": ["../base.yaml"]}, "base.0: "),
         (
@@ -237,16 +222,10 @@ def test_all_problems_of_all_trials_are_reported_together(folder: Path) -> None:
             "axes.0.when.x: ",
         ),
         (
-            {
-                "axes": [
-                    {
-                        "key": "learner.learning_rate",
-                        "sample": {"kind": "uniform", "low": 2, "high": 1},
-                    }
-                ]
-            },
+            {"axes": [{"key": "a.b", "sample": {"kind": "uniform", "low": 2, "high": 1}}]},
             "low must be < high",
         ),
+        ({"seeds": [-1]}, "seeds.0: must be >= 0, got -1\n1 problem; nothing was started."),
     ],
 )
 def test_a_sweep_that_makes_no_sense_is_refused(
@@ -313,10 +292,11 @@ def test_a_record_that_is_damaged_or_in_the_place_of_the_folder_is_refused(folde
 
 def test_a_value_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path: Path) -> None:
     rows = [{"step": s, "r": float(s)} for s in (1, 2, 3)] + [{"step": 4, "r": None}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"st')
-    (tmp_path / "eval.jsonl").write_text(
-        '{"step": 0, "reward/mean": 0.1}\n{"step": 4, "reward/mean": 0.7}\n'
-    )
+    write_jsonl(tmp_path / "metrics.jsonl", *rows)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"st')
+    evaluations = [{"step": 0, "reward/mean": 0.1}, {"step": 4, "reward/mean": 0.7}]
+    write_jsonl(tmp_path / "eval.jsonl", *evaluations)
     read = read_progress(tmp_path, SweepMetric(key="r", last_steps=2))
     assert read.curve == [(1, 1.0), (2, 1.5), (3, 2.5)]
     assert (read.num_steps, read.num_damaged) == (4, 0)
@@ -332,6 +312,12 @@ def test_damaged_lines_of_metrics_are_skipped(tmp_path: Path) -> None:
     assert (read.num_steps, read.curve, read.num_damaged) == (4, [(1, 1.0), (4, 4.0)], 3)
 
 
+def read_report(folder: Path) -> tuple[list[str], list[str]]:
+    """Return all lines and those of the table of trials."""
+    lines = (folder / "sweep" / "results.md").read_text().splitlines()
+    return lines, [line for line in lines if line.startswith("| 0.")]
+
+
 def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> None:
     swept = read()
     state = SweepState(folder / "sweep", swept)
@@ -340,8 +326,7 @@ def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> Non
         found.value, found.error = value, "it broke" if value is None else None
     commands = plan.commands(swept)
     report.write(swept, state, commands)
-    lines = (folder / "sweep" / "results.md").read_text().splitlines()
-    table = [line for line in lines if line.startswith("| 0.")]
+    lines, table = read_report(folder)
     assert table == [
         "| 0.0001 | 8 | 0.8500 ± 0.0707 | 2 of 2 | 002, 003 |",
         "| 0.001 | 4 | 0.5000 ± 0.0000 | 2 of 2 | 004, 005 |",
@@ -364,9 +349,9 @@ def test_of_equal_trials_the_one_with_fewer_failed_episodes_is_better(
     for name, failed in (("a", 0.0), ("b", 0.75)):
         (tmp_path / name).mkdir()
         row = {"step": 1, "reward/mean": 0.25, "failed_fraction": failed}
-        (tmp_path / name / "eval.jsonl").write_text(json.dumps(row) + "\n")
+        write_jsonl(tmp_path / name / "eval.jsonl", row)
         rows = [{"step": 1, "rollout/stop/error": failed}, {"step": 2}]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        write_jsonl(tmp_path / name / "metrics.jsonl", *rows)
     made = {name: read_progress(tmp_path / name, metric) for name in "ab"}
     assert [made[name].failed_fraction for name in "ab"] == [0.0, 0.75]
     assert read_progress(tmp_path / "b", SweepMetric()).failed_fraction == 0.75 / 2
@@ -376,28 +361,33 @@ def test_of_equal_trials_the_one_with_fewer_failed_episodes_is_better(
         found.status, found.value = Status.DONE, 0.25
         found.failed_fraction = made["a" if found.number == 5 else "b"].failed_fraction
     report.write(swept, state, plan.commands(swept))
-    lines = (folder / "sweep" / "results.md").read_text().splitlines()
-    table = [line for line in lines if line.startswith("| 0.")]
+    _, table = read_report(folder)
     assert "004, 005" in table[0]
     assert "37.5% of the episodes failed" in table[0]
 
 
+def make_asha() -> Asha:
+    section = AshaSection(kind="asha", grace_steps=4, reduction_factor=2)
+    return Asha(section, SweepMetric(), max_steps=16)
+
+
+def curve(value: float, num_steps: int) -> list[tuple[int, float]]:
+    return [(step, value) for step in range(1, num_steps + 1)]
+
+
 def test_asha_stops_the_worse_at_a_rung_and_nobody_before_or_at_the_end() -> None:
-    asha = Asha(
-        AshaSection(kind="asha", grace_steps=4, reduction_factor=2), SweepMetric(), max_steps=16
-    )
-    assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 9)])
-    assert not asha.should_stop(1, [(s, 0.1) for s in range(1, 4)])
-    assert asha.should_stop(1, [(s, 0.1) for s in range(1, 5)])
-    assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 17)])
+    asha = make_asha()
+    assert not asha.should_stop(0, curve(0.9, 8))
+    assert not asha.should_stop(1, curve(0.1, 3))
+    assert asha.should_stop(1, curve(0.1, 4))
+    assert not asha.should_stop(0, curve(0.9, 16))
 
 
 def test_asha_compares_with_all_that_a_stopped_trial_had_written() -> None:
-    config = AshaSection(kind="asha", grace_steps=4, reduction_factor=2)
-    asha = Asha(config, SweepMetric(), max_steps=16)
-    assert not asha.should_stop(0, [(s, 0.9) for s in range(1, 5)])
-    assert asha.should_stop(1, [(s, 0.1) for s in range(1, 9)])
-    assert asha.should_stop(0, [(s, 0.05) for s in range(1, 9)])
+    asha = make_asha()
+    assert not asha.should_stop(0, curve(0.9, 4))
+    assert asha.should_stop(1, curve(0.1, 8))
+    assert asha.should_stop(0, curve(0.05, 8))
 
 
 def test_an_axis_takes_null_and_a_choice_named_none(folder: Path) -> None:

@@ -12,6 +12,7 @@ import ray
 import requests
 import yaml
 from minimal import MINIMAL
+from rows import write_jsonl
 
 from raylearner.errors import RaylearnerError, RunStopped
 from raylearner.jobs import client as jobs_client
@@ -28,7 +29,9 @@ class Cluster:
     `status` returns a job's status or the code of an HTTP error.
     """
 
-    def __init__(self, status: Callable[[int, int], str | int]) -> None:
+    def __init__(
+        self, status: Callable[[int, int], str | int] = lambda number, attempt: "SUCCEEDED"
+    ) -> None:
         self.status = status
         self.started: list[int] = []
         self.stopped: list[int] = []
@@ -100,7 +103,7 @@ def write_curve(folder: Path, number: int, value: float, num_steps: int) -> None
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").touch()  # which a job would resume
     rows = [{"step": s, "rollout/reward/mean": value} for s in range(1, num_steps + 1)]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run_dir / "metrics.jsonl", *rows)
 
 
 @pytest.mark.parametrize("error", [500, requests.ConnectionError("refused")])
@@ -154,7 +157,7 @@ def test_a_new_call_retries_failed_trials(folder: Path, caplog: pytest.LogCaptur
         make_sweep(folder, cluster).run()
     assert cluster.started == [0, 1, 1]
     assert standing(folder) == [("done", 1), ("failed", 2)]
-    fixed = Cluster(lambda number, attempt: "SUCCEEDED")
+    fixed = Cluster()
     with caplog.at_level(logging.INFO):
         make_sweep(folder, fixed).run()
     assert ": 001" in caplog.text
@@ -209,7 +212,7 @@ def test_early_stopping_sees_ended_trials_at_once_and_after_a_resume(folder: Pat
     assert first.curves == {0: [(1, 0.5), (2, 0.5)]}
     assert standing(folder) == [("done", 1), ("waiting", 0)]
     again = _StopsTheSecond()
-    make_sweep(folder, Cluster(lambda number, attempt: "SUCCEEDED"), asha=again).run()
+    make_sweep(folder, Cluster(), asha=again).run()
     assert again.curves[0] == [(1, 0.5), (2, 0.5)]
 
 
@@ -230,7 +233,7 @@ def test_a_sweep_logs_missing_resources_and_errors_at_its_end(
     monkeypatch.setattr(ray, "cluster_resources", supply)
     monkeypatch.setattr(report, "write", broken)
     with pytest.raises(RunStopped, match="enough"):
-        make_sweep(folder, Cluster(lambda number, attempt: "SUCCEEDED")).run()
+        make_sweep(folder, Cluster()).run()
     assert "trial 000 waits for nodes: it needs 1 CPUs" in caplog.text
     assert "disk full" in caplog.text
 
@@ -238,7 +241,7 @@ def test_a_sweep_logs_missing_resources_and_errors_at_its_end(
 def test_an_attempt_counts_once_it_has_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = Cluster(lambda number, attempt: "SUCCEEDED")
+    cluster = Cluster()
 
     def refuse(**arguments: Any) -> str:
         raise RuntimeError("Request failed with status code 500: no")
