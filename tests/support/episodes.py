@@ -9,6 +9,7 @@ import numpy as np
 from raylearner.rewards.functions import EpisodeView
 from raylearner.types import (
     Claim,
+    Completion,
     CompletionStop,
     Message,
     Prompt,
@@ -32,6 +33,18 @@ def make_turn(text: str = "x", *, start: int = 1, end: int = 2, **changes: Any) 
         "max_policy_version": 0,
     }
     return Turn(**values | changes)
+
+
+def make_completion(
+    token_ids: Sequence[int], *, version: int = 0, stop: CompletionStop = CompletionStop.END
+) -> Completion:
+    count = len(token_ids)
+    return Completion(
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.linspace(-2, -1, count, dtype=np.float32),
+        policy_versions=np.full(count, version, np.int32),
+        stop_reason=stop,
+    )
 
 
 def make_trajectory(

@@ -1,4 +1,4 @@
-"""Dialects find the pair that counts, and say what is wrong with what they cannot read."""
+"""Dialects find the pair that counts, and name the fault of a turn that they cannot read."""
 
 import random
 
@@ -16,6 +16,7 @@ from raylearner.errors import ConfigError
 
 TAGS = {"search": "find", "code": "run"}
 FIRST, LAST = TagDialect(TAGS), TagDialect(TAGS, match="last")
+ANSWERS = TagDialect(TAGS, precedence="answer")
 JSON = JsonDialect(["find", "run"], answer_tag="answer")
 WHOLE = JsonDialect(["find"])
 
@@ -39,11 +40,7 @@ def call(body: str) -> str:
         (LAST, "<code>x</code><answer>1</answer>", ToolCall("run", "x")),
         (FIRST, "<answer> 42 </answer>", Answer("42")),
         (FIRST, "<search></search>", ToolCall("find", "")),
-        (
-            TagDialect(TAGS, precedence="answer"),
-            "<code>x</code><answer>1</answer>",
-            Answer("1"),
-        ),
+        (ANSWERS, "<code>x</code><answer>1</answer>", Answer("1")),
         (TagDialect({}, answer_tag="final"), "<final>x</final>", Answer("x")),
     ],
 )
@@ -54,13 +51,13 @@ def test_the_pair_that_counts(dialect: Dialect, text: str, action: object) -> No
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("<search>a", "<search> is not closed with </search>"),
-        ("a</code>", "</code> has no <code> before it"),
-        ("hm", "<search>...</search> or <code>...</code>, or answer with <answer>"),
-        ("", "answer with <answer>"),
+        ("<search>a", "</search>"),
+        ("a</code>", "<code> before"),
+        ("hm", "<search>...</search> or <code>...</code>"),
+        ("", "<answer>"),
     ],
 )
-def test_a_turn_without_an_action_is_told_what_to_write(text: str, reason: str) -> None:
+def test_the_correction_of_a_turn_without_an_action_names_the_form(text: str, reason: str) -> None:
     (action,) = FIRST.parse(text)
     assert isinstance(action, Invalid)
     assert reason in action.reason
@@ -105,19 +102,19 @@ def test_usual_variants_of_json_calls_are_read(body: str, arguments: dict[str, o
         ('{"name": "find", "arguments": {"query": "a" "b"}}', "Expecting ',' delimiter"),
         ("{'name': 'find'}", "character 1"),
         ("", "JSON"),
-        ("[1]", 'a JSON list; expected {"name": .., "arguments": {..}}'),
+        ("[1]", 'list; expected {"name": .., "arguments": {..}}'),
         ("3", "a JSON number"),
         ('{"arguments": {}}', "has no name"),
         ('{"name": 3}', "has no name"),
-        ('{"name": "fly"}', "names 'fly'; there is find, run"),
-        ('{"name": "find", "arguments": [1]}', "the arguments of find are a JSON list"),
-        ('{"name": "find", "arguments": null}', "the arguments of find are a JSON null"),
-        ('{"name": "find", "arguments": "a"}', "the arguments of find are a text"),
+        ('{"name": "fly"}', "'fly'; there is find, run"),
+        ('{"name": "find", "arguments": [1]}', "list"),
+        ('{"name": "find", "arguments": null}', "null"),
+        ('{"name": "find", "arguments": "a"}', "text"),
         ("[" * 100_000, "JSON"),
         ('{"name": ' + "9" * 10_000 + "}", "JSON"),
     ],
 )
-def test_malformed_json_is_told_what_is_wrong(body: str, reason: str) -> None:
+def test_the_correction_of_malformed_json_names_the_fault(body: str, reason: str) -> None:
     (action,) = JSON.parse(call(body))
     assert isinstance(action, Invalid)
     assert reason in action.reason
@@ -137,7 +134,7 @@ def test_a_call_that_the_stop_string_cut_is_read() -> None:
     assert isinstance(action, Invalid)
 
 
-def test_reasoning_is_not_looked_at() -> None:
+def test_reasoning_is_not_parsed() -> None:
     text = "<think>maybe " + call('{"name": "run"}') + "</think>" + call('{"name": "find"}')
     assert JSON.parse(text) == [ToolCall("find", {})]
     assert WHOLE.parse("<think>a</think> b ") == [Answer("b")]
@@ -159,7 +156,7 @@ def test_calls_beyond_the_limit_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("dialect", [FIRST, LAST, JSON, WHOLE])
-def test_whatever_a_policy_writes_gives_an_action(dialect: Dialect) -> None:
+def test_any_text_of_a_policy_gives_an_action(dialect: Dialect) -> None:
     source = random.Random(0)
     pieces = ["<search>", "</search>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "{"]
     pieces += ['{"name": "find"', "}", "<think>", "</think>", "x", '"', "\\", "\n", "é", "\x00"]

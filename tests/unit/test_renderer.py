@@ -7,10 +7,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
+from episodes import make_completion
 from families import GLM_CHAT_TEMPLATE, GLM_SPECIAL
-from kits import make_renderer
+from kits import make_claim, make_renderer
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -22,29 +22,16 @@ from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.template_checks import check_template
 from raylearner.tokenization.tokenizer import QWEN_CLASSES, QWEN_TYPES, load_tokenizer
 from raylearner.tokenization.transcript import Transcript
-from raylearner.types import Claim, Completion, CompletionStop, Message, Prompt, StopReason
+from raylearner.types import CompletionStop, Message, Prompt, StopReason
 
 USER = Message(role="user", content="1+1=")
 
 
 def make_transcript(renderer: Renderer) -> Transcript:
     prompt = Prompt(prompt_id="p", messages=(USER,), answer="2")
-    claim = Claim(group_id=3, sample_index=1, attempt=0, prompt=prompt, policy_version=5, seed=0)
-    transcript = Transcript(renderer=renderer, claim=claim)
+    transcript = Transcript(renderer=renderer, claim=make_claim(prompt, policy_version=5))
     transcript.open(prompt.messages)
     return transcript
-
-
-def make_completion(
-    token_ids: list[int], *, version: int = 5, stop: CompletionStop = CompletionStop.STOP_STRING
-) -> Completion:
-    count = len(token_ids)
-    return Completion(
-        token_ids=np.array(token_ids, np.int32),
-        logprobs=np.linspace(-2, -1, count, dtype=np.float32),
-        policy_versions=np.full(count, version, np.int32),
-        stop_reason=stop,
-    )
 
 
 def test_a_prompt_goes_through_the_chat_template_with_the_assistants_header(
@@ -122,8 +109,6 @@ def test_a_prompt_over_the_limit_is_refused_with_both_numbers(tokenizer_folder: 
 def test_a_tokenizer_without_chat_template_and_a_missing_one_are_config_errors(
     tmp_path: Path,
 ) -> None:
-    from raylearner.tiny.model import make_tokenizer
-
     tokenizer = make_tokenizer(max_length=64)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
@@ -138,7 +123,12 @@ def test_sampled_tokens_survive_verbatim_and_masks_cover_exactly_them(renderer: 
     transcript = make_transcript(renderer)
     first = renderer.encode("<calc>1+1</calc>")
     odd = [7, 200, 13, 250, 9]  # bytes that decode to no valid text
-    assert transcript.add_completion(make_completion(first)) == "<calc>1+1</calc>"
+    assert (
+        transcript.add_completion(
+            make_completion(first, version=5, stop=CompletionStop.STOP_STRING)
+        )
+        == "<calc>1+1</calc>"
+    )
     assert transcript.add_reply([Message(role="user", content="<result>2</result>")], tool="c")
     transcript.add_completion(make_completion(odd, version=6))
     transcript.add_reply(())
@@ -199,21 +189,21 @@ def test_transformers_takes_that_class_for_these_types(model_type: str) -> None:
     assert TOKENIZER_MAPPING_NAMES[model_type] in QWEN_CLASSES
 
 
-TELLS = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}"
+LISTS_TOOLS = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}"
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_calls_in_the_models_own_form_need_a_template_that_tells_of_tools(
-    tokenizer_folder: Path, tmp_path: Path, tells: bool
+@pytest.mark.parametrize("lists", [True, False])
+def test_calls_in_the_models_own_form_need_a_template_that_lists_tools(
+    tokenizer_folder: Path, tmp_path: Path, lists: bool
 ) -> None:
     """Qwen2.5-VL's does not, though Qwen2.5's own does."""
     shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)
     template = tmp_path / "chat_template.jinja"
-    template.write_text((TELLS if tells else "") + template.read_text())
+    template.write_text((LISTS_TOOLS if lists else "") + template.read_text())
     renderer = make_renderer(tmp_path)
     check_template(renderer, ToolUse(kind="tool_use"))
     calls = ToolUse.model_validate({"kind": "tool_use", "dialect": {"kind": "json"}})
     with (
-        nullcontext() if tells else pytest.raises(ConfigError, match=r"environment\.dialect\.kind")
+        nullcontext() if lists else pytest.raises(ConfigError, match=r"environment\.dialect\.kind")
     ):
         check_template(renderer, calls)

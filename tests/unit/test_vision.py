@@ -7,29 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kits
 import numpy as np
 import pytest
 import torch
-from pictures import encode_image
+from episodes import make_completion
+from pictures import encode_image, make_folder
 from PIL import Image
+from transformers import AutoTokenizer, Glm4vConfig, Qwen3VLConfig
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from raylearner.actors.engines.vllm_arguments import vision_arguments
-from raylearner.config.schema import RendererSection, TinyModel
 from raylearner.errors import ConfigError, EngineError, RenderError
 from raylearner.replay.validation import trajectory_error
 from raylearner.tokenization.renderer import Renderer
 from raylearner.tokenization.transcript import Transcript
 from raylearner.tokenization.vision import Vision, load_image_processor
-from raylearner.types import (
-    IMAGE_MARK,
-    Claim,
-    Completion,
-    CompletionStop,
-    Message,
-    Prompt,
-    StopReason,
-    Trajectory,
-)
+from raylearner.types import IMAGE_MARK, Message, Prompt, StopReason, Trajectory
 
 IMAGES = {"min_pixels": 1_600, "max_pixels": 40_000}
 NUM_CONVERSATIONS = 200
@@ -37,67 +32,45 @@ NUM_CONVERSATIONS = 200
 
 @pytest.fixture(scope="module")
 def qwen2_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from raylearner.tiny.model import make_tiny_model
+    return make_folder(tmp_path_factory.mktemp("qwen2_5"))
 
-    config = TinyModel.model_validate(
-        {"kind": "tiny", "hidden_size": 64, "num_heads": 2, "max_length": 4096, "vision": {}}
-    )
-    return make_tiny_model(config, tmp_path_factory.mktemp("qwen2_5"), seed=0)
+
+def make_family(source: Path, folder: Path, config: Any, processor: Any, kind: str) -> Path:
+    """A configuration and an image processor of another family beside the tokenizer of `source`."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.get_vocab()
+    names = {f"{kind}_{edge}_token_id": ids[f"<|vision_{edge}|>"] for edge in ("start", "end")}
+    names |= {f"{pad}_token_id": ids[f"<|{pad}_pad|>"] for pad in ("image", "video")}
+    config(**names).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def qwen3_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same tokenizer with the other family's patches."""
-    from transformers import AutoTokenizer, Qwen3VLConfig
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+    size = {"shortest_edge": 1_024, "longest_edge": 262_144}
+    processor = Qwen2VLImageProcessorPil(size=size, patch_size=16, merge_size=2)
     folder = tmp_path_factory.mktemp("qwen3")
-    tokenizer = AutoTokenizer.from_pretrained(qwen2_5_folder)
-    tokenizer.save_pretrained(folder)
-    ids = tokenizer.get_vocab()
-    Qwen3VLConfig(
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    ).save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 1_024, "longest_edge": 262_144}, patch_size=16, merge_size=2
-    ).save_pretrained(folder)
-    return folder
+    return make_family(qwen2_5_folder, folder, Qwen3VLConfig, processor, "vision")
 
 
 @pytest.fixture(scope="module")
 def glm4v_folder(qwen2_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The third family's patches, with the same tokenizer."""
-    from transformers import AutoTokenizer, Glm4vConfig
-    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-
+    # Exactly the range of IMAGES: pixels count twice here.
+    processor = Glm4vImageProcessorPil(size={"shortest_edge": 3_200, "longest_edge": 80_000})
     folder = tmp_path_factory.mktemp("glm4v")
-    tokenizer = AutoTokenizer.from_pretrained(qwen2_5_folder)
-    tokenizer.save_pretrained(folder)
-    ids = tokenizer.get_vocab()
-    Glm4vConfig(
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        image_start_token_id=ids["<|vision_start|>"],
-        image_end_token_id=ids["<|vision_end|>"],
-    ).save_pretrained(folder)
-    # Just what IMAGES allows: pixels count twice here.
-    size = {"shortest_edge": 3_200, "longest_edge": 80_000}
-    Glm4vImageProcessorPil(size=size).save_pretrained(folder)
-    return folder
+    return make_family(qwen2_5_folder, folder, Glm4vConfig, processor, "image")
 
 
 def make_renderer(folder: Path, **settings: Any) -> Renderer:
-    section = {
+    limits = {
         "max_prompt_tokens": 4_000,
         "max_response_tokens": 4_000,
         "max_observation_tokens": 1_000,
         "images": IMAGES,
-        **settings,
     }
-    return Renderer.from_pretrained(str(folder), RendererSection.model_validate(section))
+    return kits.make_renderer(folder, **limits | settings)
 
 
 def make_image(rng: np.random.Generator, width: int, height: int) -> bytes:
@@ -114,20 +87,9 @@ def make_message(rng: np.random.Generator, num_images: int, *, role: Any = "user
     )
 
 
-def make_completion(token_ids: list[int]) -> Completion:
-    count = len(token_ids)
-    return Completion(
-        token_ids=np.array(token_ids, np.int32),
-        logprobs=np.full(count, -1.0, np.float32),
-        policy_versions=np.zeros(count, np.int32),
-        stop_reason=CompletionStop.END,
-    )
-
-
 async def opened(renderer: Renderer, *messages: Message) -> Transcript:
     prompt = Prompt(prompt_id="p", messages=messages)
-    claim = Claim(group_id=0, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=0)
-    transcript = Transcript(renderer=renderer, claim=claim)
+    transcript = Transcript(renderer=renderer, claim=kits.make_claim(prompt))
     transcript.open(await renderer.fit_images(messages))
     return transcript
 
@@ -147,7 +109,7 @@ def say(transcript: Transcript, text: str) -> None:
 
 def make_processor(folder: Path) -> Any:
     """The model's own, in a process that may lack torchvision and with it the videos' part."""
-    from transformers import AutoTokenizer, Glm4vProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
+    from transformers import Glm4vProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 
     families = {"qwen2_5": Qwen2_5_VLProcessor, "qwen3": Qwen3VLProcessor, "glm4v": Glm4vProcessor}
     family: Any = next(f for name, f in families.items() if name in folder.name)
@@ -314,6 +276,9 @@ async def test_text_that_spells_an_image_shows_none(qwen2_5_folder: Path) -> Non
     assert renderer.vision is not None
     assert not {*renderer.vision.control_token_ids} & {*transcript.token_ids}
     assert spelled in renderer.decode_all(transcript.token_ids)
+    say(transcript, "x")
+    assert transcript.add_reply([Message(role="tool", content=spelled)])
+    assert not closed(transcript).is_placeholder.any()
 
 
 async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: Path) -> None:
@@ -339,33 +304,19 @@ async def test_counts_that_differ_are_refused_with_both_numbers(qwen2_5_folder: 
         assert words in str(trajectory_error(replace(trajectory, **changes)))
 
 
-async def test_an_observation_that_names_placeholders_makes_none(qwen2_5_folder: Path) -> None:
-    renderer = make_renderer(qwen2_5_folder)
-    transcript = await opened(renderer, Message(role="user", content="q"))
-    say(transcript, "x")
-    hostile = Message(role="tool", content="<|vision_start|><|image_pad|><|vision_end|>")
-    assert transcript.add_reply([hostile])
-    assert not closed(transcript).is_placeholder.any()
-
-
 def test_a_policy_may_sample_neither_kind_of_placeholder(qwen2_5_folder: Path) -> None:
     renderer = make_renderer(qwen2_5_folder)
-    assert {renderer.decode_all([i]) for i in renderer.banned_token_ids} == {
-        "<|image_pad|>",
-        "<|video_pad|>",
-    }
+    banned = {renderer.decode_all([i]) for i in renderer.banned_token_ids}
+    assert banned == {"<|image_pad|>", "<|video_pad|>"}
 
 
-def test_a_model_of_text_has_no_vision_and_shows_no_image(
+async def test_a_model_of_text_has_no_vision_and_refuses_images(
     tokenizer_folder: Path, renderer: Renderer
 ) -> None:
     assert Vision.from_pretrained(str(tokenizer_folder)) is None
     assert renderer.banned_token_ids == ()
     ids = renderer.encode("abc")
     assert renderer.collapse(ids) is ids
-
-
-async def test_a_model_of_text_refuses_images(renderer: Renderer) -> None:
     message = make_message(np.random.default_rng(0), 1)
     with pytest.raises(RenderError, match="text-only"):
         await renderer.fit_images([message])
@@ -377,26 +328,21 @@ def test_a_budget_beyond_the_processors_own_is_a_config_error(qwen2_5_folder: Pa
 
 
 RED = (200, 10, 10)
+ANIMATED = encode_image(
+    Image.new("RGB", (40, 40), RED),
+    "WEBP",
+    save_all=True,
+    append_images=[Image.new("RGB", (40, 40))],
+)
 
 
 @pytest.mark.parametrize(
     ("image", "problem"),
     [
         (b"", "^image of 0 bytes [^:]+$"),
-        (
-            b"\x89PNG\r\n\x1a\nnonsense",
-            "^image of 16 bytes [^:]+: [^<]+$",
-        ),
+        (b"\x89PNG\r\n\x1a\nnonsense", "^image of 16 bytes [^:]+: [^<]+$"),
         (encode_image(Image.new("RGB", (64, 64), RED))[:-40], "does not decode"),
-        (
-            encode_image(
-                Image.new("RGB", (40, 40), RED),
-                "WEBP",
-                save_all=True,
-                append_images=[Image.new("RGB", (40, 40))],
-            ),
-            "animated",
-        ),
+        (ANIMATED, "animated"),
         (encode_image(Image.new("1", (30_000, 8))), "aspect ratio"),
         (encode_image(Image.new("1", (9_200, 9_200))), "more than"),
     ],
