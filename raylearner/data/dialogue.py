@@ -207,7 +207,7 @@ def _loaded(value: object, where: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DialogueError(f"{where}", f"a text that is not JSON: {error}") from error
+        raise DialogueError(f"{where}", f"text that is not JSON: {error}") from error
 
 
 def _fields(value: object, where: str) -> dict[str, Any]:

@@ -317,7 +317,7 @@ class JsonDialect:
         except json.JSONDecodeError as error:
             foreign = foreign_form(f"{self.opening}{block}", self._tools, reads_json=True)
             if foreign is not None:
-                reason = f"{which} is not read: it is written as {foreign}; expected {self.form}"
+                reason = f"{which} cannot be read: it is written as {foreign}; expected {self.form}"
                 return Invalid(reason, foreign_form=foreign)
             near = block[max(0, error.pos - 20) : error.pos + 20]
             return Invalid(
@@ -325,7 +325,7 @@ class JsonDialect:
                 f" {near[:SHOWN_CHARACTERS]!r}"
             )
         except (RecursionError, ValueError) as error:  # too deep, or an integer too long
-            return Invalid(f"{which} is not JSON that can be read: {error}")
+            return Invalid(f"{which} is not valid JSON: {error}")
         form = 'expected {"name": .., "arguments": {..}}'
         if not isinstance(value, dict):
             return Invalid(f"{which} is a JSON {_json_kind(value)}; {form}")
@@ -348,7 +348,7 @@ class JsonDialect:
                 arguments = encodable_values(load_json(arguments))
             except (RecursionError, ValueError):
                 return Invalid(
-                    f"{which}: the arguments of {name} are a text that is not a JSON object"
+                    f"{which}: the arguments of {name} are text that is not a JSON object"
                 )
         if not isinstance(arguments, dict):
             kind = _json_kind(arguments)
@@ -359,7 +359,7 @@ class JsonDialect:
 
 
 def _not_read(form: str) -> str:
-    return f"a tool call written as {form} is not read here"
+    return f"a tool call written as {form} cannot be read here"
 
 
 def _json_kind(value: object) -> str:

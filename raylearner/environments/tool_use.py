@@ -16,9 +16,7 @@ from raylearner.environments.protocol import Outcome, Reply
 from raylearner.tools.tool import Observation, Tool
 from raylearner.types import CALLS, FAILURES, Message, Prompt, StopReason, new_call_id
 
-CUT = Invalid(
-    "the turn was cut at its token limit before it held a tool call or an answer; write less"
-)
+CUT = Invalid("the turn reached its token limit before a complete tool call or answer; write less")
 
 
 class ToolUseEnvironment:

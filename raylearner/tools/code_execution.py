@@ -46,8 +46,8 @@ class CodeExecution(Tool):
     def schema(self) -> dict[str, Any]:
         return function_schema(
             self.name,
-            "Runs a Python program on its own and answers what it prints.",
-            {"code": {"type": "string", "description": "The whole program."}},
+            "Runs a Python program in a sandbox and returns its output.",
+            {"code": {"type": "string", "description": "The complete program."}},
         )
 
     async def close(self) -> None:

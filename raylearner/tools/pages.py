@@ -160,7 +160,7 @@ class PageSearch(_PageTool[list[_Page]]):
     def schema(self) -> dict[str, Any]:
         return function_schema(
             self.name,
-            "Searches the pages of the document and shows those that fit best.",
+            "Searches the pages of the document and shows the best matches.",
             {"query": {"type": "string", "description": "What to search for."}},
         )
 

@@ -53,7 +53,7 @@ class Search(Tool):
     def schema(self) -> dict[str, Any]:
         return function_schema(
             self.name,
-            "Searches a collection of texts and answers the passages that fit best.",
+            "Searches a collection of texts and returns the best matching passages.",
             {"query": {"type": "string", "description": "What to search for."}},
         )
 

@@ -155,7 +155,7 @@ def text_argument(arguments: Arguments, name: str) -> str:
             raise BadArguments(f"unknown argument {unknown[0]!r}; expected {name!r}")
         value = arguments.get(name)
     if not isinstance(value, str):
-        raise BadArguments(f"expected a text {name!r}, got {type(value).__name__}")
+        raise BadArguments(f"expected text {name!r}, got {type(value).__name__}")
     if not value.strip():
         raise BadArguments(f"{name} is empty")
     return value.strip()
