@@ -157,7 +157,7 @@ class ActorsSection(Section):
     """Number of GPUs per actor; a fraction puts several engines on one GPU, `auto` divides the GPUs of the
     cluster."""
     max_restarts: NaturalInt = 5
-    """Maximum number of dead actors that are replaced; the run then ends with the cause. An actor blocked in
-    a push by another's failure does not count."""
+    """Maximum number of dead actors that are replaced within `run.restart_window_s`; the run then ends with
+    the cause. An actor blocked in a push by another's failure does not count."""
     start_timeout_s: PositiveFloat = 600.0
     """Maximum time for an engine to start."""

@@ -77,7 +77,11 @@ class RunSection(Section):
     deadline_margin_s: PositiveFloat = 300.0
     """Time before the deadline at which the run writes a checkpoint and stops."""
     max_learner_restarts: NaturalInt = 2
-    """Maximum number of times that a learner that died is restored from the last checkpoint."""
+    """Maximum number of times within `restart_window_s` that a learner that died is restored from the last
+    checkpoint."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Window of time over which restarts are counted: those of rollout actors (`actors.max_restarts`) and of
+    the learner."""
 
 
 class ClusterSection(Section):
