@@ -9,13 +9,23 @@ reach into the supervisor, or whose memory no process is charged for. The progra
 import errno
 import platform
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = (
+    0x20,
+    0x05,
+    0x15,
+    0x35,
+    0x45,
+    0x06,
+)
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _X32_BIT = 0x40000000
 _NAMESPACE_FLAGS = 0x7E020000
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and their FORCE variants: a socket's buffers keep the kernel's default size."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: the others (netlink, packet, vsock) are refused."""
 
@@ -38,6 +48,9 @@ fsopen 430 430
 fspick 433 433
 get_kernel_syms 177 -
 init_module 175 105
+inotify_init 253 -
+inotify_init1 294 26
+io_setup 206 0
 io_uring_enter 426 426
 io_uring_register 427 427
 io_uring_setup 425 425
@@ -120,6 +133,8 @@ class _Architecture:
     clone: int
     clone3: int
     socket: int
+    socketpair: int
+    setsockopt: int
 
     @property
     def denied(self) -> tuple[int, ...]:
@@ -136,6 +151,8 @@ _ARCHITECTURES = {
         clone=56,
         clone3=435,
         socket=41,
+        socketpair=53,
+        setsockopt=54,
     ),
     "aarch64": _Architecture(
         audit=0xC00000B7,
@@ -145,6 +162,8 @@ _ARCHITECTURES = {
         clone=220,
         clone3=435,
         socket=198,
+        socketpair=199,
+        setsockopt=208,
     ),
 }
 
@@ -185,11 +204,14 @@ def program(machine: str | None = None) -> bytes | None:
     code += _when(
         known.clone, [_argument(0), _instruction(_JUMP_ANY_BIT, _NAMESPACE_FLAGS, no=1), *refuse]
     )
-    families = [
-        _instruction(_JUMP_EQUAL, family, yes=len(_FAMILIES) - place)
-        for place, family in enumerate(_FAMILIES)
-    ]
-    code += _when(known.socket, [_argument(0), *families, *refuse])
+    for call in (known.socket, known.socketpair):
+        code += _when(call, [_argument(0), *_unless(_FAMILIES), *refuse])
+    sizes = _unless(_BUFFER_SIZES)
+    other_level = _instruction(_JUMP_EQUAL, _SOL_SOCKET, no=len(sizes) + 3)
+    code += _when(
+        known.setsockopt,
+        [_argument(1), other_level, _argument(2), *sizes, _instruction(_JUMP, 1), *refuse],
+    )
     code.append(_instruction(_RETURN, _ALLOW))
     return b"".join(code)
 
@@ -199,6 +221,14 @@ def _when(number: int, body: list[bytes]) -> list[bytes]:
     allows."""
     whole = [*body, _instruction(_RETURN, _ALLOW)]
     return [_instruction(_JUMP_EQUAL, number, no=len(whole)), *whole]
+
+
+def _unless(values: Sequence[int]) -> list[bytes]:
+    """Return jumps over the next instruction, for a loaded value among `values`."""
+    return [
+        _instruction(_JUMP_EQUAL, value, yes=len(values) - place)
+        for place, value in enumerate(values)
+    ]
 
 
 def _argument(index: int) -> bytes:

@@ -11,6 +11,7 @@ measurements the kernel bounds memory and CPU time of one process, and the numbe
 which is exact when the program runs as a user id that no other call has.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -24,6 +25,13 @@ MAX_OPEN_FILES = 128
 MAX_REAPED = 1000
 KILL_ROUNDS = 50
 PAGE = os.sysconf("SC_PAGE_SIZE")
+ADDRESS_SPACE = 32 << 30
+"""Addresses of a process beyond its memory: threads and allocators reserve more than they use."""
+TABLE_SHIFT = 9
+"""An address space needs at most this share of itself, 2**-9, as page tables."""
+SOCKET_BYTES, TCP_BYTES = 1 << 18, 16 << 20
+"""Upper bounds of what a socket can hold: one that is not TCP, whose buffers keep the kernel's default
+size, and one that is."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
@@ -49,7 +57,7 @@ class Tree:
         pids: list[int] = []
         for pid, fields in self._processes():
             tasks += int(fields[17])
-            memory += max(int(fields[21]), 0) * PAGE
+            memory += max(int(fields[21]), 0) * PAGE + (int(fields[20]) >> TABLE_SHIFT)
             own = (int(fields[11]) + int(fields[12])) / TICKS
             alive_cpu += own + (int(fields[13]) + int(fields[14])) / TICKS
             self._cpu_by_process[pid, fields[19]] = own
@@ -59,17 +67,32 @@ class Tree:
         disk = os.statvfs(self._folder) if self._is_init else None
         held = (disk.f_blocks - disk.f_bfree) * disk.f_frsize if disk else 0
         self.files = disk.f_files - disk.f_ffree if disk else 0
-        self.tasks, self.memory_bytes = tasks, memory + held
+        self.tasks, self.memory_bytes = tasks, memory + held + self._sockets(TCP_BYTES)
         self.cpu_s = max(alive_cpu, sum(self._cpu_by_process.values()), self.cpu_s)
         return pids
 
-    def shared_memory_bytes(self, pids: list[int]) -> int:
-        """Measure memory with shared pages counted once: slower, for cases in doubt."""
-        total = 0
-        for pid in pids:
-            total += _proportional_bytes(pid)
+    def shared_memory_bytes(self, pids: list[int], most: float) -> int:
+        """Measure memory with shared pages counted once, and what page tables and TCP really hold; slower,
+        for cases in doubt. The pages, which take longest, are read if the rest is within `most`."""
         disk = os.statvfs(self._folder) if self._is_init else None
-        return total + ((disk.f_blocks - disk.f_bfree) * disk.f_frsize if disk else 0)
+        total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize if disk else 0
+        total += self._sockets(0) + (_queued_bytes() if self._is_init else 0)
+        total += sum(map(_table_bytes, pids))
+        return total + (sum(map(_proportional_bytes, pids)) if total <= most else 0)
+
+    def _sockets(self, tcp_bytes: int) -> int:
+        """Bound the memory that sockets hold, which is no process's; 0 where others share them."""
+        if not self._is_init:
+            return 0
+        used = tcp = 0
+        with open("/proc/net/sockstat", "rb") as file:
+            for line in file:
+                words = line.split()
+                if words[0] == b"sockets:":
+                    used = int(words[2])
+                elif words[0] == b"TCP:":
+                    tcp = int(words[2]) + int(words[6])
+        return max(used - tcp, 0) * SOCKET_BYTES + tcp * tcp_bytes
 
     def _processes(self) -> list[tuple[int, list[bytes]]]:
         """Yield process id and the fields of /proc/PID/stat after the name, for all other
@@ -110,6 +133,28 @@ def _proportional_bytes(pid: int) -> int:
         return 0
 
 
+def _table_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return next((int(x.split()[1]) * 1024 for x in file if x.startswith(b"VmPTE:")), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _queued_bytes() -> int:
+    """Sum what TCP holds, sent and not yet received."""
+    total = 0
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/net/{name}", "rb") as file:
+                for line in list(file)[1:]:
+                    sent, _, received = line.split()[4].partition(b":")
+                    total += int(sent, 16) + int(received, 16)
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+    return total
+
+
 def exceeded(tree: Tree, limits: dict[str, float], started: float) -> str | None:
     """Return the name of the first limit that the tree exceeds, or None."""
     if tree.num_processes() > limits["processes"]:  # cheap: a fork bomb outruns a full measurement
@@ -118,7 +163,7 @@ def exceeded(tree: Tree, limits: dict[str, float], started: float) -> str | None
     if tree.tasks > limits["processes"]:
         return "processes"
     most = limits["memory_bytes"]
-    if tree.memory_bytes > most and tree.shared_memory_bytes(pids) > most:
+    if tree.memory_bytes > most and tree.shared_memory_bytes(pids, most) > most:
         return "memory"
     if tree.files > limits["files"]:
         return "files"
@@ -140,6 +185,7 @@ def start(command: list[str], limits: dict[str, float], *, is_init: bool) -> int
         for name, value in (
             ("CORE", 0),
             ("DATA", limits["memory_bytes"]),
+            ("AS", limits["memory_bytes"] + ADDRESS_SPACE),
             ("FSIZE", limits["file_bytes"]),
             ("CPU", limits["cpu_s"] + 1),
             ("NOFILE", MAX_OPEN_FILES),
@@ -158,6 +204,10 @@ def start(command: list[str], limits: dict[str, float], *, is_init: bool) -> int
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
+        for name in os.listdir("/proc/self/fd"):  # bubblewrap leaves some of its own open
+            if int(name) > 2:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
         os.execv(command[0], command)
     finally:
         os._exit(127)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -93,6 +94,8 @@ async def test_a_hostile_program_ends_within_its_limits(
         expected.append("wall")
     assert outcome(result) in expected, result
     assert "ESCAPED" not in result.stdout
+    if said := re.search(r'^ *raise SystemExit\("(.*)"\)$', code, re.MULTILINE):
+        assert said[1] in result.stderr, result
     assert SECRET not in result.stdout + result.stderr
     assert took_s < LIMITS.wall_s + sandbox_module.GRACE_S
     assert len(result.stdout) + len(result.stderr) < LIMITS.output_bytes + 200
