@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -20,12 +20,24 @@ from tokenizers import Tokenizer
 from raylearner.config.document import parse
 from raylearner.config.problems import Where
 from raylearner.errors import ConfigError
+from raylearner.listening import Hosts
 from raylearner.observability.jsonl import dumps, read_lines
 from raylearner.observability.run_directory import FAILURES_FILE
 from raylearner.observability.transcripts import IMAGES, step_file
 
 logger = logging.getLogger(__name__)
 
+HOST = "127.0.0.1"
+CONNECTION_TIMEOUT_S = 30
+"""A connection that sends nothing for so long is closed."""
+MAX_STEP_DIGITS = 18
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src"
+    " 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+"""The page contains all that it needs; nothing is loaded, and no other page shows it."""
 MARK = "<!--DATA-->"
 """Placeholder for the data in the page's template."""
 MAX_FAILURES = 20
@@ -81,13 +93,13 @@ def write(run_dir: Path, file: Path, *, step: int | None = None) -> None:
 def serve(
     run_dir: Path, *, step: int | None = None, port: int, on_ready: Callable[[], None]
 ) -> None:
-    """Serve the page on 127.0.0.1 until interrupted; `/?step=3` shows another step.
+    """Serve the page on this machine alone until interrupted; `/?step=3` shows another step.
 
     Raises `ConfigError` if there is nothing to show or the port is not available.
     """
     page(run_dir, step=step)
     try:
-        server = HTTPServer(("127.0.0.1", port), _handler(run_dir, step))
+        server = ThreadingHTTPServer((HOST, port), _handler(run_dir, step))
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; choose another") from error
     on_ready()
@@ -96,9 +108,16 @@ def serve(
 
 
 def _handler(run_dir: Path, first: int | None) -> type[BaseHTTPRequestHandler]:
+    hosts = Hosts.of(HOST)
+
     class Handler(BaseHTTPRequestHandler):
+        timeout = CONNECTION_TIMEOUT_S
+
         def do_GET(self) -> None:
             code, form = 200, "html"
+            refusal = hosts.refusal(self.headers.get_all("Host", []), self.headers.get("Origin"))
+            if refusal is not None:
+                return self._answer(refusal[0], "plain", refusal[1])
             try:
                 body = page(run_dir, step=_asked(self.path, first))
             except ConfigError as error:
@@ -106,8 +125,13 @@ def _handler(run_dir: Path, first: int | None) -> type[BaseHTTPRequestHandler]:
             except Exception as error:
                 logger.exception("%s cannot be shown", self.path)
                 code, form, body = 500, "plain", f"{type(error).__name__}: {error}"
+            return self._answer(code, form, body)
+
+        def _answer(self, code: int, form: str, body: str) -> None:
             self.send_response(code)
             self.send_header("Content-Type", f"text/{form}; charset=utf-8")
+            for name, value in HEADERS.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -125,8 +149,9 @@ def _asked(target: str, first: int | None) -> int | None:
     values = parse_qs(parts.query, keep_blank_values=True).get("step")
     if values is None:
         return first
-    if not (values[0].isascii() and values[0].isdecimal()):
-        raise ConfigError(f"step={values[0]}: is not a step")
+    is_number = values[0].isascii() and values[0].isdecimal()
+    if not is_number or len(values[0]) > MAX_STEP_DIGITS:
+        raise ConfigError(f"step={values[0][:80]}: is not a step")
     return int(values[0])
 
 

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("; ".join(lines)) from error
         return code_app(section)
 
-    return serve(make, host=options.host, port=options.port)
+    return serve(make, options)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 
 from raylearner.errors import ConfigError
 from raylearner.images import FORMATS
-from raylearner.services.server import make_app, make_parser, serve
+from raylearner.services.server import MAX_QUERIES, Queries, make_app, make_parser, serve
 from raylearner.services.text_index import TextIndex
 
 INDEX = "pages.jsonl"
@@ -44,16 +44,16 @@ class Page:
 class BatchSearch(BaseModel):
     """Queries, and the document of each."""
 
-    query: list[str]
+    query: Queries
     top_n: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3
-    id: list[str | None]
+    id: Annotated[list[str | None], Field(max_length=MAX_QUERIES)]
 
 
 class BatchFetch(BaseModel):
     """Page ids, and the document of each."""
 
-    query: list[str]
-    id: list[str | None]
+    query: Queries
+    id: Annotated[list[str | None], Field(max_length=MAX_QUERIES)]
 
 
 def read_pages(folder: Path, *, needs_images: bool) -> list[Page]:
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pages = read_pages(options.folder, needs_images=options.contents == "image")
         return pages_app(pages, contents=options.contents)
 
-    return serve(make, host=options.host, port=options.port)
+    return serve(make, options)
 
 
 if __name__ == "__main__":

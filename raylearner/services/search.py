@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
 from raylearner.errors import ConfigError
-from raylearner.services.server import make_app, make_parser, serve
+from raylearner.services.server import Queries, Query, make_app, make_parser, serve
 from raylearner.services.text_index import TextIndex
 
 MAX_RESULTS = 1000
@@ -37,14 +37,14 @@ class Passage:
 class SearchRequest(BaseModel):
     """One query."""
 
-    query: str
+    query: Query
     top_n: TopN = 3
 
 
 class RetrieveRequest(BaseModel):
     """A batch of queries, in Search-R1's words."""
 
-    queries: list[str]
+    queries: Queries
     topk: TopN = 3
     return_scores: bool = False
 
@@ -124,9 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help='JSONL file of {"id", "contents"} (default: the one that comes with raylearner)',
     )
     options = command.parse_args(arguments)
-    return serve(
-        lambda: search_app(read_corpus(options.corpus)), host=options.host, port=options.port
-    )
+    return serve(lambda: search_app(read_corpus(options.corpus)), options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A call waits for its session, unblocked by the engine or by the end of the episo
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import socket
 from collections.abc import Generator
@@ -18,13 +19,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from raylearner import network
 from raylearner.actors.proxy import chat
 from raylearner.actors.proxy.chat import ChatRefusal, ChatSession
+from raylearner.listening import Guard, Hosts
 from raylearner.text import load_json
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
 """Maximum number of connections waiting to be accepted: all episodes may connect at once."""
 KEEP_ALIVE_S = 75
-MAX_BODY_BYTES = 32 << 20
 KEPT_HEADER = "x-raylearner-kept"
 """Header that lists sampling parameters that were not applied, and the values used instead.
 """
@@ -38,9 +39,10 @@ class ChatServer:
     def __init__(self, bound: socket.socket) -> None:
         self.base_url = f"http://{HOST}:{bound.getsockname()[1]}/v1"
         """The `base_url` for OpenAI clients."""
-        self._sessions: dict[str, ChatSession] = {}
+        self._sessions: dict[bytes, ChatSession] = {}
+        """By the digest of their key: how long a look-up takes tells nothing about the keys."""
         config = uvicorn.Config(
-            self._app(),
+            Guard(app=self._app(), hosts=Hosts.of(HOST)),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -70,11 +72,11 @@ class ChatServer:
     def session(self, session: ChatSession) -> Generator[str]:
         """Yield the key for `session`, which is valid within the context only."""
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._sessions[key] = session
+        self._sessions[_digest(key)] = session
         try:
             yield key
         finally:
-            self._sessions.pop(key, None)
+            self._sessions.pop(_digest(key), None)
 
     def _app(self) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -119,7 +121,7 @@ class ChatServer:
 
     def _find_session(self, request: Request) -> ChatSession:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        session = self._sessions.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if session is None:
             raise ChatRefusal(
                 401,
@@ -137,16 +139,13 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
 async def _read_body(request: Request) -> Any:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ChatRefusal(
-                413, f"the body has more than {MAX_BODY_BYTES} bytes", code="body_too_large"
-            )
     try:
-        return load_json(bytes(body))
+        return load_json(await request.body())
     except (ValueError, RecursionError) as error:
         raise ChatRefusal(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
