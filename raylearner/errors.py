@@ -43,6 +43,11 @@ class EngineError(TrajectoryError):
     kind = "engine"
 
 
+class EngineDead(EngineError):
+    """The engine as a whole has failed. No episode's failure: its actor ends and is replaced, and what it
+    played is played again."""
+
+
 class ToolError(TrajectoryError):
     """A tool or the service behind it failed."""
 

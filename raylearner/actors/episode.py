@@ -3,6 +3,7 @@
 Plain async functions, no Ray: the same code runs in rollout actors, in evaluation and in tests.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import numpy as np
 from raylearner.actors.engines.engine import Engine
 from raylearner.data.dialogue import read_dialogue
 from raylearner.environments.protocol import Environment, Outcome
-from raylearner.errors import DialogueError, EnvironmentFault, TrajectoryError
+from raylearner.errors import DialogueError, EngineDead, EnvironmentFault, TrajectoryError
 from raylearner.observability.spans import Tracer
 from raylearner.rewards.functions import view_of
 from raylearner.rewards.scorer import Scorer
@@ -31,6 +32,8 @@ from raylearner.types import (
 )
 from raylearner.user_code.frames import describe
 
+CLOSE_LIMIT_S = 10.0
+"""Maximum time to close the environment of a cancelled episode."""
 SEED_STEP = 1_000_003
 """Distance between the seeds of the pieces of one turn."""
 
@@ -59,8 +62,8 @@ class EpisodeKit:
 async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
     """Play and score `claim`, and return its segments, at least one.
 
-    Failures are data: segments with the stop reason `error`. Only cancellation propagates, and nothing
-    is then reported.
+    Failures are data: segments with the stop reason `error`. Only cancellation and `EngineDead`
+    propagate, and nothing is then reported.
     """
     if kit.agent is not None:
         return await kit.agent.play(kit, claim, sampling)
@@ -96,15 +99,26 @@ async def _play_in_environment(
     stop_reason, error, outcome = StopReason.ERROR, None, Outcome()
     try:
         stop_reason = await _play_turns(kit, environment, transcript, sampling)
+    except EngineDead:
+        raise
     except Exception as cause:  # a custom environment may raise anything
         error = _failure(cause)
     finally:
         try:
-            await environment.close()
+            async with asyncio.timeout(_close_limit_s()):
+                await environment.close()
             outcome = environment.outcome()
         except Exception as cause:
             stop_reason, error = StopReason.ERROR, error or _failure(cause)
     return stop_reason, error, outcome
+
+
+def _close_limit_s() -> float | None:
+    """Return the limit of closing the environment of an episode that was cancelled, so that its slot is
+    free soon; any other is bounded by the environment's own limit.
+    """
+    task = asyncio.current_task()
+    return CLOSE_LIMIT_S if task is not None and task.cancelling() else None
 
 
 def _failure(cause: Exception) -> TrajectoryError:

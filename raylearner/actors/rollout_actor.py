@@ -146,7 +146,8 @@ class RolloutActor:
         return activity, self._tracer.drain()
 
     async def abort(self) -> None:
-        """End running episodes; their claims are void, so they are not reported."""
+        """End running episodes and evaluations; their claims are void, so they are not reported."""
+        self._worker.end_evaluations()
         await self._engine.abort()
 
     async def stop(self) -> None:

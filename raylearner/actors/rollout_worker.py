@@ -2,30 +2,43 @@
 
 Consumes claims; produces trajectories. Waits for the replay to admit groups (unblocked by the
 learner's commit and by new weights of this engine) and for a free episode slot (unblocked by an
-episode). A finished episode waits briefly, to be sent together with others.
+episode), and hears meanwhile which episodes are no longer wanted. A finished episode waits briefly,
+to be sent together with others.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+from raylearner.actors.engines.watched import WatchedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.codec import EpisodeBatch
 from raylearner.config.schema import SamplingSection
+from raylearner.errors import EngineDead
 from raylearner.observability.spans import Tracer
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
 from raylearner.user_code import host
 
 CLAIM_POLL_S = 2.0
 """Maximum time one claim call waits in the replay actor before it is repeated."""
+CANCEL_LIMIT_S = 30.0
+"""Maximum time that a cancelled episode keeps its slot."""
+END_LIMIT_S = 5.0
+"""Maximum wait, when `run` ends, for cancelled episodes, and for finished ones to be sent."""
 
 Episode = list[Trajectory]
 ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
+Key = tuple[int, int, int]
 PutCall = Callable[[list[Episode]], Awaitable[list[str]]]
 EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,43 +68,51 @@ class RolloutWorker:
         is_seeded: bool = False,
     ) -> None:
         self.actor_id = actor_id
-        self._kit = kit
+        self._engine = WatchedEngine(kit.engine, on_death=self._die)
+        self._kit = replace(kit, engine=self._engine)
         self._sampling = sampling
         self._max_concurrent = max_concurrent_episodes
         self._claim = claim
         self._outbox = Outbox(put)
         self._is_seeded = is_seeded
-        self._running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
-        self._slot_freed = asyncio.Event()
-        self._is_halted = False
+        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._evaluations: set[asyncio.Task[Any]] = set()
+        self._slot_freed, self._is_full = asyncio.Event(), asyncio.Event()
+        self._ended = asyncio.Event()
+        self._failure: Exception | None = None
+        self._is_claiming = False
+        self._void: set[Key] = set()  # cancelled before the reply with their claim arrived
         self._num_episodes = self._num_tokens = 0
         self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
-        """Play until `halt`. Raises errors that are not the failure of one episode, and
-        `UserCodeStuck` when too many calls of user code in this process never ended.
+        """Play until `halt`. Raises errors that are not the failure of one episode: `EngineDead`, after
+        which nothing is sent that the dead engine failed, and `UserCodeStuck` when too many calls of
+        user code in this process never ended.
         """
+        duties = [
+            asyncio.create_task(self._guard(duty))
+            for duty in (self._play_claims, self._listen, self._engine.watch)
+        ]
         try:
-            async with asyncio.TaskGroup() as episodes:
-                while not self._is_halted:
-                    host.shared().check()
-                    for claim in await self._claim_free_slots():
-                        self._running[claim.key] = episodes.create_task(self._play(claim))
-                        self._busy.set_busy(is_busy=True)
-                for task in self._running.values():
-                    task.cancel()
-        except* Exception as group:
-            raise group.exceptions[0] from None
+            await self._ended.wait()
+        finally:
+            tasks = [*duties, *self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=END_LIMIT_S)
+        if self._failure is not None:
+            await self._outbox.flush(END_LIMIT_S)
+            raise self._failure
 
     def halt(self) -> None:
         """End `run`; running episodes are cancelled and not reported."""
-        self._is_halted = True
-        self._slot_freed.set()
+        self._ended.set()
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
         """Play one episode per prompt, in parallel to any others; the replay receives none of them.
 
-        Segments of an episode share its group id.
+        Segments of an episode share its group id. Raises `EngineDead`, with which all are void.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
 
@@ -101,14 +122,35 @@ class RolloutWorker:
                 sample_index=0,
                 attempt=0,
                 prompt=prompt,
-                policy_version=self._kit.engine.policy_version,
+                policy_version=self._engine.policy_version,
                 seed=index,
             )
             async with slots:
                 return await play_episode(self._kit, claim, sampling)
 
-        played = await asyncio.gather(*(play_one(i, p) for i, p in enumerate(prompts)))
-        return [segment for segments in played for segment in segments]
+        async def play_all() -> list[Episode]:
+            try:
+                async with asyncio.TaskGroup() as episodes:
+                    tasks = [
+                        episodes.create_task(play_one(i, prompt))
+                        for i, prompt in enumerate(prompts)
+                    ]
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        playing = asyncio.create_task(play_all())
+        self._evaluations.add(playing)
+        try:
+            return [segment for segments in await playing for segment in segments]
+        finally:
+            playing.cancel()
+            self._evaluations.discard(playing)
+
+    def end_evaluations(self) -> None:
+        """Cancel evaluations in flight, which nobody waits for any more."""
+        for playing in self._evaluations:
+            playing.cancel()
 
     def drain_activity(self) -> RolloutActivity:
         """Return the activity since the last call."""
@@ -122,36 +164,97 @@ class RolloutWorker:
         self._num_episodes = self._num_tokens = 0
         return activity
 
-    async def _claim_free_slots(self) -> Sequence[Claim]:
-        """Wait for a free slot or for claims; cancel episodes that are no longer wanted."""
-        free = self._max_concurrent - len(self._running)
-        if free == 0:
-            self._slot_freed.clear()
-            await self._slot_freed.wait()
-            return ()
-        version = self._kit.engine.policy_version
-        reply = await self._claim(self.actor_id, version, free, CLAIM_POLL_S)
+    # -- claims and cancellations --------------------------------------------------------------
+
+    async def _play_claims(self) -> None:
+        """Claim samples for free slots and start their episodes."""
+        while True:
+            host.shared().check()
+            free = self._max_concurrent - len(self._running)
+            if free == 0:
+                self._slot_freed.clear()
+                self._is_full.set()
+                await self._slot_freed.wait()
+                continue
+            self._is_claiming = True
+            reply = await self._ask(free)
+            for claim in reply.claims:
+                if claim.key not in self._void:
+                    self._running[claim.key] = asyncio.create_task(
+                        self._guard(partial(self._play, claim))
+                    )
+                    self._busy.set_busy(is_busy=True)
+            self._is_claiming = False
+            self._void.clear()
+
+    async def _listen(self) -> None:
+        """Hear of episodes to cancel while all slots are taken and nothing is claimed."""
+        while True:
+            await self._is_full.wait()
+            host.shared().check()
+            await self._ask(0)
+
+    async def _ask(self, max_claims: int) -> ClaimReply:
+        """Wait for claims, or for episodes that are no longer wanted, which are cancelled."""
+        version = self._engine.policy_version
+        reply = await self._claim(self.actor_id, version, max_claims, CLAIM_POLL_S)
         for key in reply.cancelled:
             if task := self._running.get(key):
                 task.cancel()
-        return () if self._is_halted else reply.claims
+                asyncio.get_running_loop().call_later(CANCEL_LIMIT_S, self._abandon, key, task)
+            elif self._is_claiming:
+                self._void.add(key)
+        return reply
+
+    def _abandon(self, key: Key, task: asyncio.Task[None]) -> None:
+        """Free the slot of a cancelled episode that does not end."""
+        if self._running.get(key) is task:
+            logger.warning(
+                "episode %s did not end within %g s of its cancellation; its slot is used for another",
+                key,
+                CANCEL_LIMIT_S,
+            )
+            self._free(key)
+
+    def _free(self, key: Key) -> None:
+        self._running.pop(key, None)
+        self._is_full.clear()
+        self._slot_freed.set()
+        self._busy.set_busy(is_busy=bool(self._running))
+
+    # -- episodes ------------------------------------------------------------------------------
 
     async def _play(self, claim: Claim) -> None:
         sampling = replace(self._sampling, seed=claim.seed) if self._is_seeded else self._sampling
         if claim.is_greedy:
             sampling = replace(sampling, temperature=0.0)
+        task = asyncio.current_task()
         try:
             with suppress(asyncio.CancelledError):  # no longer wanted, and not reported
                 segments = await play_episode(self._kit, claim, sampling)
-                if self._is_halted or segments[0].stop_reason is StopReason.ABORTED:
+                if self._ended.is_set() or segments[0].stop_reason is StopReason.ABORTED:
                     return
                 self._num_episodes += 1
                 self._num_tokens += sum(s.num_sampled_tokens for s in segments)
                 await self._outbox.send(segments)
         finally:
-            self._running.pop(claim.key, None)
-            self._slot_freed.set()
-            self._busy.set_busy(is_busy=bool(self._running))
+            if self._running.get(claim.key) is task:  # not abandoned
+                self._free(claim.key)
+
+    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do a part of `run`, which ends with its error."""
+        try:
+            await work()
+        except Exception as error:
+            self._fail(error)
+
+    def _die(self, cause: str) -> None:
+        self._fail(EngineDead(cause))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._ended.is_set():
+            self._failure = error
+            self._ended.set()
 
 
 class Outbox:
@@ -180,6 +283,11 @@ class Outbox:
         if self._flush_task is None:
             self._flush_task = asyncio.create_task(self._flush())
         return await pending.outcome
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything is sent, or `timeout_s`."""
+        if self._flush_task is not None:
+            await asyncio.wait([self._flush_task], timeout=timeout_s)
 
     async def _flush(self) -> None:
         """Run while episodes are pending; an idle outbox has no task."""

@@ -1,8 +1,11 @@
 """The records of the ledger: one per admitted group, one per sample of it."""
 
+import hashlib
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 from typing import Any
 
 from raylearner.types import PolicyVersion
@@ -72,6 +75,43 @@ class GroupRecord:
         return [s.version for s in self.samples if s.version is not None and not s.is_greedy]
 
 
+class PendingSamples:
+    """The samples to play, oldest groups first. Those that are no longer pending are skipped."""
+
+    def __init__(self, groups: Iterable[GroupRecord] = ()) -> None:
+        self._heap: list[tuple[int, int]] = []
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: GroupRecord) -> None:
+        """Add every pending sample of a group."""
+        for index, sample in enumerate(group.samples):
+            if sample.state is SampleState.PENDING:
+                self.push(group.group_id, index)
+
+    def push(self, group_id: int, index: int) -> None:
+        heappush(self._heap, (group_id, index))
+
+    def pop(
+        self, running: Mapping[int, GroupRecord], is_held_back: Callable[[SampleRecord], bool]
+    ) -> tuple[GroupRecord, int] | None:
+        """Remove and return the first sample that is not held back."""
+        held_back: list[tuple[int, int]] = []
+        found = None
+        while self._heap and found is None:
+            place = heappop(self._heap)
+            group = running.get(place[0])
+            if group is None or group.samples[place[1]].state is not SampleState.PENDING:
+                continue
+            if is_held_back(group.samples[place[1]]):
+                held_back.append(place)
+            else:
+                found = group, place[1]
+        for place in held_back:
+            self.push(*place)
+        return found
+
+
 @dataclass(slots=True, kw_only=True)
 class LedgerCounts:
     """Totals over the whole run, restores included."""
@@ -117,3 +157,13 @@ def _group_from(state: dict[str, Any], now_s: float) -> GroupRecord:
 def _sample_from(state: dict[str, Any]) -> SampleRecord:
     values: dict[str, Any] = {**state, "state": SampleState(state["state"])}
     return SampleRecord(**values)
+
+
+def episode_seed(run_seed: int, group_id: int, sample_index: int, num_failures: int) -> int:
+    """Return the seed of one start, below 2**63.
+
+    A start after a failure gets another seed; one that a restore interrupted repeats its seed, so that
+    a resumed run plays the same episodes as an uninterrupted one.
+    """
+    text = f"{run_seed}/{group_id}/{sample_index}/{num_failures}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

@@ -4,10 +4,8 @@ Consumes claims and reports of finished or failed samples, without tokens. Not t
 caller passes the time.
 """
 
-import hashlib
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,10 @@ from raylearner.replay.groups import (
     OPEN_STATES,
     GroupRecord,
     LedgerCounts,
+    PendingSamples,
     SampleRecord,
     SampleState,
+    episode_seed,
     group_state,
     groups_from,
 )
@@ -59,7 +59,7 @@ class Ledger:
         self._seed = seed
         self._first_attempt = 0
         self._last_attempt = -1  # the highest attempt ever issued
-        self._pending: list[tuple[int, int]] = []  # heap, cleaned lazily
+        self._pending = PendingSamples()
         self._held_order: list[int] = []
         self._cancelled: dict[str, list[Key]] = {}
 
@@ -136,12 +136,22 @@ class Ledger:
     def claim(
         self, actor_id: str, engine_version: PolicyVersion, max_claims: int, *, now_s: float
     ) -> list[Claim]:
-        """Claim up to `max_claims` samples: those of admitted groups first, oldest first, then new ones."""
+        """Claim up to `max_claims` samples: those of admitted groups first, oldest first, then new ones.
+
+        An actor plays one sample at a time whose next failure is the last, so that an engine's death
+        ends no other with it.
+        """
         claims: list[Claim] = []
-        if self.why_unfit(engine_version) is not None:
+        if max_claims == 0 or self.why_unfit(engine_version) is not None:
             return claims
+
+        def is_held_back(sample: SampleRecord) -> bool:
+            return self._is_last(sample) and any(
+                self._is_last(other) for _, _, other in self._samples_of(actor_id)
+            )
+
         while len(claims) < max_claims:
-            found = self._pop_pending()
+            found = self._pending.pop(self.running, is_held_back)
             if found is not None:
                 group, index = found
                 claims.append(self._start(group, index, actor_id, engine_version, now_s))
@@ -172,14 +182,20 @@ class Ledger:
             self._reissue(group, index)
 
     def fail_actor(self, actor_id: str) -> list[GroupRecord]:
-        """Give back all running samples of `actor_id`; return the group of each."""
+        """Give back all running samples of `actor_id`; return the group of each.
+
+        One of them may have caused the death, and the others are innocent: only those with the most
+        failures so far get another. On its last attempt a sample is alone with such (see `claim`).
+        """
         self._cancelled.pop(actor_id, None)
-        touched: list[GroupRecord] = []
-        for group, index, sample in self.running_samples():
-            if sample.claimant == actor_id:
+        found = self._samples_of(actor_id)
+        most = max((sample.num_failures for _, _, sample in found), default=0)
+        for group, index, sample in found:
+            if sample.num_failures == most:
                 self.give_back(group, index)
-                touched.append(group)
-        return touched
+            else:
+                self._reissue(group, index)
+        return [group for group, _, _ in found]
 
     def running_samples(self) -> Iterator[tuple[GroupRecord, int, SampleRecord]]:
         for group in self.running.values():
@@ -280,13 +296,7 @@ class Ledger:
         self.leased = groups_from(metadata["leased"], now_s)
         self._held_order = list(self.held)
         self.release()
-        self._pending = [
-            (group.group_id, index)
-            for group in self.running.values()
-            for index, sample in enumerate(group.samples)
-            if sample.state is SampleState.PENDING
-        ]
-        self._pending.sort()
+        self._pending = PendingSamples(self.running.values())
         has_history = self._last_attempt >= 0
         self._first_attempt = metadata["first_attempt"]
         self._last_attempt = max(self._last_attempt, metadata["last_attempt"])
@@ -295,6 +305,13 @@ class Ledger:
         else:
             self._reissue_running()
         return changed
+
+    def _samples_of(self, actor_id: str) -> list[tuple[GroupRecord, int, SampleRecord]]:
+        return [found for found in self.running_samples() if found[2].claimant == actor_id]
+
+    def _is_last(self, sample: SampleRecord) -> bool:
+        """Whether a sample that failed before is not played again if it fails once more."""
+        return 0 < sample.num_failures == self.config.max_attempts - 1
 
     def _admit(self, now_s: float) -> None:
         size = self.config.group_size + self.config.extra
@@ -311,16 +328,7 @@ class Ledger:
         self.next_group_id += 1
         self.counts.admitted += 1
         self.running[group.group_id] = group
-        for index in range(len(group.samples)):
-            heappush(self._pending, (group.group_id, index))
-
-    def _pop_pending(self) -> tuple[GroupRecord, int] | None:
-        while self._pending:
-            group_id, index = heappop(self._pending)
-            group = self.running.get(group_id)
-            if group is not None and group.samples[index].state is SampleState.PENDING:
-                return group, index
-        return None
+        self._pending.add(group)
 
     def _start(
         self,
@@ -351,7 +359,7 @@ class Ledger:
         sample.state, sample.claimant, sample.version = SampleState.PENDING, None, None
         sample.attempt = max(sample.attempt + 1, self._first_attempt)
         self.counts.reissued += 1
-        heappush(self._pending, (group.group_id, index))
+        self._pending.push(group.group_id, index)
 
     def _reissue_running(self) -> None:
         for group, index, _ in self.running_samples():
@@ -387,13 +395,3 @@ class Ledger:
         for sample in group.samples:
             if sample.state is not SampleState.DROPPED:
                 sample.state = state
-
-
-def episode_seed(run_seed: int, group_id: int, sample_index: int, num_failures: int) -> int:
-    """Return the seed of one start, below 2**63.
-
-    A start after a failure gets another seed; one that a restore interrupted repeats its seed, so that
-    a resumed run plays the same episodes as an uninterrupted one.
-    """
-    text = f"{run_seed}/{group_id}/{sample_index}/{num_failures}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

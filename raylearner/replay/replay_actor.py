@@ -7,7 +7,6 @@ a free slot (unblocked by commit, drops, failures and weights landing), `take` f
 
 import asyncio
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ class ReplayActor:
         self._group_rewards = group_rewards
         self._scoring: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._num_deaths: Counter[str] = Counter()
+        self._dead: set[str] = set()  # no id is used twice
         self._engine_versions: dict[str, int] = {}
         self._cut: snapshot.Snapshot | None = None
 
@@ -70,12 +69,11 @@ class ReplayActor:
     ) -> ClaimReply:
         """Wait for samples to play or claims to stop; the reply is empty after `timeout_s`.
 
-        A call whose actor died meanwhile gets nothing.
+        A call whose actor died gets nothing, even where it arrives after the death was reported.
         """
-        num_deaths = self._num_deaths[actor_id]
         deadline_s = time.monotonic() + timeout_s
         while True:
-            if self._num_deaths[actor_id] != num_deaths:
+            if actor_id in self._dead:
                 version = self._buffer.policy_version
                 return ClaimReply(claims=[], cancelled=[], policy_version=version)
             version = max(engine_version, self._engine_versions.get(actor_id, 0))
@@ -120,7 +118,7 @@ class ReplayActor:
 
     async def fail_actor(self, actor_id: str) -> int:
         """Return the running samples of a dead actor to pending; return their number."""
-        self._num_deaths[actor_id] += 1
+        self._dead.add(actor_id)
         num_samples = self._buffer.fail_actor(actor_id)
         self._wake()
         return num_samples

@@ -193,4 +193,8 @@ class _Demonstrator(Engine):
 
     async def abort(self) -> None: ...
 
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("a demonstrator does not die")
+
     async def close(self) -> None: ...

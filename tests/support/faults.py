@@ -3,9 +3,10 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from raylearner.actors.engines.scripted import RandomTokens
-from raylearner.errors import EngineError
+from raylearner.errors import EngineDead, EngineError
 from raylearner.types import Sampling
 
 
@@ -38,6 +39,34 @@ class Hangs(RandomTokens):
         if self._left < 0:
             await asyncio.sleep(3600)
         return await super().complete(token_ids, sampling)
+
+
+class Dies(RandomTokens):
+    """Answers `num_calls` times, then is dead: in the first process that makes the file `flag`, or in all."""
+
+    def __init__(self, *, num_calls: int, flag: str | None = None, **arguments: int) -> None:
+        super().__init__(**arguments)
+        self._left = num_calls
+        self._flag = None if flag is None else Path(flag)
+        self._is_mortal: bool | None = None if flag else True
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[list[int], list[float]]:
+        self._left -= 1
+        if self._left < 0 and self._dies():
+            raise EngineDead("the scripted engine died")
+        return await super().complete(token_ids, sampling)
+
+    def _dies(self) -> bool:
+        if self._is_mortal is None:
+            assert self._flag is not None
+            try:
+                self._flag.touch(exist_ok=False)
+                self._is_mortal = True
+            except FileExistsError:
+                self._is_mortal = False
+        return self._is_mortal
 
 
 class NeverStarts:

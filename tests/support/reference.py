@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from raylearner.actors.engines.scripted import RandomTokens
 from raylearner.config.schema import RendererSection, RunConfig
 from raylearner.data import load_prompts
-from raylearner.replay.ledger import episode_seed
+from raylearner.replay.groups import episode_seed
 from raylearner.replay.sampler import PromptSource
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import Sampling

@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from faults import Fails
 from kits import PROMPT, Says, make_claim, make_kit, make_renderer, play_one
 
+from raylearner.actors import episode
+from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory, SingleTurnEnvironment
 from raylearner.environments.protocol import Environment
+from raylearner.errors import EngineDead
 from raylearner.types import Message, Prompt, StopReason
 
 
@@ -86,15 +91,35 @@ async def test_the_penalty_of_invalid_actions_leaves_the_reward(tokenizer_folder
     assert trajectory.rewards == {"exact_answer": 1.0, "invalid_action_penalty": -0.25}
 
 
-async def test_a_closed_engine_is_a_failed_trajectory_with_its_cause(
+async def test_a_lost_request_is_a_failed_trajectory_and_a_dead_engine_none(
     tokenizer_folder: Path,
 ) -> None:
-    kit = make_stage(tokenizer_folder, ["x"])
-    await kit.engine.close()
+    kit = make_stage(tokenizer_folder, [])
+    kit = replace(kit, engine=ScriptedEngine(Fails(share=1.0, vocab_size=9), end_token_ids=()))
     trajectory = await play_one(kit)
     assert trajectory.stop_reason is StopReason.ERROR
     assert (trajectory.error or "").startswith("engine: ")
     assert (trajectory.reward, trajectory.num_trained_tokens) == (None, 0)
+    await kit.engine.close()
+    with pytest.raises(EngineDead):
+        await play_one(kit)
+
+
+async def test_a_close_that_hangs_keeps_a_cancelled_episode_briefly(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NeverCloses(SingleTurnEnvironment):
+        async def close(self) -> None:
+            await asyncio.sleep(3600)
+
+    monkeypatch.setattr(episode, "CLOSE_LIMIT_S", 0.05)
+    kit = make_stage(tokenizer_folder, ["x"], environment=NeverCloses(), hangs_at=0)
+    playing = asyncio.create_task(play_one(kit))
+    await asyncio.sleep(0.05)
+    playing.cancel()
+    done, _ = await asyncio.wait([playing], timeout=5)
+    assert done
+    assert playing.cancelled()
 
 
 async def test_a_prompt_that_is_too_long_is_a_failed_trajectory(tokenizer_folder: Path) -> None:

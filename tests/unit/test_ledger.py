@@ -4,8 +4,8 @@ from itertools import product
 
 from replays import PROMPTS, make_section
 
-from raylearner.replay.groups import SampleState
-from raylearner.replay.ledger import Ledger, episode_seed
+from raylearner.replay.groups import SampleState, episode_seed
+from raylearner.replay.ledger import Ledger
 from raylearner.types import Claim
 
 
@@ -95,6 +95,22 @@ def test_a_sample_fails_for_good_after_max_attempts() -> None:
     sample = ledger.running[0].samples[0]
     assert (sample.state, sample.is_failed) == (SampleState.DONE, True)
     assert claim(ledger, 1)[0].sample_index == 1
+
+
+def test_a_sample_that_kills_engines_fails_alone() -> None:
+    """Sample (0, 1) ends every engine that plays it; the others only happened to run there."""
+    ledger, num_deaths = make_ledger(max_attempts=3), 0
+    while claims := claim(ledger, 8, actor=f"actor-{num_deaths}"):
+        if any(c.key[:2] == (0, 1) for c in claims):
+            ledger.fail_actor(f"actor-{num_deaths}")
+            num_deaths += 1
+            continue
+        for group_id, index, _ in (c.key for c in claims):
+            ledger.finish(ledger.running[group_id], index, 0)
+    assert num_deaths == 3
+    samples = {(g.group_id, i): s for g in ledger.running.values() for i, s in enumerate(g.samples)}
+    assert [place for place, sample in samples.items() if sample.is_failed] == [(0, 1)]
+    assert {sample.state for sample in samples.values()} == {SampleState.DONE}
 
 
 def test_completing_a_group_cancels_what_it_still_runs_once_and_to_its_claimant() -> None:

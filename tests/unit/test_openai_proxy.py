@@ -32,6 +32,7 @@ from raylearner.actors.proxy.program import (
 )
 from raylearner.codec import EpisodeBatch
 from raylearner.config import schema
+from raylearner.errors import EngineDead
 from raylearner.replay import snapshot
 from raylearner.replay.snapshot import Snapshot
 from raylearner.replay.validation import trajectory_error
@@ -386,15 +387,19 @@ async def test_a_program_that_never_calls_is_an_error(tokenizer_folder: Path) ->
 async def test_an_engine_failure_is_the_cause_whatever_the_program_makes_of_it(
     tokenizer_folder: Path,
 ) -> None:
+    """A lost request fails the episode; with a dead engine, there is none."""
+
     async def program(client: AsyncOpenAI, task: Task) -> str:
         with pytest.raises(openai.InternalServerError):
             await ask(client, task.messages)
         return "46"
 
     async with stage(tokenizer_folder, []) as scene:
-        await scene.kit.engine.close()
-        segment = await scene.play(program)
+        segment = await scene.play(program)  # the script has nothing to say
         assert (segment.error or "").startswith("engine: ")
+        await scene.kit.engine.close()
+        with pytest.raises(EngineDead):
+            await scene.play(program)
 
 
 async def test_an_aborted_generation_ends_the_program_unreported(tokenizer_folder: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
-from raylearner.replay.groups import OPEN_STATES, SampleState
+from raylearner.replay.groups import OPEN_STATES, SampleRecord, SampleState
 from raylearner.types import Claim, Prompt, StopReason, Trajectory
 
 TIME_LIMIT_S = 100.0
@@ -92,7 +92,12 @@ class ReplayMachine(RuleBasedStateMachine):
             assert not reply.claims
         elif len(reply.claims) < max_claims:
             assert ledger.why_full() is not None
-            assert not any(g.num_in(SampleState.PENDING) for g in ledger.running.values())
+            pending = [s for s in self.samples() if s.state is SampleState.PENDING]
+            assert all(self.is_on_last_attempt(sample) for sample in pending)
+            assert not pending or any(
+                sample.claimant == actor and self.is_on_last_attempt(sample)
+                for sample in self.samples()
+            )
         else:
             assert len(reply.claims) == max_claims
         if len(reply.claims) <= num_pending:
@@ -104,6 +109,12 @@ class ReplayMachine(RuleBasedStateMachine):
             assert claim.policy_version == engine_version
             model.open_claims[claim.key] = claim
             model.claimants[claim.key] = actor
+
+    def samples(self) -> list[SampleRecord]:
+        return [s for g in self.buffer.ledger.running.values() for s in g.samples]
+
+    def is_on_last_attempt(self, sample: SampleRecord) -> bool:
+        return 0 < sample.num_failures == self.config.max_attempts - 1
 
     def put_claim(
         self, claim: Claim, reward: float | None, ages: list[int], num_segments: int = 1

@@ -14,6 +14,9 @@ class Engine(Protocol):
     `receive` delivers it. `generate` never re-tokenises and returns log-probabilities of the
     distribution sampled from. `receive` raises `WeightTransferError` when an update or its
     verification fails: the engine has then failed, and `close` is the only call still allowed.
+
+    `EngineError` is the failure of one request. Once the engine as a whole has failed, requests,
+    those in flight included, raise `EngineDead`, and `died` returns.
     """
 
     @property
@@ -31,6 +34,10 @@ class Engine(Protocol):
 
     async def abort(self) -> None:
         """End every running request; their completions carry the stop reason `aborted`."""
+        ...
+
+    async def died(self) -> str:
+        """Wait until the engine as a whole has failed, idle or not, and return the cause."""
         ...
 
     async def close(self) -> None: ...

@@ -9,13 +9,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from raylearner.config import schema
-from raylearner.errors import ConfigError, EngineError
+from raylearner.errors import ConfigError, EngineDead, EngineError
 from raylearner.types import Completion, CompletionStop, PolicyVersion, Sampling
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
 class Script(Protocol):
-    """Chooses token ids and their log-probabilities from the tokens so far and the seed."""
+    """Chooses token ids and their log-probabilities from the tokens so far and the seed.
+
+    `EngineError` fails the request, `EngineDead` the engine.
+    """
 
     async def complete(
         self, token_ids: Sequence[int], sampling: Sampling
@@ -52,7 +55,8 @@ class ScriptedEngine:
         self._script = script
         self._end_token_ids = set(end_token_ids)
         self._policy_version: PolicyVersion = 0
-        self._is_closed = False
+        self._failure: str | None = None
+        self._failed = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
         self._aborted: set[asyncio.Task[Any]] = set()
 
@@ -63,8 +67,8 @@ class ScriptedEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, images: Sequence[bytes] = ()
     ) -> Completion:
-        if self._is_closed:
-            raise EngineError("the scripted engine is closed")
+        if self._failure is not None:
+            raise EngineDead(self._failure)
         version_before = self._policy_version
         task = asyncio.ensure_future(self._script.complete(token_ids, sampling))
         self._running.add(task)
@@ -74,6 +78,9 @@ class ScriptedEngine:
             if task not in self._aborted:
                 raise
             return _completion([], [], [], CompletionStop.ABORTED)
+        except EngineDead as error:
+            self._fail(str(error))
+            raise
         finally:
             self._running.discard(task)
             self._aborted.discard(task)
@@ -103,9 +110,18 @@ class ScriptedEngine:
             self._aborted.add(task)
             task.cancel()
 
+    async def died(self) -> str:
+        await self._failed.wait()
+        assert self._failure is not None, "set together"
+        return self._failure
+
     async def close(self) -> None:
-        self._is_closed = True
+        self._fail("the scripted engine is closed")
         await self.abort()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._failed.set()
 
 
 def load_script(config: schema.ScriptedEngine) -> Script:

@@ -17,7 +17,7 @@ import numpy as np
 
 from raylearner.actors.engines.transformers_model import DecodeModel, DecodeRow
 from raylearner.config.schema import TransformersEngine as TransformersEngineSection
-from raylearner.errors import EngineError, WeightTransferError
+from raylearner.errors import EngineDead, EngineError, WeightTransferError
 from raylearner.types import Completion, CompletionStop, PolicyVersion, Sampling
 from raylearner.weights.probe import verify_logprobs
 from raylearner.weights.update import WeightReceipt, WeightUpdate
@@ -49,7 +49,7 @@ class _Request(DecodeRow):
 
     def fail(self, reason: str) -> None:
         if not self.done.done():
-            self.done.set_exception(EngineError(reason))
+            self.done.set_exception(EngineDead(reason))
 
 
 class TransformersEngine:
@@ -80,6 +80,7 @@ class TransformersEngine:
         self._wanted = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._failure: str | None = None
+        self._failed = asyncio.Event()
         self._loop = asyncio.create_task(self._run())
 
     @classmethod
@@ -149,6 +150,11 @@ class TransformersEngine:
                 request.finish(CompletionStop.ABORTED)
             self._waiting.clear()
 
+    async def died(self) -> str:
+        await self._failed.wait()
+        assert self._failure is not None, "set together"
+        return self._failure
+
     async def close(self) -> None:
         """Fail running requests and free the model; safe to call twice."""
         self._fail("this engine is closed")
@@ -184,11 +190,12 @@ class TransformersEngine:
 
     def _assert_alive(self) -> None:
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineDead(self._failure)
 
     def _fail(self, reason: str) -> None:
         """Fail all running requests, and every later call immediately."""
         self._failure = self._failure or reason
+        self._failed.set()
         for request in (*self._running, *self._waiting):
             request.fail(self._failure)
         self._waiting.clear()

@@ -2,7 +2,7 @@
 
 Consumes requests and weight updates; produces completions and receipts. Waits for vLLM's core, a
 child process that ends with this one; during a weight update requests wait, unblocked by its end or,
-when it fails, by an `EngineError`.
+when it fails, by an `EngineDead`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from raylearner.actors.engines import vllm_process, vllm_requests
 from raylearner.actors.engines.vllm_arguments import engine_arguments
 from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.errors import EngineError, WeightTransferError
+from raylearner.errors import EngineDead, EngineError, WeightTransferError
 from raylearner.types import Completion, PolicyVersion, Sampling
 from raylearner.weights.probe import verify_logprobs
 from raylearner.weights.transports import transport_of
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from raylearner.weights.transports.transport import Receiver
 
+DEATH_POLL_S = 0.5
+"""Interval at which the death of an idle core is looked for."""
 ABORT_POLL_S = 0.01
 """Interval between attempts to abort requests that vLLM had not registered yet."""
 NUM_RESENDS = 5
@@ -148,7 +150,7 @@ class VllmEngine:
             except Exception as error:
                 reason = f"vLLM did not go to sleep: {self._log.cause(error)}"
                 await self._fail(reason)
-                raise EngineError(reason) from error
+                raise EngineDead(reason) from error
             self._is_asleep = True
 
     async def abort(self) -> None:
@@ -157,6 +159,13 @@ class VllmEngine:
         while targets := targets & self._running:
             await llm.abort(list(targets))
             await asyncio.sleep(ABORT_POLL_S)
+
+    async def died(self) -> str:
+        while self._failure is None:
+            if self._llm is not None and self._llm.errored:
+                return self._note_death(self._llm.dead_error)
+            await asyncio.sleep(DEATH_POLL_S)
+        return self._failure
 
     async def close(self) -> None:
         """End vLLM's processes, by force if they do not end in time; safe to call twice."""
@@ -215,14 +224,15 @@ class VllmEngine:
             ):
                 output = item
         except Exception as error:
-            if llm.errored and self._failure is None:
-                self._failure = f"vLLM died: {self._log.cause(error)}"
-            reason = self._failure or f"vLLM refused: {self._log.cause(error)}"
-            raise EngineError(reason) from error
+            if llm.errored:
+                self._note_death(error)
+            if self._failure is not None:
+                raise EngineDead(self._failure) from error
+            raise EngineError(f"vLLM refused: {self._log.cause(error)}") from error
         finally:
             self._running.discard(request_id)
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineDead(self._failure)
         if output is None:
             raise EngineError("vLLM ended a request without an output")
         return output
@@ -283,8 +293,12 @@ class VllmEngine:
 
     def _alive(self) -> "AsyncLLM":
         if self._failure is not None or self._llm is None:
-            raise EngineError(self._failure or "this engine is closed")
+            raise EngineDead(self._failure or "this engine is closed")
         return self._llm
+
+    def _note_death(self, error: BaseException) -> str:
+        self._failure = self._failure or f"vLLM died: {self._log.cause(error)}"
+        return self._failure
 
     async def _fail(self, reason: str) -> None:
         """Fail all running requests, and every later call immediately."""

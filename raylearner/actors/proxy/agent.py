@@ -14,7 +14,7 @@ from raylearner.actors.proxy.conversation import Conversation
 from raylearner.actors.proxy.program import Program, Task, make_program
 from raylearner.config.environment import EnvironmentSection, OpenAiProxy
 from raylearner.environments.protocol import Outcome
-from raylearner.errors import EnvironmentFault, TrajectoryError
+from raylearner.errors import EngineDead, EnvironmentFault, TrajectoryError
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import Claim, Sampling, StopReason, Trajectory
 
@@ -56,7 +56,10 @@ class Agent:
         await self.server.close()
 
     async def play(self, kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
-        """Let the program play `claim`, and score it. Failures are data, as in `play_episode`."""
+        """Let the program play `claim`, and score it. Failures are data, as in `play_episode`.
+
+        Raises `EngineDead`.
+        """
         started_at_s = time.time()
         conversation = Conversation(
             engine=kit.engine,
@@ -71,6 +74,8 @@ class Agent:
                 end = _find_end(conversation, await self._run_program(conversation, claim))
             except TrajectoryError as cause:
                 cause = conversation.failure or cause
+                if isinstance(cause, EngineDead):
+                    raise cause from None
                 end = _End(stop_reason=StopReason.ERROR, error=cause)
             finally:
                 conversation.close()
