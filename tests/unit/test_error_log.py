@@ -50,6 +50,17 @@ def test_what_was_logged_before_the_last_failure_is_no_cause(log: ErrorLog) -> N
     assert log.cause(POINTING) == "ValueError: a new one"
 
 
+def test_a_core_that_is_gone_is_no_cause_of_its_own_end(log: ErrorLog) -> None:
+    class EngineDeadError(Exception):
+        """Named as vLLM's."""
+
+    gone = EngineDeadError("EngineCore encountered an issue. See stack trace for the root cause.")
+    logging.getLogger("vllm.engine").error("vllm.v1.engine.exceptions.EngineDeadError: %s", gone)
+    assert "EngineDeadError" not in log.cause(gone)
+    log_failure("out of blocks")
+    assert log.cause(gone) == "ValueError: out of blocks"
+
+
 def test_an_assertion_without_a_message_is_told_by_its_place(log: ErrorLog) -> None:
     try:
         assert not POINTING

@@ -12,7 +12,8 @@ import torch
 from checkpoints import END, VOCABULARY, make_checkpoint, make_model, make_probe
 from engines import start_vllm
 
-from raylearner.errors import WeightTransferError
+from raylearner.actors.engines.vllm import VllmEngine
+from raylearner.errors import EngineDead, WeightTransferError
 from raylearner.types import Sampling
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.transports.shared_files import write_weights
@@ -45,7 +46,25 @@ def refuse_withheld_shards(sent: Mapping[str, Checksum], reports: Sequence[Any])
             verify_weights(sent, [reports[0], left], policy_version=1)
 
 
-async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> None:
+async def refuse_after_the_death_of_the_core(engine: VllmEngine) -> None:
+    """Requests in flight and later ones learn that the engine is dead, not that they failed."""
+    core = next(p for p in engine._processes if "VLLM::EngineCore" in " ".join(p.cmdline()))
+    died = asyncio.create_task(engine.died())
+    running = [engine.generate([1, 2, 3], Sampling(max_tokens=300)) for _ in range(4)]
+    running = [asyncio.create_task(request) for request in running]
+    await asyncio.sleep(0.1)
+    core.kill()
+    async with asyncio.timeout(30):
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+        assert "core process" in await died
+    assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
+    with pytest.raises(EngineDead):
+        await engine.generate([1, 2, 3], Sampling(max_tokens=2))
+
+
+async def test_pushed_weights_reach_every_rank_of_an_engine_and_its_end_every_request(
+    tmp_path: Path,
+) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", is_tied=False)
     engine = await start_vllm(
         checkpoint, max_sequences=16, memory_fraction=0.2, tensor_parallel_size=2
@@ -90,5 +109,6 @@ async def test_pushed_weights_reach_every_rank_of_an_engine(tmp_path: Path) -> N
         for mixed in ([later[0], reports[1]], [reports[0], later[1]]):
             with pytest.raises(WeightTransferError, match=r"embed_tokens"):
                 verify_weights(payload["checksums"], mixed, policy_version=2)
+        await refuse_after_the_death_of_the_core(engine)
     finally:
         await engine.close()

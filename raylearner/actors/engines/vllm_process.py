@@ -28,6 +28,8 @@ EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b
 MAX_BANS = 1024
 """Maximum number of biases of one request under vLLM's second model runner, its default on GPUs;
 more would crash its core."""
+SYMPTOM = "EngineDeadError"
+"""vLLM's error for requests of a core that is gone: never the cause."""
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
 
 
@@ -132,6 +134,8 @@ class ErrorLog:
         logged = self._first_exception()
         if logged is not None and POINTS_TO_LOG.search(str(error)):
             return logged
+        if type(error).__name__ == SYMPTOM:
+            return "its core process ended and logged no error: it was killed, or it crashed"
         if isinstance(error, EngineError | WeightTransferError):
             return str(error)
         if not str(error) and error.__cause__ is not None:
@@ -148,7 +152,7 @@ class ErrorLog:
         for line in new.splitlines():
             if line.lstrip().startswith('File "'):
                 place = line.strip()
-            elif EXCEPTION_LINE.match(line):
+            elif EXCEPTION_LINE.match(line) and SYMPTOM not in line:
                 # An assertion without a message is identified by its place alone.
                 return f"{line} at {place}" if place and ":" not in line else line
         return None
