@@ -63,6 +63,16 @@ OldRestartOption = Annotated[
     bool, typer.Option("--or-start-over", hidden=True, callback=_refuse_old_option)
 ]
 
+Retries = Annotated[
+    int,
+    typer.Option(
+        "--retries",
+        metavar="N",
+        min=0,
+        help="Resume a run that fails or is killed, at most N times within an hour.",
+    ),
+]
+
 HandedOn = Annotated[
     list[str] | None,
     typer.Option(
@@ -87,6 +97,7 @@ def train(
     ] = None,
     restart_if_no_checkpoint: RestartOption = False,
     _: OldRestartOption = False,
+    retries: Retries = 0,
 ) -> None:
     """Train a model as the configuration specifies."""
     with _exit_codes():
@@ -94,6 +105,8 @@ def train(
         _require_resume(restart_if_no_checkpoint, resume)
         resume = run_directory.resolve(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume, environment=os.environ), resume)
+        if retries:
+            _supervise(config, arguments or [], resume, restart_if_no_checkpoint, retries=retries)
         from raylearner.run import training
 
         training.run(config, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint)
@@ -173,6 +186,7 @@ def submit(
             show_default=False,
         ),
     ] = None,
+    retries: Retries = 0,
     pip: Annotated[
         Path | None,
         typer.Option(
@@ -188,6 +202,10 @@ def submit(
 ) -> None:
     """Start a run or a sweep as a Ray job, with the current directory as its working directory."""
     with _exit_codes():
+        if sweep_file is not None and retries:
+            raise ConfigError(
+                f"--sweep {sweep_file}: cannot be combined with --retries; a sweep retries its trials itself"
+            )
         if sweep_file is not None and (arguments or resume is not None):
             raise ConfigError(
                 f"--sweep {sweep_file}: cannot be combined with --resume, other files or "
@@ -202,6 +220,7 @@ def submit(
             resume=resume,
             restart_if_no_checkpoint=restart_if_no_checkpoint,
             sweep_file=sweep_file,
+            retries=retries,
             variables=tuple(variables or ()),
         )
 
@@ -306,6 +325,27 @@ def _load(
     config = load(files, overrides, environment=environment)
     stop_time_s(config.run, environment or {})
     return config
+
+
+def _supervise(
+    config: RunConfig,
+    arguments: list[str],
+    resume: Path | None,
+    restart_if_no_checkpoint: bool,
+    *,
+    retries: int,
+) -> NoReturn:
+    """Train in a child process, which is resumed after failures, and exit with its code."""
+    from raylearner.run.supervisor import Supervisor
+
+    assert config.run.dir is not None, "the run has a directory"
+    given = [*arguments, f"run.dir={config.run.dir}"] if resume is None else arguments
+    options = [] if resume is None else ["--resume", str(resume)]
+    options += [RESTART_OPTION] * restart_if_no_checkpoint
+    supervisor = Supervisor(
+        folder=Path(config.run.dir), first=["train", *options, *given], retries=retries
+    )
+    raise typer.Exit(supervisor.run())
 
 
 def _require_resume(restart_if_no_checkpoint: bool, resume: Path | None) -> None:

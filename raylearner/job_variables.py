@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from raylearner import leftovers
 from raylearner.errors import ConfigError
 
 PACKAGE = "raylearner_variables"
@@ -37,7 +38,7 @@ def packed(names: Sequence[str], environment: Mapping[str, str]) -> Iterator[Pat
     if not names:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="raylearner-") as folder:
+    with tempfile.TemporaryDirectory(prefix=leftovers.prefix("variables")) as folder:
         package = Path(folder) / PACKAGE
         package.mkdir(mode=0o700)
         content = {

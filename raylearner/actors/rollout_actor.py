@@ -1,5 +1,6 @@
 """The Ray actor around a rollout worker and its engine."""
 
+import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -8,6 +9,7 @@ from typing import Any
 
 import ray
 
+from raylearner import leftovers
 from raylearner.actors.engines.engine import Engine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.process import prepare_process
@@ -77,6 +79,8 @@ class RolloutActor:
         config = self._config
         async with AsyncExitStack() as resources:
             self._renderer = Renderer.from_pretrained(self._model_path, config.renderer)
+            # An actor that was killed on this node left its engine's memory.
+            await asyncio.to_thread(leftovers.sweep, config.weights.folder)
             self._engine = await self._start_engine()
             resources.push_async_callback(self._engine.close)
             scorer = Scorer(config.rewards, models=model_calls(config.run.name, config.rewards))

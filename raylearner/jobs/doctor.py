@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from raylearner import network
+from raylearner import leftovers, network
 from raylearner.config.report import versions
 from raylearner.errors import ConfigError
 from raylearner.jobs import client as jobs_client
@@ -46,7 +46,7 @@ def findings() -> Iterator[Finding]:
     """Yield findings one by one; imports are tested in separate processes."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         *(_versions, _torch, _torchvision, _vllm, _tune),
-        *(_shared_memory, _disk, _sockets, _ports, _proxies, _token, _cluster),
+        *(_shared_memory, _leftovers, _disk, _sockets, _ports, _proxies, _token, _cluster),
     )
     for check in checks:
         yield from check()
@@ -156,6 +156,16 @@ def _shared_memory() -> Iterator[Finding]:
     else:
         advice = "start the container with --shm-size=8g or --ipc=host"
         yield Finding("problem", "shared memory", text, advice)
+
+
+def _leftovers() -> Iterator[Finding]:
+    found = list(leftovers.find())
+    if not found:
+        yield Finding("ok", "leftovers", "no files of runs that were killed")
+    for leftover in found:
+        advice = "the next `train` or `eval` on this machine removes it"
+        text = f"{_gib(leftover.num_bytes)} of a run that was killed: {leftover.path}"
+        yield Finding("note", "leftovers", text, advice)
 
 
 def _disk() -> Iterator[Finding]:

@@ -34,6 +34,8 @@ class Request:
     resume: Path | None
     restart_if_no_checkpoint: bool = False
     sweep_file: str | None
+    retries: int = 0
+    """Maximum number of times within an hour that a failed run is resumed by its job."""
     variables: tuple[str, ...] = ()
     """Names of environment variables to pass to the job."""
 
@@ -195,16 +197,17 @@ def _arguments(request: Request, config: RunConfig | None, *, is_local: bool) ->
     removed after it."""
     if request.sweep_file is not None:
         return ["sweep", request.sweep_file]
+    train = ["train", *(["--retries", str(request.retries)] if request.retries else [])]
     if request.resume is not None:
         folder = request.resume.absolute() if is_local else request.resume
         restart_if_no_checkpoint = [run_directory.RESTART_OPTION] * request.restart_if_no_checkpoint
-        return ["train", "--resume", str(folder), *restart_if_no_checkpoint, *request.arguments]
+        return [*train, "--resume", str(folder), *restart_if_no_checkpoint, *request.arguments]
     if not is_local:
-        return ["train", *request.arguments]
+        return [*train, *request.arguments]
     assert config is not None, "a new run has a configuration"
     folder = run_directory.name_new(config.run).absolute()
     run_directory.check_new(folder)
-    return ["train", *request.arguments, f"run.dir={folder}"]
+    return [*train, *request.arguments, f"run.dir={folder}"]
 
 
 async def _follow(client: Any, job: str) -> None:

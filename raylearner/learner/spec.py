@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner import leftovers
 from raylearner.config.schema import (
     LearnerSection,
     ObservabilitySection,
@@ -61,7 +62,7 @@ class LearnerSpec:
             reward_weights=config.rewards.weights,
             run_dir=run_dir,
             weights_folder=Path(config.weights.folder)
-            / f"raylearner-{config.run.name}-{uuid.uuid4().hex[:12]}",
+            / f"{leftovers.prefix(config.run.name)}{uuid.uuid4().hex[:12]}",
             engine_dtype=getattr(engine, "dtype", "float32"),
             ranks_per_engine=getattr(engine, "tensor_parallel_size", 1),
             should_free_memory=config.engines_sleep,

@@ -1,5 +1,6 @@
 """Paths of run directories, and the lock by which one run at a time writes into each."""
 
+import errno
 import fcntl
 import itertools
 import logging
@@ -7,10 +8,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from raylearner import leftovers
 from raylearner.config.schema import RunSection
 from raylearner.errors import ConfigError, summary
 
@@ -19,6 +21,10 @@ logger = logging.getLogger(__name__)
 JOB_FILES = "working_dir_files"
 """Part of the path to which Ray unpacks a job's working directory, which it deletes after the job."""
 LOCK_FILE = "run.lock"
+HOLDER_FILE = "run.holder"
+"""Replaces the lock on file systems without `flock`: it exists while its process uses the directory."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors by which file systems report that they do not support `flock`."""
 FAILURES_FILE = "failures.jsonl"
 """The first failed episode of each kind, with its cause."""
 RESTART_OPTION = "--restart-if-no-checkpoint"
@@ -109,11 +115,17 @@ def lock(folder: Path, *, is_new: bool) -> Iterator[None]:
         raise ConfigError(
             f"run.dir: {str(folder)!r} cannot be written: {error.strerror}; choose another"
         ) from error
-    with file:
+    with file, ExitStack() as stack:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(_in_use(folder, file)) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise ConfigError(
+                    f"run.dir: {str(folder)!r} cannot be locked: {error.strerror}; choose another"
+                ) from error
+            stack.enter_context(_held(folder))
         try:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -127,13 +139,56 @@ def lock(folder: Path, *, is_new: bool) -> Iterator[None]:
             yield
         finally:
             if is_new:
-                _remove_unused(folder)
+                remove_unused(folder)
 
 
-def _remove_unused(folder: Path) -> None:
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a directory of a file system without locks by a file that names this process.
+
+    Raises `ConfigError` if another process holds it. A file of a dead process of this host is replaced.
+    """
+    path = folder / HOLDER_FILE
+    own = f"{socket.gethostname()} {os.getpid()} {leftovers.start_time(os.getpid())}"
+    for _ in range(2):
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(own)
+            break
+        except FileExistsError:
+            holder = path.read_text(encoding="utf-8")
+            if _may_live(holder):
+                host, pid, *_ = [*holder.split(), "an unknown host", "?"]
+                raise ConfigError(
+                    f"{str(folder)!r} is in use by process {pid} on {host}; wait for it to end, stop it, or"
+                    f" choose another directory. Its file system has no locks: if that process is gone,"
+                    f" remove {path}"
+                ) from None
+            path.unlink(missing_ok=True)
+    else:
+        raise ConfigError(f"{str(folder)!r} was taken by another run meanwhile; choose another")
     try:
-        if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-            (folder / LOCK_FILE).unlink()
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _may_live(holder: str) -> bool:
+    """Return whether the process of a holder file may be alive; one of another host may."""
+    match holder.split():
+        case [host, pid, start] if host == socket.gethostname() and pid.isdigit():
+            return str(leftovers.start_time(int(pid))) == start
+        case _:
+            return True
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a directory that holds nothing but its lock."""
+    try:
+        files = list(folder.iterdir())
+        if all(path.name in (LOCK_FILE, HOLDER_FILE) for path in files):
+            for path in files:
+                path.unlink()
             folder.rmdir()
     except FileNotFoundError:  # removed under the run
         return

@@ -3,9 +3,13 @@
 import logging
 import os
 import sys
+import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 
 from raylearner import job_variables
@@ -20,6 +24,13 @@ from raylearner.network import check_reachable, refuse_bad_authentication
 from raylearner.run import machine
 
 logger = logging.getLogger(__name__)
+
+NUM_STARTS = 3
+"""Maximum number of tries to start a local cluster."""
+START_PAUSE_S = 3.0
+"""Time between two tries, and for the processes of a failed one to end."""
+START_LOGGERS = ("ray._private.node", "ray._private.services", "ray._private.worker")
+"""Ray's loggers that report a failed start with stacks and excerpts of logs."""
 
 
 def connect(config: ClusterSection) -> str:
@@ -45,24 +56,72 @@ def connect(config: ClusterSection) -> str:
             ) from None
         reach_nodes_directly()
         return url
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=config.num_cpus,
-            object_store_memory=config.object_store_bytes,
-            include_dashboard=config.dashboard,
-            dashboard_host="127.0.0.1",
-            _node_ip_address="127.0.0.1",
-            **common,
-        )
-    except Exception as error:  # Ray raises many types
-        variable, folder = machine.ray_temp_dir()
-        raise StartError(
-            f"Ray did not start: {summary(error)}; its logs are in"
-            f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` checks"
-            " the machine"
-        ) from None
+    context = _start_local(
+        num_cpus=config.num_cpus,
+        object_store_memory=config.object_store_bytes,
+        include_dashboard=config.dashboard,
+        dashboard_host="127.0.0.1",
+        _node_ip_address="127.0.0.1",
+        **common,
+    )
     return context.dashboard_url or ""
+
+
+def _start_local(**options: Any) -> Any:
+    """Start a local cluster, again after a failure, since a busy machine may exceed Ray's own limits.
+
+    Raises `StartError` after the last try. No process of a failed start is left.
+    """
+    variable, folder = machine.ray_temp_dir()
+    before = {child.pid for child in psutil.Process().children()}
+    for number in range(1, NUM_STARTS + 1):
+        try:
+            with _quiet_start():
+                return ray.init(address="local", **options)
+        except Exception as error:  # Ray raises many types
+            _end_failed_start(before)
+            cause = summary(error)
+        if number < NUM_STARTS:
+            logger.warning("Ray did not start, try %d of %d: %s", number, NUM_STARTS, cause)
+            time.sleep(START_PAUSE_S)
+    raise StartError(
+        f"Ray did not start in {NUM_STARTS} tries: {cause}; its logs are in"
+        f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` checks"
+        " the machine"
+    )
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Keep Ray from printing the stack and the logs of a failed start, whose cause is reported in a line."""
+    loggers = [logging.getLogger(name) for name in START_LOGGERS]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+def _end_failed_start(before: Container[int]) -> None:
+    """Disconnect, and end the processes that the start left: those of this one that are not in `before`."""
+    with suppress(Exception):
+        ray.shutdown()
+    started = [child for child in psutil.Process().children() if child.pid not in before]
+    processes = [*started, *(p for child in started for p in _descendants(child))]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=START_PAUSE_S)
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def disconnect() -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raylearner import leftovers
 from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import check_vision_support
@@ -66,6 +67,7 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     machine.check_socket_paths(config)
+    leftovers.sweep(config.weights.folder)
     machine.check_disk_space(folder)
     with run_directory.lock(folder, is_new=True):
         try:

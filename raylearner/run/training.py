@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from raylearner import leftovers
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import check_adapter_transport, check_vision_support
 from raylearner.config.schema import RunConfig, TinyModel
@@ -69,6 +70,7 @@ def run(
     asyncio.run(check_judges(config.rewards))
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
+    leftovers.sweep(config.weights.folder)
     machine.check_disk_space(folder)
     changed: Sequence[str] = ()
     with ExitStack() as stack:

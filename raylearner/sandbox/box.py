@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from raylearner import leftovers
 from raylearner.config.environment import SandboxSection
 from raylearner.errors import ConfigError
 from raylearner.sandbox import bubblewrap, seccomp
@@ -139,7 +140,7 @@ class Box:
     ) -> tuple[list[str], list[int], str | None]:
         script = str(Path(sandbox_supervisor.__file__).resolve())
         if self.program is None or self.interpreter is None:
-            folder = tempfile.mkdtemp(prefix="raylearner-unprotected-")
+            folder = tempfile.mkdtemp(prefix=leftovers.prefix("unprotected"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             main = Path(folder, "main.py")
             main.write_bytes(code)

@@ -1,11 +1,15 @@
 """Joining a cluster, as far as it goes without one."""
 
 import socket
+import subprocess
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 from raylearner.config.schema import ClusterSection
-from raylearner.errors import ConfigError
+from raylearner.errors import ConfigError, StartError
 from raylearner.run import cluster
 
 
@@ -40,3 +44,39 @@ def test_a_token_file_that_is_not_there_is_told_before_ray_aborts(
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")
     with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH=/nowhere/token"):
         cluster.connect(ClusterSection(address=unused))
+
+
+def _fail_starts(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[psutil.Process]:
+    """Let the first starts of a local Ray fail after they started a process; return those processes."""
+    started: list[psutil.Process] = []
+
+    def init(**_: Any) -> SimpleNamespace:
+        if len(started) == num_failures:
+            return SimpleNamespace(dashboard_url="127.0.0.1:8265")
+        process = subprocess.Popen(["sleep", "600"])
+        started.append(psutil.Process(process.pid))
+        raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "START_PAUSE_S", 0.1)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    return started
+
+
+def test_a_local_start_that_fails_is_tried_again_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = _fail_starts(monkeypatch, cluster.NUM_STARTS - 1)
+    assert cluster.connect(ClusterSection()) == "127.0.0.1:8265"
+    assert len(caplog.records) == len(started) == cluster.NUM_STARTS - 1
+    assert not any(process.is_running() for process in started)
+
+
+def test_the_last_failed_start_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _fail_starts(monkeypatch, 100)
+    with pytest.raises(StartError, match="timed out during startup") as caught:
+        cluster.connect(ClusterSection())
+    assert "\n" not in str(caught.value)
+    assert len(started) == cluster.NUM_STARTS
+    assert not any(process.is_running() for process in started)

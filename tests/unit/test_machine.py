@@ -1,7 +1,9 @@
 """Checks of a machine before a run starts: socket paths, disks, deadlines, and who uses a directory."""
 
+import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import types
@@ -169,3 +171,48 @@ def test_what_is_no_time_is_refused_by_name(text: str) -> None:
         stop_time_s(RunSection(deadline=text), {})
     with pytest.raises(ConfigError, match="RAYLEARNER_DEADLINE: "):
         stop_time_s(RunSection(), {"RAYLEARNER_DEADLINE": text})
+
+
+def _without_locks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(run_directory.fcntl, "flock", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_supported_by_a_file_of_the_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    _without_locks(monkeypatch, code)
+    folder = tmp_path / "run"
+    holder = folder / run_directory.HOLDER_FILE
+    with run_directory.lock(folder, is_new=True):
+        (folder / "config.yaml").touch()
+        with (
+            pytest.raises(ConfigError, match=str(os.getpid())),
+            run_directory.lock(folder, is_new=False),
+        ):
+            pass
+    assert not holder.exists()
+    holder.write_text(
+        f"{socket.gethostname()} {os.getpid()} 1"
+    )  # the id was given to another process
+    with run_directory.lock(folder, is_new=False):
+        assert holder.exists()
+    holder.write_text("another-host 17 1")
+    with (
+        pytest.raises(ConfigError, match="another-host"),
+        run_directory.lock(folder, is_new=False),
+    ):
+        pass
+    assert holder.read_text() == "another-host 17 1"
+
+
+def test_a_directory_that_cannot_be_locked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_locks(monkeypatch, errno.EIO)
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match="run.dir"), run_directory.lock(folder, is_new=True):
+        pass

@@ -112,6 +112,7 @@ class VllmEngine:
                 raise
             raise EngineError(f"vLLM did not start with {model_path!r}: {cause}") from error
         engine._processes = set(vllm_process.children()) - before
+        engine._log.list_segments(engine._processes)
         return engine
 
     @property

@@ -5,14 +5,16 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
+from collections.abc import Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
 
+from raylearner import leftovers
 from raylearner.errors import EngineError, WeightTransferError
+from raylearner.leftovers import start_time
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +33,6 @@ more would crash its core."""
 SYMPTOM = "EngineDeadError"
 """vLLM's error for requests of a core that is gone: never the cause."""
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
-
-
-def start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks after boot, which distinguishes reused ids."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banned: int = 0) -> None:
@@ -83,7 +76,7 @@ class ErrorLog:
     """A folder with vLLM's logging configuration, and the errors that its processes logged."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="raylearner-vllm-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=leftovers.prefix("vllm")))
         self._errors = self._folder / "errors.log"
         self._num_read = 0
 
@@ -157,8 +150,13 @@ class ErrorLog:
                 return f"{line} at {place}" if place and ":" not in line else line
         return None
 
+    def list_segments(self, processes: Iterable[psutil.Process]) -> None:
+        """Record the shared memory of the engine's processes, which outlives them if they are killed."""
+        leftovers.list_segments(self._folder, [os.getpid(), *(p.pid for p in processes)])
+
     def remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the folder, and shared memory that killed processes left."""
+        leftovers.remove(self._folder)
 
 
 def children() -> list[psutil.Process]:

@@ -31,7 +31,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from raylearner.actors.engines.vllm_process import OWNER_VARIABLE, start_time
+from raylearner.actors.engines.vllm_process import OWNER_VARIABLE
+from raylearner.leftovers import start_time
 from raylearner.weights.trace import Trace
 from raylearner.weights.transports import TRANSPORTS
 from raylearner.weights.transports.adapter import adapter_report
