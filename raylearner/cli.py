@@ -18,6 +18,7 @@ from raylearner.config import report
 from raylearner.config.checks import warnings
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
+from raylearner.credentials import mask
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
 from raylearner.observability import logs, run_directory
 from raylearner.observability.run_directory import RESTART_OPTION
@@ -391,5 +392,5 @@ def _exit_codes() -> Iterator[None]:
 
 
 def _exit(message: str, code: int) -> NoReturn:
-    typer.echo(visible(message), err=True)
+    typer.echo(mask(visible(message)), err=True)
     raise typer.Exit(code) from None

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 
+from raylearner.credentials import mask
+
 
 class RaylearnerError(Exception):
     """Base class. The message contains the problem, its place and what to do."""
@@ -34,7 +36,7 @@ class TrajectoryError(RaylearnerError):
     @property
     def text(self) -> str:
         """The message with its kind as prefix, as trajectories record it."""
-        return f"{self.kind}: {self}"
+        return mask(f"{self.kind}: {self}")
 
 
 class EngineError(TrajectoryError):

@@ -16,7 +16,7 @@ from raylearner.config.changed_keys import changed_keys
 from raylearner.config.checks import check
 from raylearner.config.document import DEFAULTS, NULL_WORDS, Node, merge, parse
 from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean, shown
-from raylearner.config.resources import check_variables
+from raylearner.config.resources import check_credentials, check_variables
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import (
     FILE_NAME,
@@ -65,7 +65,7 @@ def load(
     problems += ambiguous_words(tree, RunConfig)
     if config is not None and not problems:
         missing = () if environment is None else check_variables(config, environment)
-        for finding in (*check(config), *missing):
+        for finding in (*check(config), *check_credentials(config, environment or {}), *missing):
             path = tuple(int(part) if part.isdecimal() else part for part in finding.key.split("."))
             problems.append(Problem(tree.place(path), tree.key(path), finding.text))
     if config is None or problems:

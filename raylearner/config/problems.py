@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from raylearner.credentials import mask
 from raylearner.errors import ConfigError
 
 CLOSING = "nothing was started."
@@ -62,7 +63,7 @@ class ConfigProblems(ConfigError):
             for place, problem in zip(places, self.problems, strict=True)
         ]
         count = len(self.problems)
-        return "\n".join([*lines, f"{count} problem{'s' * (count != 1)}; {CLOSING}"])
+        return mask("\n".join([*lines, f"{count} problem{'s' * (count != 1)}; {CLOSING}"]))
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
@@ -72,8 +73,8 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
 
 
 def shown(value: object, *, limit: int = 80) -> str:
-    """Return `repr`, cut in the middle if it is long."""
-    text = repr(value)
+    """Return `repr`, cut in the middle if it is long, without credentials."""
+    text = mask(repr(value))
     return text if len(text) <= limit else f"{text[: limit - 20]}...{text[-17:]}"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from raylearner import credentials
 from raylearner.config.problems import Finding
 from raylearner.config.schema import RunConfig, TransformersEngine, VllmEngine
 from raylearner.config.section import number
@@ -225,6 +226,31 @@ def wants_wandb_key(config: RunConfig) -> bool:
     """Return whether a run logs in to Weights & Biases."""
     wandb = config.observability.wandb
     return wandb is not None and wandb.mode == "online"
+
+
+def check_credentials(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield values that contain a credential: run directories, trackers and jobs would store it."""
+    for key, value in _texts(config.model_dump(), ""):
+        if found := credentials.find(value, environment):
+            yield Finding(
+                key,
+                f"contains {found}, which the run directory and trackers would show; read it from an"
+                " environment variable where it is used",
+            )
+
+
+def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield every text of a configuration with its dotted key."""
+    if isinstance(tree, Mapping):
+        pairs = list(cast(Mapping[Any, Any], tree).items())
+    elif isinstance(tree, list | tuple):
+        pairs = list(enumerate(cast(list[Any], tree)))
+    else:
+        if isinstance(tree, str):
+            yield key, tree
+        return
+    for part, value in pairs:
+        yield from _texts(value, f"{key}.{part}".removeprefix("."))
 
 
 def check_variables(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Finding]:

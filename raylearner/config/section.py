@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from raylearner.credentials import mask
 from raylearner.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -28,11 +29,11 @@ AutoFloat = NonNegativeFloat | Literal["auto"]
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     try:
-        is_valid = bool(parts.hostname) and parts.port != 0 and not parts.query
+        is_valid = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
     except ValueError:  # the port is not a number
         is_valid = False
     if parts.scheme not in ("http", "https") or not is_valid:
-        raise ValueError(f"must be like http://host:port, got {value!r}")
+        raise ValueError(f"must be like http://host:port, got {mask(repr(value))}")
     return value
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from raylearner.credentials import mask
 from raylearner.text import visible
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -16,10 +17,11 @@ NOISY = ("ray", "vllm", "transformers", "torch", "filelock", "urllib3", "httpx",
 
 
 class VisibleFormatter(logging.Formatter):
-    """Escapes control characters, so that texts of models and services cannot control a terminal."""
+    """Escapes control characters, so that texts of models and services cannot control a terminal, and
+    masks credentials, which errors of clients may quote."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return mask(visible(super().format(record)))
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):

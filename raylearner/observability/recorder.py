@@ -14,6 +14,7 @@ from typing import Any, Self
 from raylearner.cleanup import clean_up_now
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import ObservabilitySection, RunConfig
+from raylearner.credentials import mask
 from raylearner.errors import naming
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display
@@ -199,7 +200,7 @@ class Recorder:
         """Log the first failed episodes of each kind, and keep them for `view`."""
         for error in errors:
             logger.warning("an episode for step %d failed: %s", step, error)
-            self._failures.write({"step": step, "error": error})
+            self._failures.write({"step": step, "error": mask(error)})
 
     def close(self) -> None:
         """Close everything, then raise the first failure. Safe to call twice."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from raylearner.config.rewards import CheckedAnswer
+from raylearner.credentials import without_credentials
 from raylearner.errors import RewardError
 from raylearner.rewards.built_in import compose
 from raylearner.rewards.checker_process import LENGTH_BYTES
@@ -128,8 +129,7 @@ class Checker:
             self._idle.append(process)
         if "error" in reply:
             raise CheckFailed(f"the check {name!r} raised {reply['error']}")
-        value = reply["value"]
-        return None if value is None else float(value)
+        return reply["value"]
 
     async def close(self) -> None:
         for process in [*self._idle, *self._running]:
@@ -154,7 +154,7 @@ class _Process:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=MAX_REPLY_BYTES,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            env={**without_credentials(os.environ), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         )
         process = cls(child)
         try:
@@ -183,12 +183,34 @@ class _Process:
             raise CheckTimeout(f"the check {name!r} took longer than {timeout_s:g} s") from error
         except ConnectionError:
             line = b""
+        except ValueError as error:
+            raise CheckFailed(f"the check {name!r} replied with a line without end") from error
         if not line:
             code = await self._child.wait()
             raise CheckFailed(f"the process of the check {name!r} ended with code {code}")
-        return json.loads(line)
+        return _read_reply(name, line)
 
     async def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._child.kill()
         await self._child.wait()
+
+
+def _read_reply(name: str, line: bytes) -> dict[str, Any]:
+    """Return `{"error": text}` or `{"value": score}`; the score is from 0 to 1, or None."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CheckFailed(f"the check {name!r} replied in a wrong form") from error
+    if isinstance(reply, dict):
+        found = cast(dict[str, Any], reply)
+        value = found.get("value")
+        if isinstance(found.get("error"), str):
+            return {"error": found["error"]}
+        if "value" in found and (value is None or (_is_number(value) and 0 <= value <= 1)):
+            return {"value": None if value is None else float(value)}
+    raise CheckFailed(f"the check {name!r} replied in a wrong form")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

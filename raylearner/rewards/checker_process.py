@@ -2,6 +2,9 @@
 
 Reads requests from standard input, each eight bytes of length and a pickled (name, arguments);
 writes one JSON object per line, `{"value": ...}` or `{"error": ...}`. Ends with its parent.
+
+Libraries evaluate some answers as Python, reasoning-gym's among them. So the process has no credentials,
+and the kernel refuses to let it start others, connect to anything or change a file.
 """
 
 import ctypes
@@ -18,6 +21,8 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, BinaryIO
+
+from raylearner.sandbox import seccomp
 
 MEMORY_BYTES = 4 << 30
 """Address space of the process: answers such as 9**9**9**9 end there."""
@@ -101,6 +106,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    seccomp.confine()
     logging.disable(logging.WARNING)
     replies = io.FileIO(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

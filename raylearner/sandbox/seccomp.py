@@ -6,6 +6,7 @@ reach into the supervisor, or whose memory no process is charged for. The progra
 (`linux/filter.h`), assembled here since the usual machines have no library for it.
 """
 
+import ctypes
 import errno
 import platform
 import struct
@@ -24,8 +25,12 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _X32_BIT = 0x40000000
 _NAMESPACE_FLAGS = 0x7E020000
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 """SO_SNDBUF, SO_RCVBUF and their FORCE variants: a socket's buffers keep the kernel's default size."""
+_CLONE_THREAD = 0x10000
+_CHANGES = 0o1 | 0o2 | 0o100 | 0o1000
+"""O_WRONLY, O_RDWR, O_CREAT and O_TRUNC."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: the others (netlink, packet, vsock) are refused."""
 
@@ -119,6 +124,58 @@ vmsplice 278 75
 """Name, number on x86_64, number on aarch64: System V IPC, tracing, mounts, modules, clocks, keys,
 io_uring, bpf, and other ways around namespaces and accounting."""
 
+_DENIED_TO_CHECKS = """
+accept 43 202
+accept4 288 242
+bind 49 200
+chmod 90 -
+chown 92 -
+connect 42 203
+creat 85 -
+execve 59 221
+execveat 322 281
+fchmod 91 52
+fchmodat 268 53
+fchmodat2 452 452
+fchown 93 55
+fchownat 260 54
+fork 57 -
+fsetxattr 190 7
+futimesat 261 -
+kill 62 129
+lchown 94 -
+link 86 -
+linkat 265 37
+listen 50 201
+lsetxattr 189 6
+mkdir 83 -
+mkdirat 258 34
+mknod 133 -
+mknodat 259 33
+openat2 437 437
+pidfd_open 434 434
+pidfd_send_signal 424 424
+rename 82 -
+renameat 264 38
+renameat2 316 276
+rmdir 84 -
+rt_sigqueueinfo 129 138
+rt_tgsigqueueinfo 297 240
+setxattr 188 5
+socket 41 198
+socketpair 53 199
+symlink 88 -
+symlinkat 266 36
+tkill 200 130
+truncate 76 45
+unlink 87 -
+unlinkat 263 35
+utimensat 280 88
+utimes 235 -
+vfork 58 -
+"""
+"""Calls that a check of an answer needs even less: other processes, connections, changes of files."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
@@ -135,10 +192,11 @@ class _Architecture:
     socket: int
     socketpair: int
     setsockopt: int
+    opens: tuple[tuple[int, int], ...]
+    """open and openat, with the place of their flags."""
 
-    @property
-    def denied(self) -> tuple[int, ...]:
-        rows = [line.split() for line in _DENIED.split("\n") if line]
+    def numbers(self, table: str) -> tuple[int, ...]:
+        rows = [line.split() for line in table.split("\n") if line]
         return tuple(int(row[self.column]) for row in rows if row[self.column] != "-")
 
 
@@ -153,6 +211,7 @@ _ARCHITECTURES = {
         socket=41,
         socketpair=53,
         setsockopt=54,
+        opens=((2, 1), (257, 2)),
     ),
     "aarch64": _Architecture(
         audit=0xC00000B7,
@@ -164,13 +223,18 @@ _ARCHITECTURES = {
         socket=198,
         socketpair=199,
         setsockopt=208,
+        opens=((56, 2),),
     ),
 }
 
 
-def program(machine: str | None = None) -> bytes | None:
+def program(machine: str | None = None, *, is_check: bool = False) -> bytes | None:
     """Return the filter for this machine's architecture; None where its call numbers are
-    unknown."""
+    unknown.
+
+    With `is_check` it is that of a process that only computes: it starts no other, connects to nothing
+    and changes no file.
+    """
     known = _ARCHITECTURES.get(machine or platform.machine())
     if known is None:
         return None
@@ -183,7 +247,8 @@ def program(machine: str | None = None) -> bytes | None:
         _instruction(_JUMP_AT_LEAST, _X32_BIT, no=1),
         *refuse,
     ]
-    for number in known.denied:
+    denied = known.numbers(_DENIED) + (known.numbers(_DENIED_TO_CHECKS) if is_check else ())
+    for number in denied:
         code += [_instruction(_JUMP_EQUAL, number, no=1), *refuse]
     code += [
         _instruction(_JUMP_EQUAL, known.clone3, no=1),  # its flags cannot be seen: use clone
@@ -201,9 +266,12 @@ def program(machine: str | None = None) -> bytes | None:
             *refuse,
         ],
     )
-    code += _when(
-        known.clone, [_argument(0), _instruction(_JUMP_ANY_BIT, _NAMESPACE_FLAGS, no=1), *refuse]
-    )
+    no_process = [_instruction(_JUMP_ANY_BIT, _CLONE_THREAD, yes=1), *refuse] if is_check else []
+    no_namespace = [_instruction(_JUMP_ANY_BIT, _NAMESPACE_FLAGS, no=1), *refuse]
+    code += _when(known.clone, [_argument(0), *no_process, *no_namespace])
+    for number, place in known.opens if is_check else ():
+        body = [_argument(place), _instruction(_JUMP_ANY_BIT, _CHANGES, no=1), *refuse]
+        code += _when(number, body)
     for call in (known.socket, known.socketpair):
         code += _when(call, [_argument(0), *_unless(_FAMILIES), *refuse])
     sizes = _unless(_BUFFER_SIZES)
@@ -214,6 +282,23 @@ def program(machine: str | None = None) -> bytes | None:
     )
     code.append(_instruction(_RETURN, _ALLOW))
     return b"".join(code)
+
+
+def confine() -> bool:
+    """Apply the filter of checks to this process and what it starts, for good; return whether it could be.
+
+    The kernel may lack filters, and other threads must not run yet.
+    """
+    made = program(is_check=True)
+    if made is None:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    code = ctypes.create_string_buffer(made, len(made))
+    length = len(made) // struct.calcsize("=HBBI")
+    filter_program = ctypes.create_string_buffer(struct.pack("@HP", length, ctypes.addressof(code)))
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        return False
+    return libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, filter_program, 0, 0) == 0
 
 
 def _when(number: int, body: list[bytes]) -> list[bytes]:
