@@ -1,7 +1,8 @@
 """The HTTP client of tools and judges: requests limited in time, size and number, retried by one policy.
 
 External services may be called through a proxy, see `raylearner.network`. No cookies and no content
-encodings: a reply's size limit holds for the bytes that are parsed.
+encodings: a reply's size limit holds for the bytes that are parsed. No redirects: what is sent, and the
+keys with it, go to the configured address alone.
 """
 
 import asyncio
@@ -70,7 +71,6 @@ class HttpClient:
         section: HttpSection,
         *,
         on_retry: Callable[[], object] = lambda: None,
-        follows_redirects: bool = False,
     ) -> None:
         """Raises `ValueError` unless `url` is http or https with a host, and its proxy an HTTP proxy."""
         parts = urlsplit(url)
@@ -80,7 +80,6 @@ class HttpClient:
         self._base = url.rstrip("/")
         self._section = section
         self._on_retry = on_retry
-        self._follows_redirects = follows_redirects
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else True
         self._proxy = proxy_of(url)
         self._headers, self._proxy_headers = dict(HEADERS), dict[str, str]()
@@ -179,8 +178,18 @@ class HttpClient:
             headers=headers,
             proxy=None if self._proxy is None else str(self._proxy),
             proxy_headers=self._proxy_headers,
-            allow_redirects=self._follows_redirects and PROXY_AUTHORIZATION not in self._headers,
+            allow_redirects=False,
         ) as response:
+            if 300 <= response.status < 400:
+                response.close()
+                target = response.headers.get("Location", "")[:SHOWN_CHARACTERS]
+                raise RequestFailed(
+                    f"answered status {response.status}, which names another address, {target!r}; it is"
+                    " not followed: correct the url",
+                    is_transient=False,
+                    has_answered=True,
+                    status=response.status,
+                )
             coding = response.headers.get("Transfer-Encoding", "chunked")
             if coding.lower() != "chunked":
                 response.close()

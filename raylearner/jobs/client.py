@@ -21,6 +21,7 @@ from raylearner.errors import ConfigError, RaylearnerError
 
 EXCLUDES = (
     *(".git", ".venv*", "venv", "__pycache__", ".*_cache", ".hypothesis"),
+    *(".env", ".env.*", ".netrc", ".ssh", ".aws", ".ray", "*.pem", "id_rsa*", "id_ed25519*"),
     *("/runs", "checkpoints", "/wandb", "*.safetensors", "*.pt", "*.egg-info"),
 )
 """Files never packaged with a working directory, in addition to .gitignore and .rayignore."""

@@ -50,7 +50,7 @@ class Endpoint:
         """Raises `ConfigError` for an address or a proxy that cannot be used."""
         self._section = section
         try:
-            self._client = HttpClient(section.url, section.http, follows_redirects=True)
+            self._client = HttpClient(section.url, section.http)
         except ValueError as error:
             raise ConfigError(f"rewards.functions: url: {error}") from error
 

@@ -335,3 +335,26 @@ async def test_a_judge_that_refuses_for_good_is_reported_before_a_run(
     judge.answer = lambda prompt: PlainTextResponse("starting", status_code=503)
     await check_judges(rewards)
     assert len([r for r in caplog.records if "starting" in r.message]) == 2
+
+
+async def test_a_redirect_to_another_address_is_refused_and_sends_it_nothing(
+    judge: JudgeServer,
+) -> None:
+    other = JudgeServer()
+    with served(other.app()) as address:
+        for target in (f"{address}/v1/chat/completions", "file:///etc/passwd", "//evil.example/"):
+            judge.answer = lambda _, to=target: Response(status_code=307, headers={"Location": to})
+            said = await failure(judge, http={"retries": 2})
+            assert "307" in said
+            assert target in said
+    assert other.bodies == []
+    assert len(judge.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"choices": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b"9" * 100_000],
+)
+async def test_replies_made_to_hurt_are_errors(judge: JudgeServer, content: bytes) -> None:
+    judge.answer = lambda _: Response(content, media_type="application/json")
+    assert "chat completion" in await failure(judge, http={"retries": 0})
