@@ -9,7 +9,7 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias, cast
@@ -115,6 +115,18 @@ def outside(text: str, spans: Sequence[tuple[int, int]]) -> str:
         parts.append(text[position:start])
         position = end
     return "".join((*parts, text[position:]))
+
+
+def pairs(text: str, opening: str, closing: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each content between `opening` and the next `closing`, in linear time."""
+    position = 0
+    while (start := text.find(opening, position)) >= 0:
+        start += len(opening)
+        end = text.find(closing, start)
+        if end < 0:
+            return
+        yield start, end
+        position = end + len(closing)
 
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"

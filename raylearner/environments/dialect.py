@@ -16,7 +16,7 @@ from raylearner.config.actors import ReasoningTags
 from raylearner.config.section import PositiveInt, Section
 from raylearner.environments.foreign_calls import foreign_form
 from raylearner.errors import ConfigError
-from raylearner.text import encodable_values, load_json, outside
+from raylearner.text import encodable_values, load_json, outside, pairs
 from raylearner.tokenization.reasoning import Reasoning
 from raylearner.tools.tool import Tool
 
@@ -255,11 +255,7 @@ class JsonDialect:
         self._answers = TagDialect({}, answer_tag=answer_tag) if answer_tag else None
         self._max_calls = max_calls
         self._reasoning = reasoning
-        self._outside_answer = (
-            None
-            if answer_tag is None
-            else re.compile(f"<{re.escape(answer_tag)}>.*?</{re.escape(answer_tag)}>", re.DOTALL)
-        )
+        self._answer_tag = answer_tag
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -307,8 +303,10 @@ class JsonDialect:
         return replace(action, reason=f"call a tool with {self.form}, or {action.reason}")
 
     def _foreign_form(self, text: str) -> str | None:
-        if self._outside_answer is not None:
-            text = self._outside_answer.sub("", text)
+        if self._answer_tag is not None:
+            opening, closing = f"<{self._answer_tag}>", f"</{self._answer_tag}>"
+            found = pairs(text, opening, closing)
+            text = outside(text, [(a - len(opening), b + len(closing)) for a, b in found])
         return foreign_form(text, self._tools, tags=self._tools)
 
     def _action(self, block: str, which: str) -> ToolCall | Invalid:

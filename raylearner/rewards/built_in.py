@@ -121,24 +121,28 @@ def answer_format(episode: EpisodeView, section: AnswerFormat) -> float:
     turn, tag = episode.turns[-1], section.reasoning_tag
     text = turn.content.strip()
     if tag is None:
-        return _is_one_answer(text, section, before="(?P<before>.*?)")
+        before, opening, rest = text.partition(f"<{section.answer_tag}>")
+        return _is_one_answer(before, opening + rest, section)
     if turn.thoughts:
         (start, _), end = turn.thoughts[0], turn.thoughts[-1][1]
         thought = turn.opening + turn.text[:end].strip()
         is_first = not turn.text[:start].strip() and turn.text[end:].strip() == text
         if not (is_first and thought.startswith(f"<{tag}>") and thought.endswith(f"</{tag}>")):
             return 0.0
-        return _is_one_answer(text, section, before="(?P<before>)")
-    name = re.escape(tag)
-    return _is_one_answer(text, section, before=rf"<{name}>(?P<before>.*?)</{name}>\s*")
-
-
-def _is_one_answer(text: str, section: AnswerFormat, *, before: str) -> float:
-    answer = re.escape(section.answer_tag)
-    found = re.fullmatch(f"{before}<{answer}>(?P<answer>.*)</{answer}>", text, re.DOTALL)
-    if found is None or not found["answer"].strip():
+        return _is_one_answer("", text, section)
+    if not text.startswith(f"<{tag}>"):
         return 0.0
-    inside = found["before"] + found["answer"]
+    before, _, rest = text.removeprefix(f"<{tag}>").partition(f"</{tag}>")
+    return _is_one_answer(before, rest.lstrip(), section)
+
+
+def _is_one_answer(before: str, rest: str, section: AnswerFormat) -> float:
+    """Return 1 if `rest` is one pair of the answer's tags, and neither it nor `before` has more tags."""
+    opening, closing = f"<{section.answer_tag}>", f"</{section.answer_tag}>"
+    answer = rest[len(opening) : -len(closing)]
+    if not answer.strip() or rest != f"{opening}{answer}{closing}":
+        return 0.0
+    inside = before + answer
     names = [name for name in (section.answer_tag, section.reasoning_tag) if name is not None]
     return float(not any(f"<{name}>" in inside or f"</{name}>" in inside for name in names))
 

@@ -1,12 +1,10 @@
 """The interface of reward functions, and the answer of an episode."""
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol
 
-from raylearner.text import finite_or_nan
+from raylearner.text import finite_or_nan, pairs
 from raylearner.types import Prompt, StopReason, Trajectory, Turn
 
 
@@ -136,8 +134,8 @@ class Reward(Protocol):
 
 def given_answer(text: str, tag: str | None = "answer") -> str:
     """Return the content of the last answer tag, or the whole text without one."""
-    found = _pairs(tag).findall(text) if tag is not None else []
-    return str(found[-1] if found else text).strip()
+    found = [] if tag is None else list(pairs(text, f"<{tag}>", f"</{tag}>"))
+    return (text[slice(*found[-1])] if found else text).strip()
 
 
 def last_answer(episode: EpisodeView, tag: str | None) -> str:
@@ -145,9 +143,3 @@ def last_answer(episode: EpisodeView, tag: str | None) -> str:
     if episode.answer is not None:
         return given_answer(episode.answer, tag)
     return given_answer(episode.turns[-1].content, tag) if episode.turns else ""
-
-
-@lru_cache(maxsize=64)
-def _pairs(tag: str) -> re.Pattern[str]:
-    name = re.escape(tag)
-    return re.compile(f"<{name}>(.*?)</{name}>", re.DOTALL)

@@ -12,7 +12,8 @@ from raylearner.tools.tool import Arguments, Observation, Tool, function_schema,
 from raylearner.types import Prompt
 
 _FORM = '{"status": text, "run_result": {"stdout": text, "stderr": text, "return_code": number}}'
-_FENCE = re.compile(r"\A```[a-zA-Z0-9]*\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
+_FENCE = "```"
+_LANGUAGE = re.compile(f"{_FENCE}[a-zA-Z0-9]*")
 MAX_MESSAGE_CHARACTERS = 200
 
 
@@ -55,9 +56,7 @@ class CodeExecution(Tool):
             await self._service.close()
 
     async def _call(self, arguments: Arguments, prompt: Prompt) -> Observation:
-        code = text_argument(arguments, "code")
-        if fenced := _FENCE.match(code):
-            code = fenced.group(1)
+        code = _unfenced(text_argument(arguments, "code"))
         stdout, stderr, return_code = await self._run(code)
         most = self._section.max_stream_characters
         return Observation(
@@ -80,3 +79,15 @@ class CodeExecution(Tool):
         run = reply.run_result
         code_given = -1 if run.return_code is None else run.return_code
         return run.stdout or "", run.stderr or "", code_given
+
+
+def _unfenced(code: str) -> str:
+    """Return the code inside of a Markdown fence around all of it."""
+    language = _LANGUAGE.match(code)
+    if language is None:
+        return code
+    rest = code[language.end() :].rstrip()
+    first_line = rest.rfind("\n", 0, len(rest) - len(rest.lstrip())) + 1
+    if not first_line or not rest.endswith(_FENCE):
+        return code
+    return rest[first_line:].removesuffix(_FENCE).removesuffix("\n")
