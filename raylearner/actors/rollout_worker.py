@@ -86,10 +86,13 @@ class RolloutWorker:
         self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
-        """Play until `halt`. Raises errors that are not the failure of one episode: `EngineDead`, after
+        """Play until `halt`, again after an error other than `EngineDead`. Raises errors that are not the failure of one episode: `EngineDead`, after
         which nothing is sent that the dead engine failed, and `UserCodeStuck` when too many calls of
         user code in this process never ended.
         """
+        self._is_claiming = False
+        self._void.clear()
+        self._is_full.clear()
         duties = [
             asyncio.create_task(self._guard(duty))
             for duty in (self._play_claims, self._listen, self._engine.watch)
@@ -101,9 +104,14 @@ class RolloutWorker:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=END_LIMIT_S)
-        if self._failure is not None:
-            await self._outbox.flush(END_LIMIT_S)
-            raise self._failure
+        failure = self._failure
+        if failure is None:
+            return
+        await self._outbox.flush(END_LIMIT_S)
+        if not isinstance(failure, EngineDead):
+            self._failure = None
+            self._ended.clear()
+        raise failure
 
     def halt(self) -> None:
         """End `run`; running episodes are cancelled and not reported."""
@@ -180,12 +188,16 @@ class RolloutWorker:
             reply = await self._ask(free)
             for claim in reply.claims:
                 if claim.key not in self._void:
-                    self._running[claim.key] = asyncio.create_task(
-                        self._guard(partial(self._play, claim))
-                    )
-                    self._busy.set_busy(is_busy=True)
+                    self._start(claim)
             self._is_claiming = False
             self._void.clear()
+
+    def _start(self, claim: Claim) -> None:
+        task = asyncio.create_task(self._guard(partial(self._play, claim)))
+        self._running[claim.key] = task
+        # One that is cancelled before it begins never runs.
+        task.add_done_callback(partial(self._free, claim.key))
+        self._busy.set_busy(is_busy=True)
 
     async def _listen(self) -> None:
         """Hear of episodes to cancel while all slots are taken and nothing is claimed."""
@@ -208,16 +220,18 @@ class RolloutWorker:
 
     def _abandon(self, key: Key, task: asyncio.Task[None]) -> None:
         """Free the slot of a cancelled episode that does not end."""
-        if self._running.get(key) is task:
+        if not task.done():
             logger.warning(
                 "episode %s did not end within %g s of its cancellation; its slot is used for another",
                 key,
                 CANCEL_LIMIT_S,
             )
-            self._free(key)
+            self._free(key, task)
 
-    def _free(self, key: Key) -> None:
-        self._running.pop(key, None)
+    def _free(self, key: Key, task: asyncio.Task[None]) -> None:
+        if self._running.get(key) is not task:
+            return
+        del self._running[key]
         self._is_full.clear()
         self._slot_freed.set()
         self._busy.set_busy(is_busy=bool(self._running))
@@ -228,18 +242,13 @@ class RolloutWorker:
         sampling = replace(self._sampling, seed=claim.seed) if self._is_seeded else self._sampling
         if claim.is_greedy:
             sampling = replace(sampling, temperature=0.0)
-        task = asyncio.current_task()
-        try:
-            with suppress(asyncio.CancelledError):  # no longer wanted, and not reported
-                segments = await play_episode(self._kit, claim, sampling)
-                if self._ended.is_set() or segments[0].stop_reason is StopReason.ABORTED:
-                    return
-                self._num_episodes += 1
-                self._num_tokens += sum(s.num_sampled_tokens for s in segments)
-                await self._outbox.send(segments)
-        finally:
-            if self._running.get(claim.key) is task:  # not abandoned
-                self._free(claim.key)
+        with suppress(asyncio.CancelledError):  # no longer wanted, and not reported
+            segments = await play_episode(self._kit, claim, sampling)
+            if self._ended.is_set() or segments[0].stop_reason is StopReason.ABORTED:
+                return
+            self._num_episodes += 1
+            self._num_tokens += sum(s.num_sampled_tokens for s in segments)
+            await self._outbox.send(segments)
 
     async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do a part of `run`, which ends with its error."""

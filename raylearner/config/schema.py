@@ -125,7 +125,8 @@ class ReplaySection(Section):
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups dropped in a row for equal rewards; the run then ends with an error."""
     max_attempts: PositiveInt = 3
-    """Maximum number of times that an episode is started, when its actor dies, before it counts as failed."""
+    """Maximum number of actors that may die with an episode before it counts as failed. Of the episodes that an
+    actor dies with, only those count it that most actors died with before."""
     max_error_fraction: Fraction = 0.5
     """Maximum fraction of failed episodes among the last `error_window`; the run ends above it."""
     max_tool_failure_fraction: Fraction = 0.9

@@ -7,15 +7,16 @@ that is evaluated, while the others continue and get newer ones.
 import asyncio
 import hashlib
 import logging
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from raylearner.actors.rollout_worker import EvaluateCall
 from raylearner.config.schema import EvaluationSection
 from raylearner.data.cells import HASH_CHARACTERS, content_hash
-from raylearner.errors import EvaluationIncomplete, RaylearnerError
+from raylearner.errors import EvaluationIncomplete, RaylearnerError, summary
 from raylearner.observability.episodes import Episode, episodes_of, mean_reward
 from raylearner.observability.spans import Tracer
 from raylearner.run.run_actors import RunActors
@@ -25,8 +26,11 @@ logger = logging.getLogger(__name__)
 
 WARNED_FAILED_FRACTION = 0.1
 """Minimum fraction of failed episodes for a warning."""
-MAX_ROUNDS = 3
-"""Maximum number of times that the prompts of a dead actor are given to the others."""
+MAX_ROUNDS = 5
+"""Maximum number of times that the prompts of actors that failed are given to others."""
+REPLACEMENT_WAIT_S = 600.0
+"""Maximum wait for the replacement of the last actor that could play."""
+ACTORS_POLL_S = 1.0
 MIN_ACTORS_TO_LEND = 2
 """Minimum number of actors to lend one: evaluation must not take the only one."""
 
@@ -50,30 +54,49 @@ class Evaluator:
         *,
         step: int,
         policy_version: PolicyVersion,
+        wait_s: float = 0.0,
     ) -> dict[str, Any]:
         """Return one record for `eval.jsonl`. `actors` returns those that are alive.
 
-        Raises `RaylearnerError` when an episode was sampled by another version, and
+        The share of an actor that fails is played by the others, or by its replacement, which may take
+        `wait_s`. Raises `RaylearnerError` when an episode was sampled by another version, and
         `EvaluationIncomplete` when no actor lived long enough to play.
         """
         remaining = self._prompts
         played: list[Trajectory] = []
+        failed: set[str] = set()
         for _ in range(MAX_ROUNDS):
-            done, remaining = await self._play(remaining, actors())
+            able = await self._wait_for_actors(actors, failed, wait_s=wait_s)
+            if not able:
+                break
+            done, remaining = await self._play(remaining, able, failed)
             played.extend(done)
             if not remaining:
                 return self._record(played, step=step, policy_version=policy_version)
         raise EvaluationIncomplete(
             f"evaluation at step {step}: {len(remaining)} of {len(self._prompts)} prompts were not"
-            f" played in {MAX_ROUNDS} rounds, since rollout actors kept dying"
+            f" played, since every rollout actor that tried failed ({', '.join(sorted(failed))})"
         )
 
+    async def _wait_for_actors(
+        self,
+        actors: Callable[[], Mapping[str, EvaluateCall]],
+        failed: Collection[str],
+        *,
+        wait_s: float,
+    ) -> dict[str, EvaluateCall]:
+        """Return the actors that have not failed, as soon as there are any; none after `wait_s`."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            able = {key: call for key, call in actors().items() if key not in failed}
+            if able or time.monotonic() >= deadline_s:
+                return able
+            await asyncio.sleep(ACTORS_POLL_S)
+
     async def _play(
-        self, prompts: list[Prompt], actors: Mapping[str, EvaluateCall]
+        self, prompts: list[Prompt], actors: Mapping[str, EvaluateCall], failed: set[str]
     ) -> tuple[list[Trajectory], list[Prompt]]:
-        if not actors:
-            await asyncio.sleep(1.0)
-            return [], prompts
+        """Return the episodes, and the prompts of actors that failed, which are added to `failed`."""
         shares = [prompts[i :: len(actors)] for i in range(len(actors))]
         results = await asyncio.gather(
             *(
@@ -85,9 +108,13 @@ class Evaluator:
         )
         played: list[Trajectory] = []
         left: list[Prompt] = []
-        for share, result in zip(shares, results, strict=False):
+        for actor_id, share, result in zip(actors, shares, results, strict=False):
             if isinstance(result, BaseException):
-                logger.warning("a rollout actor failed during evaluation: %s", result)
+                logger.warning(
+                    "%s failed during evaluation, and others play its %d prompts: %s",
+                    *(actor_id, len(share), summary(result)),
+                )
+                failed.add(actor_id)
                 left.extend(share)
             else:
                 played.extend(result)
@@ -164,6 +191,7 @@ class Evaluations:
                 self._actors.fleet.evaluators,
                 step=step,
                 policy_version=self._actors.learner.policy_version,
+                wait_s=REPLACEMENT_WAIT_S,
             )
         self._record(record)
 

@@ -10,8 +10,9 @@ import pytest
 from episodes import make_trajectory
 
 from raylearner.config.schema import EvaluationSection, SamplingSection
-from raylearner.errors import EngineError, RaylearnerError, ToolError
+from raylearner.errors import EngineDead, EvaluationIncomplete, RaylearnerError, ToolError
 from raylearner.observability.spans import Tracer
+from raylearner.run import evaluation
 from raylearner.run.evaluation import Evaluations, Evaluator
 from raylearner.types import Prompt, Trajectory
 
@@ -39,7 +40,7 @@ class Actor:
     async def __call__(self, prompts: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
         if self.failures:
             self.failures -= 1
-            raise EngineError("lost")
+            raise EngineDead("lost")
         self.seen += prompts
         first = [played(p, version=self.version, reward=float(p.source == "a")) for p in prompts]
         return [*first, *(played(p, version=self.version, segment=1) for p in prompts[:1])]
@@ -101,6 +102,35 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
         assert record[f"{prefix}errors"] == rewards.count(None)
         assert record[f"{prefix}failed_fraction"] == rewards.count(None) / len(rewards)
     assert ("tool: down" in caplog.text) == (None in rewards)
+
+
+async def test_a_dead_engines_share_is_played_by_the_others_and_none_of_it_fails() -> None:
+    dead, first, second = Actor(failures=99), Actor(), Actor()
+    record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
+        lambda: {"dead": dead, "a": first, "b": second}, step=0, policy_version=3
+    )
+    assert (record["num_prompts"], record["errors"]) == (len(PROMPTS), 0)
+    assert dead.failures == 98, "it is asked once"
+    assert {p.prompt_id for p in first.seen + second.seen} == {p.prompt_id for p in PROMPTS}
+
+
+async def test_an_evaluation_waits_for_the_replacement_of_its_only_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "ACTORS_POLL_S", 0.01)
+    replacement = Actor()
+    looks = iter([{"r0": Actor(failures=9)}, {"r0": Actor(failures=9)}, {}, {"r1": replacement}])
+    record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
+        lambda: next(looks), step=0, policy_version=3, wait_s=5
+    )
+    assert record["num_prompts"] == len(replacement.seen) == len(PROMPTS)
+
+
+async def test_an_evaluation_without_an_actor_that_lives_is_incomplete() -> None:
+    with pytest.raises(EvaluationIncomplete, match="7 of 7"):
+        await Evaluator(EvaluationSection(), PROMPTS).evaluate(
+            lambda: {"r0": Actor(failures=9)}, step=0, policy_version=3
+        )
 
 
 async def test_tokens_of_another_version_end_the_evaluation() -> None:

@@ -201,6 +201,24 @@ async def test_a_halt_does_not_wait_for_a_claim(tokenizer_folder: Path) -> None:
     await asyncio.wait_for(task, 1.0)  # without an error: the engine was closed after the halt
 
 
+async def test_a_worker_plays_again_after_the_replay_was_gone(tokenizer_folder: Path) -> None:
+    replay = Replay()
+    worker = make_worker(make_stage(tokenizer_folder, RandomTokens(**SHORT)), replay)
+    put, claim = replay.actor.put, replay.actor.claim
+
+    async def lose(*arguments: Any) -> Any:
+        raise ConnectionError("the replay is gone")
+
+    for method in ("put", "claim"):
+        setattr(replay.actor, method, lose)
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(worker.run(), 10)
+        replay.actor.put, replay.actor.claim = put, claim
+    replay.stored.clear()
+    async with running(worker):
+        await until(lambda: len(replay.stored) >= 8)
+
+
 class Answers:
     """A replay whose claims are answered by hand."""
 
