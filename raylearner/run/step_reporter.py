@@ -10,6 +10,7 @@ from typing import Any
 from raylearner.config.schema import RunConfig
 from raylearner.errors import summary
 from raylearner.observability.action_watch import ActionWatch
+from raylearner.observability.group_watch import GroupWatch
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.observability.spans import Tracer
@@ -31,6 +32,7 @@ class StepReporter:
         self._tracer = tracer
         self._failed_reward = config.rewards.reported_failed_reward
         self._action_watch = ActionWatch(config.environment, max_steps=config.run.num_steps)
+        self._group_watch = GroupWatch(config.replay)
         self._running: asyncio.Task[None] | None = None
 
     async def start(
@@ -83,6 +85,7 @@ class StepReporter:
         recorder.failures(step, take.failures)
         recorder.step(step, rollout | metrics)
         self._action_watch.look(take.groups)
+        self._group_watch.look(metrics)
         await asyncio.to_thread(
             recorder.trajectories,
             step,

@@ -1,0 +1,68 @@
+"""Warnings about groups that are played in vain: too stale to train, or not complete in time."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+
+from raylearner.config.schema import ReplaySection
+
+WINDOW_STEPS = 10
+"""Number of steps over which lost groups are counted."""
+MAX_LOST_FRACTION = 1 / 3
+"""Fraction of the groups of these steps from which on a loss is warned of."""
+REPEAT_STEPS = 50
+"""Number of steps before the same warning is written again."""
+ENDS = ("trained", "stale", "time_limit", "zero_variance", "all_failed", "no_baseline")
+"""Ways in which groups end."""
+
+logger = logging.getLogger(__name__)
+
+
+class GroupWatch:
+    """Checks the totals of every step."""
+
+    def __init__(self, config: ReplaySection) -> None:
+        self._config = config
+        self._totals: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS + 1)
+        self._num_steps = 0
+        self._warned_at: dict[str, int] = {}
+
+    def look(self, metrics: Mapping[str, float]) -> None:
+        """Log a warning for each reason that cost too many groups, with the keys to change."""
+        totals = {end: metrics.get(f"buffer/dropped/{end}", 0.0) for end in ENDS}
+        totals["trained"] = metrics.get("buffer/groups/trained", 0.0)
+        self._num_steps += 1
+        if self._totals and any(totals[end] < self._totals[-1][end] for end in ENDS):
+            self._totals.clear()  # the run rolled back
+        self._totals.append(totals)
+        if len(self._totals) <= WINDOW_STEPS:
+            return
+        ended = {end: int(totals[end] - self._totals[0][end]) for end in ENDS}
+        for why in ("stale", "time_limit"):
+            if ended[why] and ended[why] >= MAX_LOST_FRACTION * sum(ended.values()):
+                self._warn(why, ended[why], sum(ended.values()))
+
+    def _warn(self, why: str, num_lost: int, num_ended: int) -> None:
+        warned_at = self._warned_at.get(why)
+        if warned_at is not None and self._num_steps - warned_at < REPEAT_STEPS:
+            return
+        self._warned_at[why] = self._num_steps
+        config = self._config
+        if why == "stale":
+            change = "" if config.on_stale == "mask" else "set replay.on_stale to mask, or "
+            problem = (
+                f"their tokens are more than {config.max_staleness} policy versions old when they"
+                f" could train (replay.max_staleness, with replay.on_stale: {config.on_stale});"
+                f" {change}raise replay.max_staleness, or let fewer groups wait for each other with"
+                " replay.max_concurrent_groups, or shorten the episodes"
+            )
+        else:
+            problem = (
+                f"they were not complete after {config.group_time_limit_s:g} s"
+                " (replay.group_time_limit_s); raise it, or play faster with more"
+                " actors.num_actors, or shorten the episodes"
+            )
+        logger.warning(
+            "%d of the %d groups that ended in the last %d steps were dropped and did not train: %s",
+            *(num_lost, num_ended, WINDOW_STEPS, problem),
+        )
