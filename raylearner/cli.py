@@ -1,4 +1,4 @@
-"""The command line: `train`, `eval`, `check`, `submit`, `sweep`, `view` and `doctor`.
+"""The command line: `train`, `eval`, `check`, `submit`, `sweep`, `scale`, `view` and `doctor`.
 
 Exit codes: 0 success, 1 the run failed, 2 invalid input, 130 interrupted, 143 stopped on request after
 a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported where needed.
@@ -262,6 +262,23 @@ def sweep(
         from raylearner.jobs.sweep import runner
 
         runner.run(file, variables=variables or ())
+
+
+@app.command()
+def scale(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run directory, or the name of a run in runs/."),
+    ],
+    number: Annotated[
+        str, typer.Argument(metavar="actors=N", help="Number of rollout actors, such as actors=4.")
+    ],
+) -> None:
+    """Change the number of rollout actors of a running job, and wait for its answer."""
+    with _exit_codes():
+        from raylearner.run import scaling
+
+        typer.echo(scaling.request(run, number))
 
 
 @app.command()

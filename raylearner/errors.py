@@ -50,6 +50,10 @@ class EngineDead(EngineError):
     played is played again."""
 
 
+class EngineLost(EngineError):
+    """The process of an engine died before it had started; another try may succeed."""
+
+
 class ToolError(TrajectoryError):
     """A tool or the service behind it failed."""
 

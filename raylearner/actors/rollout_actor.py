@@ -71,6 +71,10 @@ class RolloutActor:
     def __repr__(self) -> str:
         return self._actor_id
 
+    async def node(self) -> str:
+        """Return the id of this process's node, where resources are reserved for it."""
+        return ray.get_runtime_context().get_node_id()
+
     async def start(self) -> tuple[int, str]:
         """Start the engine; return this process's id and the engine's class.
 
@@ -153,6 +157,10 @@ class RolloutActor:
         """End running episodes and evaluations; their claims are void, so they are not reported."""
         self._worker.end_evaluations()
         await self._engine.abort()
+
+    async def halt(self) -> None:
+        """End `run`, which claims nothing more; running episodes are cancelled and not reported."""
+        self._worker.halt()
 
     async def stop(self) -> None:
         """End `run` and the engine with its child processes."""

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+import pydantic
+from pydantic import Discriminator, Field, model_validator
 
 from raylearner.config.section import (
     AutoFloat,
@@ -142,11 +143,37 @@ EngineSection = Annotated[
 ]
 
 
+class ActorRange(Section):
+    """Number of rollout actors on a cluster that grows and shrinks."""
+
+    min: PositiveInt = 1
+    """Number of engines with which the run starts."""
+    max: PositiveInt
+    """Maximum number of engines; they start as nodes and GPUs come."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min must be at most max, got {self.min} > {self.max}")
+        return self
+
+
+def _tag(value: Any) -> str:
+    return "range" if isinstance(value, dict | ActorRange) else "number"
+
+
+NumActors = Annotated[
+    Annotated[PositiveInt, pydantic.Tag("number")] | Annotated[ActorRange, pydantic.Tag("range")],
+    Discriminator(_tag),
+]
+
+
 class ActorsSection(Section):
     """Rollout actors."""
 
-    num_actors: PositiveInt = 2
-    """Number of rollout actors, each with one engine."""
+    num_actors: NumActors = 2
+    """Number of rollout actors, each with one engine. With `{min, max}` the run starts with `min` engines, takes
+    in nodes and GPUs as they come, up to `max`, and goes on when they leave."""
     engine: EngineSection
     """Engine of each actor."""
     max_concurrent_episodes: PositiveInt = 32
@@ -157,7 +184,22 @@ class ActorsSection(Section):
     """Number of GPUs per actor; a fraction puts several engines on one GPU, `auto` divides the GPUs of the
     cluster."""
     max_restarts: NaturalInt = 5
-    """Maximum number of dead actors that are replaced within `run.restart_window_s`; the run then ends with
-    the cause. An actor blocked in a push by another's failure does not count."""
+    """Maximum number of dead actors that are replaced or tried again within `run.restart_window_s`;
+    beyond it the run goes on with the others, and ends with the cause when none is left. Actors that a lost
+    node or another's failed push took along do not count."""
     start_timeout_s: PositiveFloat = 600.0
-    """Maximum time for an engine to start."""
+    """Maximum time for an engine to start. Once the run has started, the wait for free resources does not
+    count."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of actors follows the cluster."""
+        return isinstance(self.num_actors, ActorRange)
+
+    @property
+    def min_actors(self) -> int:
+        return self.num_actors.min if isinstance(self.num_actors, ActorRange) else self.num_actors
+
+    @property
+    def max_actors(self) -> int:
+        return self.num_actors.max if isinstance(self.num_actors, ActorRange) else self.num_actors

@@ -54,7 +54,7 @@ def warnings(config: RunConfig) -> list[str]:
             "learner.compute_dtype: bfloat16 on a CPU is slow and increases the difference to the engine;"
             " use float32"
         )
-    in_flight = actors.num_actors * actors.max_concurrent_episodes
+    in_flight = actors.max_actors * actors.max_concurrent_episodes
     claims = replay.group_size + replay.extra
     if replay.extra and in_flight < claims:
         found.append(

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from raylearner.config.document import dump
 from raylearner.config.memory import BYTES, GIB, ModelSize, estimate_of
-from raylearner.config.schema import PretrainedModel, RunConfig, VllmEngine
+from raylearner.config.schema import ActorsSection, PretrainedModel, RunConfig, VllmEngine
 from raylearner.config.section import (
     item_type,
     section_types,
@@ -36,11 +36,11 @@ def derived(config: RunConfig) -> list[tuple[str, str]]:
     per_group = replay.group_size + replay.extra + replay.play_greedy
     started = replay.groups_per_step * per_group
     in_flight = min(
-        actors.num_actors * actors.max_concurrent_episodes,
+        actors.max_actors * actors.max_concurrent_episodes,
         max_running_groups(config) * per_group,
     )
     return [
-        ("rollout actors", _share(actors.num_actors, actors.cpus_per_actor, actors.gpus_per_actor)),
+        ("rollout actors", _actors(actors)),
         ("learner ranks", _share(learner.num_ranks, learner.cpus_per_rank, learner.gpus_per_rank)),
         ("total", f"{config.cpus_needed:g} CPUs, {_gpus_needed(config)}"),
         ("episodes in flight", f"at most {in_flight:,}"),
@@ -169,6 +169,11 @@ def _gpus_needed(config: RunConfig) -> str:
     if "auto" in (config.actors.gpus_per_actor, config.learner.gpus_per_rank):
         return "the GPUs of the cluster"
     return f"{config.gpus_needed:g} GPUs"
+
+
+def _actors(actors: ActorsSection) -> str:
+    share = _share(actors.min_actors, actors.cpus_per_actor, actors.gpus_per_actor)
+    return f"{share}, up to {actors.max_actors}" if actors.is_elastic else share
 
 
 def _share(count: int, cpus: float, gpus: float | str) -> str:
@@ -329,8 +334,10 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if section_types(annotation):
+        others = [part for part in arguments if part is not NoneType and not section_types(part)]
         kinds = sections_by_kind(annotation)
-        return "section by kind" if kinds else "section"
+        parts = [*map(_type, others), "section by kind" if kinds else "section"]
+        return " or ".join(parts)
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in arguments if part is not NoneType)
     if origin in (tuple, list):

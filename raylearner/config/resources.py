@@ -38,12 +38,13 @@ class Resolved:
 
 def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
     """Return the configuration with every `auto` resolved for a cluster of `num_gpus` GPUs."""
+    _refuse_elastic_places(config)
     per_rank, per_actor = _gpus(config, num_gpus - _rewards_gpus(config, num_gpus))
     decisions: list[str] = []
     if "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
         decisions.append(
             f"{num_gpus:g} GPUs: {per_rank:g} for each of {config.learner.num_ranks} learner ranks, "
-            f"{per_actor:g} for each of {config.actors.num_actors} rollout actors"
+            f"{per_actor:g} for each of {config.actors.min_actors} rollout actors"
         )
     engine = config.actors.engine
     if isinstance(engine, VllmEngine) and 0 < per_actor < 1:
@@ -103,7 +104,7 @@ def _gpus(config: RunConfig, num_gpus: float) -> tuple[float, float]:
     The learner has whole GPUs while one is left for the engines; ranks never share a GPU, which NCCL
     refuses. Otherwise GPUs are shared in equal parts.
     """
-    ranks, actors = config.learner.num_ranks, config.actors.num_actors
+    ranks, actors = config.learner.num_ranks, config.actors.min_actors
     per_rank, per_actor = config.learner.gpus_per_rank, config.actors.gpus_per_actor
     engine = config.actors.engine
     if config.weights.transport == "ipc" and per_rank == per_actor == "auto":
@@ -172,8 +173,16 @@ def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor
         return "shared_files"
     if per_rank >= 1 and per_actor >= 1:
         return "nccl"
-    is_one_gpu = num_gpus == 1 and config.learner.num_ranks == 1
+    is_one_gpu = not config.actors.is_elastic and num_gpus == 1 and config.learner.num_ranks == 1
     return "ipc" if is_one_gpu else "shared_files"
+
+
+def _refuse_elastic_places(config: RunConfig) -> None:
+    if config.actors.is_elastic and config.weights.transport == "ipc":
+        raise ConfigError(
+            "actors.num_actors: a range needs engines that come and go, but weights.transport 'ipc' reserves"
+            " their places beside learner ranks; set a number, or another transport"
+        )
 
 
 def _refuse_impossible(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from raylearner.config.actors import (
+    ActorRange,
     ActorsSection,
     EngineSection,
     RendererSection,
@@ -229,6 +230,7 @@ class ObservabilitySection(Section):
 
 
 __all__ = [
+    "ActorRange",
     "ActorsSection",
     "AdvantageSection",
     "CalculatorData",
@@ -324,9 +326,9 @@ class RunConfig(Section):
 
     @property
     def cpus_needed(self) -> float:
-        """CPUs of all actors; the replay actor and the controller reserve none."""
+        """CPUs with which the run starts; the replay actor and the controller reserve none."""
         return (
-            self.actors.num_actors * self.actors.cpus_per_actor
+            self.actors.min_actors * self.actors.cpus_per_actor
             + self.learner.num_ranks * self.learner.cpus_per_rank
             + sum(model.cpus for model in self.rewards.models.values())
         )
@@ -334,7 +336,7 @@ class RunConfig(Section):
     @property
     def engines_per_rank(self) -> int:
         """Maximum number of engines beside a learner rank that share its GPU."""
-        return math.ceil(self.actors.num_actors / self.learner.num_ranks)
+        return math.ceil(self.actors.max_actors / self.learner.num_ranks)
 
     @property
     def engines_sleep(self) -> bool:
@@ -344,9 +346,9 @@ class RunConfig(Section):
 
     @property
     def gpus_needed(self) -> float:
-        """GPUs of all actors; `auto` counts as none until it is resolved."""
+        """GPUs with which the run starts; `auto` counts as none until it is resolved."""
         return (
-            self.actors.num_actors * number(self.actors.gpus_per_actor)
+            self.actors.min_actors * number(self.actors.gpus_per_actor)
             + self.learner.num_ranks * number(self.learner.gpus_per_rank)
             + sum(model.gpus for model in self.rewards.models.values())
         )

@@ -179,6 +179,11 @@ def user_path(root: type[BaseModel], location: KeyPath) -> tuple[KeyPath, Any]:
         if len(models) > 1:
             annotation = sections_by_kind(annotation).get(str(part))
             continue
+        if models and str(part) not in models[0].model_fields and _is_choice(annotation):
+            annotation = models[
+                0
+            ]  # pydantic's tag of one of several types, of which one is a section
+            continue
         if models:
             path = (*path, part)
             field = models[0].model_fields.get(str(part))
@@ -189,6 +194,13 @@ def user_path(root: type[BaseModel], location: KeyPath) -> tuple[KeyPath, Any]:
             break
         path, annotation = (*path, part), inner
     return path, annotation
+
+
+def _is_choice(annotation: Any) -> bool:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _is_choice(arguments[0])
+    return origin in (Union, UnionType) and len([a for a in arguments if a is not NoneType]) > 1
 
 
 def dotted_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -76,6 +76,15 @@ def _check_unlocked(folder: Path) -> None:
         return
 
 
+def is_in_use(folder: Path) -> bool:
+    """Return whether a process has locked `folder`."""
+    try:
+        _check_unlocked(folder)
+    except ConfigError:
+        return True
+    return False
+
+
 def _in_use(folder: Path, lock: IO[str]) -> str:
     lock.seek(0)
     holder = lock.read().strip() or "another process"

@@ -236,9 +236,9 @@ class ReplayBuffer:
         """Return leased groups to the complete ones, after the learner was lost."""
         self.ledger.release()
 
-    def fail_actor(self, actor_id: str) -> int:
-        """Return the running samples of a dead actor to pending; return their number."""
-        touched = self.ledger.fail_actor(actor_id)
+    def fail_actor(self, actor_id: str, *, is_failure: bool = True) -> int:
+        """Return the running samples of an actor that is gone to pending; return their number."""
+        touched = self.ledger.fail_actor(actor_id, is_failure=is_failure)
         self._engine_versions.pop(actor_id, None)
         for group in {group.group_id: group for group in touched}.values():
             self._closer.settle(group)

@@ -181,7 +181,7 @@ class Ledger:
         else:
             self._reissue(group, index)
 
-    def fail_actor(self, actor_id: str) -> list[GroupRecord]:
+    def fail_actor(self, actor_id: str, *, is_failure: bool = True) -> list[GroupRecord]:
         """Give back all running samples of `actor_id`; return the group of each.
 
         One of them may have caused the death, and the others are innocent: only those with the most
@@ -191,7 +191,7 @@ class Ledger:
         found = self._samples_of(actor_id)
         most = max((sample.num_failures for _, _, sample in found), default=0)
         for group, index, sample in found:
-            if sample.num_failures == most:
+            if is_failure and sample.num_failures == most:
                 self.give_back(group, index)
             else:
                 self._reissue(group, index)

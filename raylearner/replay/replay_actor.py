@@ -116,10 +116,10 @@ class ReplayActor:
         self._buffer.release()
         self._wake()
 
-    async def fail_actor(self, actor_id: str) -> int:
-        """Return the running samples of a dead actor to pending; return their number."""
+    async def fail_actor(self, actor_id: str, *, is_failure: bool = True) -> int:
+        """Return the running samples of an actor that is gone to pending; return their number."""
         self._dead.add(actor_id)
-        num_samples = self._buffer.fail_actor(actor_id)
+        num_samples = self._buffer.fail_actor(actor_id, is_failure=is_failure)
         self._wake()
         return num_samples
 

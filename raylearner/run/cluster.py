@@ -155,7 +155,7 @@ def run_size(config: RunConfig, *, num_gpus: float, min_cpus: float = 0.0) -> Ru
     return RunSize(
         cpus=max(config.cpus_needed, min_cpus),
         gpus=config.gpus_needed,
-        num_actors=config.actors.num_actors,
+        num_actors=config.actors.min_actors,
         num_ranks=config.learner.num_ranks,
     )
 

@@ -126,7 +126,7 @@ class Controller:
             model_path = await prepare_model(config, folder, training)
         with recorder.stage(
             f"starting {config.learner.num_ranks} learner ranks and"
-            f" {config.actors.num_actors} engines"
+            f" {config.actors.min_actors} engines"
         ):
             actors = await RunActors.start(
                 config, training, folder=folder, model_path=model_path, tracer=tracer
@@ -262,6 +262,8 @@ class Controller:
                 )
                 if current != progress:
                     progress, changed_at = current, now
+                elif actors.fleet.waits_for_resources:
+                    changed_at = now
                 elif now - changed_at > config.run.watchdog_s:
                     folder, idle_s = self._folder / "stalled", now - changed_at
                     raise await describe_stall(actors.replay, folder, idle_s=idle_s, step=self.step)
@@ -279,6 +281,7 @@ class Controller:
         metrics |= self._checkpoints.drain_metrics()
         return metrics | {
             "policy_version": float(output.policy_version),
+            "rollout/actors": float(len(actors.fleet.actors)),
             "rollout/restarts": float(actors.fleet.num_restarts),
             "buffer/wait_s": wait_s,
             "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - since),

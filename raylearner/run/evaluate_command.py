@@ -28,7 +28,7 @@ from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.run import cluster, machine, prompt_checks
 from raylearner.run.evaluation import Evaluator
-from raylearner.run.placement import RolloutFleet
+from raylearner.run.fleet import RolloutFleet
 from raylearner.tokenization.template_checks import check_template
 from raylearner.types import PolicyVersion, Prompt
 
@@ -136,7 +136,7 @@ async def _evaluate(
     )
     with Recorder.of_run(config, folder, num_steps=max(step, 1)) as recorder:
         try:
-            with recorder.stage(f"starting {config.actors.num_actors} engines"):
+            with recorder.stage(f"starting {config.actors.min_actors} engines"):
                 await asyncio.gather(rewards.start(), fleet.start())
             assert config.evaluation is not None, "checked above"
             evaluator = Evaluator(
@@ -151,7 +151,7 @@ async def _evaluate(
     return record
 
 
-async def _no_loss(actor_id: str) -> None:
+async def _no_loss(actor_id: str, *, is_failure: bool) -> None:
     """Do nothing: evaluation claims nothing."""
 
 

@@ -20,7 +20,8 @@ from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
-from raylearner.run.placement import Colocation, RolloutFleet
+from raylearner.run.fleet import RolloutFleet
+from raylearner.run.placement import Colocation
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
 from raylearner.weights.push import Receive
@@ -76,6 +77,7 @@ class RunActors:
             on_loss=self._forget,
             on_join=self._admit,
             colocation=colocation,
+            folder=folder,
         )
         self.publisher = self._make_publisher()
 
@@ -103,7 +105,6 @@ class RunActors:
             await asyncio.gather(
                 actors._rewards.start(), actors.learner.start(), actors.fleet.start()
             )
-            actors._add_engines()
         except BaseException:
             await actors.close()
             raise
@@ -185,13 +186,17 @@ class RunActors:
         for actor_id in self.fleet.actors:
             self.publisher.add(actor_id, self.fleet.receiver(actor_id))
 
-    async def _forget(self, actor_id: str) -> None:
+    async def _forget(self, actor_id: str, *, is_failure: bool) -> None:
         self.publisher.remove(actor_id)
-        returned = await self.replay.fail_actor.remote(actor_id)
+        returned = await self.replay.fail_actor.remote(actor_id, is_failure=is_failure)
         logger.info("%d running samples of %s return to pending", returned, actor_id)
 
     async def _admit(self, actor_id: str, receive: Receive) -> None:
-        await self.publisher.admit(actor_id, receive)
+        """Bring the current weights to an engine; again where a rollback replaced the publisher."""
+        publisher = None
+        while publisher is not self.publisher:
+            publisher = self.publisher
+            await publisher.admit(actor_id, receive)
 
 
 @ray.remote(num_cpus=1)

@@ -39,7 +39,7 @@ CONFIG: Any = NAME(
         mask_truncated=False,
         num_ranks=1,
     ),
-    actors=NAME(num_actors=1),
+    actors=NAME(min_actors=1),
     rewards=NAME(reported_failed_reward=0.0),
     environment=NAME(kind="single_turn"),
     observability=NAME(trace=False),
@@ -61,7 +61,7 @@ def make_controller(
     actors: Any = NAME(
         replay=replay,
         learner=NAME(policy_version=1, step=step),
-        fleet=NAME(play=lambda _: None),
+        fleet=NAME(play=lambda _: None, waits_for_resources=False),
         sleep_engines=nothing,
         close=nothing,
     )

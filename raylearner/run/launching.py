@@ -1,0 +1,130 @@
+"""Start of one rollout actor: its place in the cluster, then its engine."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raylearner.actors.rollout_actor import RolloutActor
+from raylearner.config.learner import lora_rank
+from raylearner.config.schema import RunConfig
+from raylearner.config.section import number
+from raylearner.deaths import is_death
+from raylearner.errors import EngineError, EngineLost
+from raylearner.run.placement import Colocation, answer
+
+CALLS_BESIDE_EPISODES = 64
+"""Concurrent calls of an actor for weights, evaluation and reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A rollout actor whose engine runs."""
+
+    actor: Any
+    pid: int
+    engine: str
+    """Class of the engine."""
+
+
+class ActorLauncher:
+    """Starts rollout actors, whose engines load `model_path`."""
+
+    def __init__(
+        self, config: RunConfig, *, model_path: str, replay: Any, colocation: Colocation | None
+    ) -> None:
+        """With `colocation`, engines share the GPUs of learner ranks."""
+        self._config = config
+        self._model_path = model_path
+        self._replay = replay
+        self._colocation = colocation
+        self._adapter_rank = _find_adapter_rank(config)
+
+    @property
+    def resources(self) -> str:
+        """The resources of one actor, in words."""
+        actors = self._config.actors
+        amounts = (("CPU", actors.cpus_per_actor), ("GPU", number(actors.gpus_per_actor)))
+        return " and ".join(f"{amount:g} {name}" for name, amount in amounts if amount) or "a node"
+
+    async def launch(
+        self, actor_id: str, *, on_placed: Callable[[str], None], has_to_wait: bool
+    ) -> Launched:
+        """Start an actor and its engine; call `on_placed` with its node once it has one.
+
+        Its engine has `actors.start_timeout_s`; with `has_to_wait` the wait for a node does not count.
+        Raises `EngineError` where the engine did not start, and `EngineLost` where its process died. A
+        failed actor is killed.
+        """
+        actors = self._config.actors
+        actor = self._create(actor_id)
+        limit = asyncio.timeout(None if has_to_wait else actors.start_timeout_s)
+        try:
+            async with limit:
+                on_placed(await answer(actor.node.remote()))
+                now = asyncio.get_running_loop().time()
+                if has_to_wait:
+                    limit.reschedule(now + actors.start_timeout_s)
+                pid, engine = await actor.start.remote()
+        except Exception as error:
+            ray.kill(actor)
+            if limit.expired():
+                waited = "" if has_to_wait else f", the wait for {self.resources} included"
+                raise EngineError(
+                    f"{actor_id}: the engine did not start within"
+                    f" {actors.start_timeout_s:g} s (actors.start_timeout_s){waited}"
+                ) from error
+            if is_own_failure(error):
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                raise EngineError(f"{actor_id}: the engine did not start: {cause}") from error
+            if is_death(error):
+                text = f"{actor_id}: the process died while the engine started: {error}"
+                raise EngineLost(text) from error
+            raise
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return Launched(actor=actor, pid=pid, engine=engine)
+
+    def _create(self, actor_id: str) -> Any:
+        actors = self._config.actors
+        options: dict[str, Any] = {
+            "name": f"{self._config.run.name}/{actor_id}",
+            "num_cpus": actors.cpus_per_actor,
+            "num_gpus": number(actors.gpus_per_actor),
+            "max_concurrency": 2 * actors.max_concurrent_episodes + CALLS_BESIDE_EPISODES,
+            "scheduling_strategy": "SPREAD",
+        }
+        if self._colocation is not None:
+            options |= self._colocation.engine_options(actor_id)
+        rollout_actor: Any = RolloutActor
+        return rollout_actor.options(**options).remote(
+            actor_id, self._config, self._model_path, self._replay, self._adapter_rank
+        )
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Return whether the code of an actor failed, which another try would repeat."""
+    if isinstance(error, RayActorError):
+        return error.actor_init_failed
+    return isinstance(error, RayTaskError) and not is_death(error)
+
+
+def is_end(error: BaseException) -> bool:
+    """Return whether a call failed with the actor, or in its code."""
+    return isinstance(error, RayTaskError) or is_death(error)
+
+
+def lost_nodes() -> set[str]:
+    """Return the ids of nodes that left the cluster."""
+    nodes: list[Mapping[str, Any]] = ray.nodes()
+    return {node["NodeID"] for node in nodes if not node["Alive"]}
+
+
+def _find_adapter_rank(config: RunConfig) -> int | None:
+    """Return the rank of pushed adapters; None where full weights are pushed."""
+    lora = config.learner.lora
+    return None if lora is None or config.weights.transport != "adapter" else lora_rank(lora)
