@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from loop import SCRIPTED, TINY, Launcher, finish, merged, rows, wait_for
@@ -128,3 +129,19 @@ def started(log: Path, name: str) -> int:
         if f"{name} " in line and "runs as process" in line
     ]
     return int(lines[-1].rsplit(" ", 1)[1])
+
+
+def test_a_driver_that_is_killed_is_resumed_by_its_supervisor(launcher: Launcher) -> None:
+    change = {
+        "run": {"num_steps": 6, "checkpoint_every_steps": 1},
+        "actors": {"engine": {"arguments": {"delay_s": 0.02}}},
+    }
+    folder = launcher.folder / "run"
+    process = launcher.start("run", change, "--retries", "2")
+    wait_for(lambda: bool(checkpoints(folder)), what="the first checkpoint")
+    (driver,) = psutil.Process(process.pid).children()
+    driver.kill()
+    output = finish(process, code=0)
+    assert "killed by SIGKILL" in output
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert driver.pid not in psutil.pids()

@@ -214,5 +214,5 @@ def test_a_directory_that_cannot_be_locked_is_refused(
 ) -> None:
     _without_locks(monkeypatch, errno.EIO)
     folder = tmp_path / "run"
-    with pytest.raises(ConfigError, match="run.dir"), run_directory.lock(folder, is_new=True):
+    with pytest.raises(ConfigError, match=r"run\.dir"), run_directory.lock(folder, is_new=True):
         pass
