@@ -25,7 +25,7 @@ def _format(tag: str | None) -> Callable[[str], object]:
 
 
 def _verdict(text: str) -> None:
-    with pytest.raises(ValueError, match="score|reasoning"):
+    with pytest.raises(ValueError, match=r"score|reasoning"):
         VerdictForm("score", "number").parse(text)
 
 
