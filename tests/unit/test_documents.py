@@ -62,3 +62,11 @@ def test_the_ways_through_the_code_exist_and_are_counted() -> None:
         assert len(names) + ("the formula" in way) == int(count), way
         for name in names:
             assert re.search(rf"def {name.rpartition('.')[2]}\b", source), name
+
+
+def test_the_tests_that_show_reliability_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) >= 15
+    for file, name in named:
+        assert re.search(rf"def {name}\(", (ROOT / file).read_text()), f"{file}::{name}"
