@@ -1,7 +1,7 @@
 """The command line: `train`, `eval`, `check`, `submit`, `sweep`, `scale`, `view` and `doctor`.
 
-Exit codes: 0 success, 1 the run failed, 2 invalid input, 130 interrupted, 143 stopped on request after
-a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported where needed.
+Exit codes: 0 success, 1 the run failed, 2 invalid input, 130 interrupted, or stopped on request before
+the first checkpoint, 143 stopped on request with a checkpoint. This module loads in well under a second: torch, Ray and vLLM are imported where needed.
 """
 
 import os
@@ -19,7 +19,14 @@ from raylearner.config.checks import warnings
 from raylearner.config.loader import load
 from raylearner.config.schema import RunConfig
 from raylearner.credentials import mask
-from raylearner.errors import ConfigError, RaylearnerError, RunStopped, causes, summary
+from raylearner.errors import (
+    ConfigError,
+    RaylearnerError,
+    RunStopped,
+    StoppedEarly,
+    causes,
+    summary,
+)
 from raylearner.observability import logs, run_directory
 from raylearner.observability.run_directory import RESTART_OPTION
 from raylearner.run.machine import stop_time_s
@@ -393,7 +400,7 @@ def _exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         _exit("interrupted", INTERRUPTED)
     except RunStopped as stop:
-        _exit(str(stop), STOPPED)
+        _exit(str(stop), INTERRUPTED if isinstance(stop, StoppedEarly) else STOPPED)
     except typer.Exit:
         raise
     except Exception as error:

@@ -122,6 +122,10 @@ class LearnerDied(RaylearnerError):
     """A learner rank's process is gone; the run may roll back to its last checkpoint."""
 
 
+class ReplayDied(RaylearnerError):
+    """The replay actor's process is gone."""
+
+
 class EvaluationIncomplete(RaylearnerError):
     """Held-out prompts were not played, since their actors died."""
 
@@ -131,7 +135,11 @@ class StartError(RaylearnerError):
 
 
 class RunStopped(RaylearnerError):
-    """The run ended on request, after a checkpoint."""
+    """The run ended on request; there is a checkpoint to resume from."""
+
+
+class StoppedEarly(RunStopped):
+    """The run ended on request, before there was any checkpoint."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

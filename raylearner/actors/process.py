@@ -2,12 +2,14 @@
 
 import ray
 
-from raylearner import job_variables, network
+from raylearner import job_variables, network, stacks
 
 
 def prepare_process() -> None:
-    """Set the variables that were passed to the job, and exempt the cluster's nodes from proxies."""
+    """Set the variables that were passed to the job, exempt the cluster's nodes from proxies, and let
+    others ask for its stacks."""
     job_variables.take()
+    stacks.register()
     reach_nodes_directly()
 
 

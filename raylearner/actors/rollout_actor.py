@@ -148,6 +148,9 @@ class RolloutActor:
         with self._tracer.span("evaluate"):
             return await self._worker.evaluate(prompts, make_sampling(section, self._renderer))
 
+    async def ping(self) -> None:
+        """Answer."""
+
     async def drain(self) -> tuple[RolloutActivity, list[Span]]:
         """Return activity and spans since the last call."""
         activity = replace(self._worker.drain_activity(), tools=self._environments.drain_metrics())

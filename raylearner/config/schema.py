@@ -69,8 +69,10 @@ class RunSection(Section):
     """Writes checkpoints while training continues, which pauses only to copy the state to host memory (12
     bytes per trained parameter); false pauses until all is on disk."""
     watchdog_s: PositiveFloat = 600.0
-    """Maximum time without progress of any episode, in a learner step, or without an answer of the replay
-    actor; the run then ends with an error that names what is stuck."""
+    """Maximum time without progress of any episode, and of every other wait of the run: a learner step, the
+    replay actor, a checkpoint that does not grow, an actor that does not answer. Three times as long for
+    the first step, and at least `actors.start_timeout_s` for starting and restoring. Actors that are stuck
+    are then ended and replaced where that is possible; otherwise the run ends, naming them."""
     deadline: str | None = None
     """Time at which the machines become unavailable, as ISO 8601 or seconds since 1970. Default:
     RAYLEARNER_DEADLINE or SLURM_JOB_END_TIME of the environment.

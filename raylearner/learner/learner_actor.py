@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raylearner import job_variables
+from raylearner import job_variables, stacks
 from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.observability.spans import Span, Tracer
@@ -41,6 +41,7 @@ class LearnerActor:
 
     def __init__(self, spec: LearnerSpec, rank: int) -> None:
         job_variables.take()
+        stacks.register()
         self._spec = spec
         self._rank = rank
         self._tracer = Tracer(f"learner-{rank}", is_enabled=spec.observability.trace)
@@ -96,6 +97,10 @@ class LearnerActor:
     def send(self, group: WeightGroup) -> dict[str, float] | str:
         with self._tracer.span("send weights"):
             return self._writer.send(group)
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> None:
+        """Answer, also in a step."""
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Span]:

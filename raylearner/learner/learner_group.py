@@ -36,6 +36,8 @@ from raylearner.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 
+DRAIN_TIMEOUT_S = 20.0
+"""Maximum wait of a step's report for the spans of a rank."""
 GRACE_S = 3.0
 """Time for other ranks to fail too after the first, so that the likeliest cause can be reported."""
 
@@ -79,6 +81,11 @@ class LearnerGroup:
         """Whether ranks are in a step; every other call waits for its end."""
         return self._is_stepping
 
+    @property
+    def actors(self) -> dict[str, Any]:
+        """Return the running ranks by name."""
+        return {f"learner-{rank}": actor for rank, actor in enumerate(self._ranks)}
+
     async def start(self) -> None:
         """Start every rank, wherever Ray places it, and connect them at rank 0's node."""
         config = self._spec.learner
@@ -119,8 +126,10 @@ class LearnerGroup:
         )
 
     async def drain_spans(self) -> list[Span]:
-        """Return the spans recorded since the last call, without those of ranks that died."""
-        calls = [_resolve(rank.drain.remote()) for rank in self._ranks]
+        """Return the spans recorded since the last call, of every rank that answers in time."""
+        calls = [
+            asyncio.wait_for(_resolve(rank.drain.remote()), DRAIN_TIMEOUT_S) for rank in self._ranks
+        ]
         drained = await asyncio.gather(*calls, return_exceptions=True)
         return [span for spans in drained if isinstance(spans, list) for span in spans]
 

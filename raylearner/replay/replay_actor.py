@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raylearner import stacks
 from raylearner.config.data import SamplerSection, Shuffle
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import RewardError
@@ -44,6 +45,7 @@ class ReplayActor:
         """`weights` are those of the prompts' sources; `group_rewards` is an actor that scores
         complete groups, if there are group reward functions.
         """
+        stacks.register()
         self._buffer = ReplayBuffer(
             config,
             prompts,
@@ -63,6 +65,9 @@ class ReplayActor:
 
     def __repr__(self) -> str:
         return "replay"
+
+    async def ping(self) -> None:
+        """Answer."""
 
     async def claim(
         self, actor_id: str, engine_version: int, max_claims: int, timeout_s: float

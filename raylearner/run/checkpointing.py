@@ -7,7 +7,7 @@ for the previous checkpoint before the next one starts, so that only one is ever
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from raylearner.config.problems import Where
 from raylearner.config.schema import RunConfig
 from raylearner.errors import CheckpointError, ConfigError, LearnerError
 from raylearner.learner.checkpoint.directory import (
+    PARTIAL,
     Checkpoint,
     create_checkpoint,
     find_damage,
@@ -31,6 +32,7 @@ from raylearner.observability import run_directory
 from raylearner.observability.run_directory import RESTART_OPTION
 from raylearner.observability.sinks.sink import flatten
 from raylearner.observability.spans import Tracer
+from raylearner.run.watchdog import Role, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +57,18 @@ class CheckpointWriter:
         *,
         learner: LearnerGroup,
         replay: Any,
+        watchdog: Watchdog,
+        roles: Sequence[Role],
         keep_last: int,
         should_defer: bool,
         tracer: Tracer,
     ) -> None:
-        """`folder` holds the checkpoints; without `should_defer` each is on disk when `start` returns."""
+        """`folder` holds the checkpoints, which `roles` write; without `should_defer` each is on disk when `start` returns."""
         self._folder = folder
         self._learner = learner
         self._replay = replay
+        self._watchdog = watchdog
+        self._roles = roles
         self._keep_last = keep_last
         self._should_defer = should_defer
         self._tracer = tracer
@@ -73,8 +79,15 @@ class CheckpointWriter:
 
     async def start(self, step: int) -> None:
         """Start the checkpoint of this step; the next step may start when this returns."""
+        await self._in_time("copying a checkpoint", self._start(step))
+
+    async def wait(self) -> None:
+        """Wait until the checkpoint in flight is complete."""
+        await self._in_time("writing a checkpoint", self._wait())
+
+    async def _start(self, step: int) -> None:
         started = time.monotonic()
-        await self.wait()
+        await self._wait()
         with self._naming_step(step), self._tracer.span("copy", step=step):
             async with AsyncExitStack() as stack:
                 partial = await stack.enter_async_context(
@@ -88,11 +101,10 @@ class CheckpointWriter:
         self.step = step
         self._running = asyncio.create_task(self._finish(rest, partial, step), name="checkpoint")
         if not self._should_defer:
-            await self.wait()
+            await self._wait()
         self._metrics["checkpoint/stall_s"] = time.monotonic() - started
 
-    async def wait(self) -> None:
-        """Wait until the checkpoint in flight is complete."""
+    async def _wait(self) -> None:
         running, self._running = self._running, None
         if running is None:
             return
@@ -106,6 +118,15 @@ class CheckpointWriter:
         if running is not None:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    async def _in_time(self, label: str, call: Awaitable[None]) -> None:
+        """Await the call as long as the checkpoint in flight grows, which takes long on a slow disk."""
+        await self._watchdog.wait(label, call, roles=self._roles, progress=self._num_bytes)
+
+    def _num_bytes(self) -> int:
+        """Return the size of the checkpoint in flight."""
+        written = self._folder.glob(f"*{PARTIAL}/**/*")
+        return sum(path.stat().st_size for path in written if path.is_file())
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""

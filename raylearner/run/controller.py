@@ -1,39 +1,40 @@
 """The loop of a run: takes groups, steps the learner, publishes, reports, checkpoints, evaluates.
 
 Consumes finished groups; produces policy versions. Waits for groups (unblocked by rollout actors)
-and for the learner's step. Without progress for `run.watchdog_s` the run ends, and the message names
-what waits for what.
+and for the learner's step; the watchdog limits every wait.
 """
 
 import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from raylearner.cleanup import clean_up
 from raylearner.config.schema import RunConfig
-from raylearner.errors import LearnerDied, RunStopped, TooManyFailures, causes, summary
+from raylearner.errors import LearnerDied, RunStopped, causes, summary
 from raylearner.learner.batch.pack import pack
 from raylearner.learner.checkpoint.directory import Checkpoint, find_latest
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
-from raylearner.replay.buffer import Take
-from raylearner.run import placement
 from raylearner.run.checkpointing import CheckpointWriter
 from raylearner.run.evaluation import Evaluations, Evaluator
+from raylearner.run.roles import Roles
 from raylearner.run.run_actors import RunActors, prepare_model
 from raylearner.run.step_reporter import StepReporter
-from raylearner.run.watchdog import T, describe_stall, in_time, unless_set
+from raylearner.run.stopping import stopped
+from raylearner.run.taking import Taker
+from raylearner.run.watchdog import PATIENCE, Role, T, Watchdog, start_limit_s, unless_set
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-TAKE_POLL_S = 5.0
-"""Maximum wait of one take call before the watchdog checks progress."""
+CLOSE_TIMEOUT_S = 60.0
+"""Maximum time for one part of the run to end at its close."""
 
 
 class Controller:
@@ -57,11 +58,28 @@ class Controller:
         self._tracer = tracer
         self._stop_requested = stop
         self._num_learner_restarts = 0
-        self._reports = StepReporter(config, recorder, actors=actors, tracer=tracer)
+        self._watchdog = Watchdog(config.run.watchdog_s, step=lambda: self.step)
+        self._roles = Roles.of_run(actors)
+        self._taker = Taker(
+            config,
+            folder,
+            recorder,
+            actors=actors,
+            roles=self._roles,
+            watchdog=self._watchdog,
+            tracer=tracer,
+            stop=stop,
+        )
+        self._is_compiled = False
+        self._reports = StepReporter(
+            config, recorder, actors=actors, watchdog=self._watchdog, tracer=tracer
+        )
         self._checkpoints = CheckpointWriter(
             folder / "checkpoints",
             learner=actors.learner,
             replay=actors.replay,
+            watchdog=self._watchdog,
+            roles=[self._roles.learner, self._roles.replay],
             keep_last=config.run.keep_last,
             should_defer=config.run.checkpoint_async,
             tracer=tracer,
@@ -107,7 +125,7 @@ class Controller:
         if controller is None or stop.is_set():
             if controller is not None:
                 await controller.close()
-            raise RunStopped(_stop_message(folder, 0 if latest is None else latest.step))
+            raise stopped(folder)
         return controller
 
     @classmethod
@@ -122,14 +140,23 @@ class Controller:
         stop: asyncio.Event,
     ) -> "Controller":
         tracer = Tracer(track="controller", is_enabled=config.observability.trace)
+        watchdog = Watchdog(config.run.watchdog_s, step=lambda: latest.step if latest else 0)
+        limit_s = start_limit_s(config)
         with recorder.stage("preparing the model"):
-            model_path = await prepare_model(config, folder, training)
+            model_path = await watchdog.wait(
+                "preparing the model", prepare_model(config, folder, training), limit_s=limit_s
+            )
         with recorder.stage(
             f"starting {config.learner.num_ranks} learner ranks and"
             f" {config.actors.min_actors} engines"
         ):
             actors = await RunActors.start(
-                config, training, folder=folder, model_path=model_path, tracer=tracer
+                config,
+                training,
+                folder=folder,
+                model_path=model_path,
+                watchdog=watchdog,
+                tracer=tracer,
             )
         controller = cls(
             config, folder, recorder, held_out, actors=actors, tracer=tracer, stop=stop
@@ -139,7 +166,12 @@ class Controller:
                 with recorder.stage("restoring the last checkpoint"):
                     await controller._restore(latest)
             with recorder.stage("publishing the first weights"):
-                await actors.publish()
+                await controller._wait(
+                    "publishing the first weights",
+                    actors.publish(),
+                    controller._roles.learner,
+                    limit_s=limit_s,
+                )
         except BaseException:
             await clean_up(sys.exception(), controller.close)
             raise
@@ -152,6 +184,7 @@ class Controller:
         Raises the first cause of a failure.
         """
         first: Exception | None = None
+        watching = asyncio.create_task(self._watchdog.watch(self._roles.rollout), name="watchdog")
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
@@ -170,17 +203,26 @@ class Controller:
                 await self._finish_checkpoint()
             raise cause from cause.__cause__
         finally:
+            watching.cancel()
             logger.info("ended at step %d; run directory: %s", self.step, self._folder)
             await clean_up(sys.exception(), self.close)
 
     async def close(self) -> None:
         """End every actor and everything it started. Safe to call twice."""
+        parts: dict[str, Callable[[], Awaitable[None]]] = {
+            "the report of the last step": self._reports.finish,
+            "the checkpoint in flight": self._checkpoints.cancel,
+            "the actors": self._actors.close,
+        }
+        if self._evaluations is not None:
+            parts["the evaluation in flight"] = self._evaluations.cancel
+
+        async def close(label: str) -> None:
+            await self._wait(f"closing {label}", parts[label](), limit_s=CLOSE_TIMEOUT_S)
+
         await clean_up(
             sys.exception(),
-            self._reports.finish,
-            *([] if self._evaluations is None else [self._evaluations.cancel]),
-            self._checkpoints.cancel,
-            self._actors.close,
+            *(partial(close, label) for label in parts),
             lambda: self._recorder.spans(self._tracer.drain()),
         )
 
@@ -196,14 +238,18 @@ class Controller:
                     await self._make_step()
                 except LearnerDied as error:
                     await self._roll_back(error)
-            await self._actors.publish_last()
+            await self._wait(
+                "publishing the last weights", self._actors.publish_last(), self._roles.learner
+            )
 
     async def _make_step(self) -> None:
         """Take groups, train, publish, report, and checkpoint or evaluate where that is due."""
         config, actors = self._config, self._actors
         learner = actors.learner
         wait_started = time.monotonic()
-        take = await self._take()
+        take = await self._taker.take(self.step + 1)
+        if take is None:
+            await self._stop()
         step_started, trained_version = time.monotonic(), learner.policy_version
         with self._tracer.span("pack"):
             batches = pack(
@@ -214,78 +260,34 @@ class Controller:
                 num_mini_batches=config.learner.num_mini_batches,
                 should_mask_truncated=config.learner.mask_truncated,
             )
-        await actors.sleep_engines()
+        await self._wait("putting engines to sleep", actors.sleep_engines())
+        # The first step after a start compiles.
+        limit_s = self._watchdog.limit_s * (1.0 if self._is_compiled else PATIENCE)
         with self._tracer.span("step", step=self.step + 1):
-            output = await self._in_time(learner.step(batches), "the learner's step")
-        await actors.replay.commit.remote(
-            [group.group_id for group in take.groups], output.policy_version
+            output = await self._wait(
+                "the learner's step", learner.step(batches), self._roles.learner, limit_s=limit_s
+            )
+        self._is_compiled = True
+        group_ids = [group.group_id for group in take.groups]
+        await self._wait(
+            "the replay actor's commit",
+            actors.replay.commit.remote(group_ids, output.policy_version),
+            self._roles.replay,
         )
         self.step += 1
         actors.start_publishing(output.policy_version)
-        metrics = self._step_metrics(
-            take, output, wait_s=step_started - wait_started, since=wait_started
-        )
+        wait_s = step_started - wait_started
+        metrics = self._checkpoints.drain_metrics() | {
+            "buffer/wait_s": wait_s,
+            "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - wait_started),
+        }
         await self._reports.start(self.step, take, output, metrics, trained_version=trained_version)
         await self._checkpoint_and_evaluate()
 
-    async def _take(self) -> Take:
-        """Return the next groups. Raises `StalledError` without progress for `watchdog_s`, and
-        `TooManyFailures`."""
-        try:
-            return await self._take_in_time()
-        except TooManyFailures:
-            asked = placement.answer(self._actors.replay.failures.remote())
-            failures = await self._in_time(asked, "the replay actor's failures")
-            self._recorder.failures(self.step + 1, failures)
-            raise
-
-    async def _take_in_time(self) -> Take:
-        config, actors = self._config, self._actors
-        progress, changed_at = -1, time.monotonic()
-        with self._tracer.span("take"):
-            while True:
-                asked = placement.answer(
-                    actors.replay.take.remote(
-                        config.replay.groups_per_step, actors.learner.policy_version, TAKE_POLL_S
-                    )
-                )
-                taking = unless_set(self._stop_requested, asked)
-                # A take without groups returns after its own timeout.
-                take = await self._in_time(taking, "the replay actor's take", beyond_s=TAKE_POLL_S)
-                if take is not None:
-                    return take
-                if self._stop_requested.is_set():
-                    await self._stop()
-                now = time.monotonic()
-                current = await self._in_time(
-                    placement.answer(actors.replay.progress.remote()), "the replay actor's progress"
-                )
-                if current != progress:
-                    progress, changed_at = current, now
-                elif actors.fleet.waits_for_resources:
-                    changed_at = now
-                elif now - changed_at > config.run.watchdog_s:
-                    folder, idle_s = self._folder / "stalled", now - changed_at
-                    raise await describe_stall(actors.replay, folder, idle_s=idle_s, step=self.step)
-
-    async def _in_time(self, call: Awaitable[T], what: str, *, beyond_s: float = 0.0) -> T:
-        limit_s = self._config.run.watchdog_s + beyond_s
-        return await in_time(call, what, limit_s=limit_s, step=self.step)
-
-    def _step_metrics(
-        self, take: Take, output: Any, *, wait_s: float, since: float
-    ) -> dict[str, float]:
-        """Return the metrics that are known before the rollout actors report."""
-        actors = self._actors
-        metrics = take.metrics | output.metrics | dict(actors.publisher.metrics)
-        metrics |= self._checkpoints.drain_metrics()
-        return metrics | {
-            "policy_version": float(output.policy_version),
-            "rollout/actors": float(len(actors.fleet.actors)),
-            "rollout/restarts": float(actors.fleet.num_restarts),
-            "buffer/wait_s": wait_s,
-            "learner/idle_fraction": wait_s / max(1e-9, time.monotonic() - since),
-        }
+    async def _wait(
+        self, label: str, call: Awaitable[T], *roles: Role, limit_s: float | None = None
+    ) -> T:
+        return await self._watchdog.wait(label, call, roles=roles, limit_s=limit_s)
 
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
@@ -302,19 +304,29 @@ class Controller:
         if is_last:
             await self._evaluate()
         elif self._evaluations is not None and every and self.step % every == 0:
-            await self._evaluations.start(self.step)
+            await self._unless_stopped(self._evaluations.start(self.step))
 
     async def _evaluate(self) -> None:
         if self._evaluations is not None:
-            await self._evaluations.run(self.step)
+            await self._unless_stopped(self._evaluations.run(self.step))
 
-    async def _stop(self) -> None:
+    async def _unless_stopped(self, evaluating: Coroutine[Any, Any, None]) -> None:
+        """Await an evaluation, which a stop breaks off."""
+
+        async def evaluate() -> bool:
+            await evaluating
+            return True
+
+        if not await unless_set(self._stop_requested, evaluate()):
+            await self._stop()
+
+    async def _stop(self) -> NoReturn:
         """Write a checkpoint of this step, unless there is one, and raise `RunStopped`."""
         await self._reports.wait()
         if self.step and self._checkpoints.step != self.step:
             await self._checkpoints.start(self.step)
         await self._checkpoints.wait()
-        raise RunStopped(_stop_message(self._folder, self.step))
+        raise stopped(self._folder)
 
     async def _finish_checkpoint(self) -> None:
         """Finish the checkpoint in flight of a run that failed otherwise."""
@@ -325,8 +337,19 @@ class Controller:
 
     async def _restore(self, latest: Checkpoint) -> None:
         learner = self._actors.learner
-        await learner.restore(latest.folder)
-        await self._actors.replay.load.remote(str(latest.folder / "replay"))
+        limit_s = start_limit_s(self._config)
+        await self._wait(
+            "restoring the learner",
+            learner.restore(latest.folder),
+            self._roles.learner,
+            limit_s=limit_s,
+        )
+        await self._wait(
+            "restoring the replay",
+            self._actors.replay.load.remote(str(latest.folder / "replay")),
+            self._roles.replay,
+            limit_s=limit_s,
+        )
         self.step = latest.step
         self._recorder.rewind(self.step)
         logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
@@ -340,12 +363,24 @@ class Controller:
         await self._checkpoints.cancel()
         if self._evaluations is not None:
             await self._evaluations.cancel()
+        limit_s = start_limit_s(self._config)
+        self._is_compiled = False
         while True:
             latest = await self._restart_point(error)
             try:
-                await self._actors.restart_learner()
+                await self._wait(
+                    "restarting the learner",
+                    self._actors.restart_learner(),
+                    self._roles.learner,
+                    limit_s=2 * limit_s,
+                )
                 await self._restore(latest)
-                return await self._actors.publish_restored()
+                return await self._wait(
+                    "publishing the restored weights",
+                    self._actors.publish_restored(),
+                    self._roles.learner,
+                    limit_s=limit_s,
+                )
             except LearnerDied as again:
                 error = again
 
@@ -364,12 +399,3 @@ class Controller:
             ) from error
         logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
         return latest
-
-
-def _stop_message(folder: Path, step: int) -> str:
-    if step:
-        return f"stopped on request at step {step}; resume with --resume {folder}"
-    return (
-        f"stopped on request before the first step: {folder} holds no checkpoint; start again in"
-        " another run.dir"
-    )

@@ -22,6 +22,7 @@ from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run.fleet import RolloutFleet
 from raylearner.run.placement import Colocation
+from raylearner.run.watchdog import Watchdog, start_limit_s
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
 from raylearner.weights.push import Receive
@@ -89,6 +90,7 @@ class RunActors:
         *,
         folder: Path,
         model_path: str,
+        watchdog: Watchdog,
         tracer: Tracer,
     ) -> "RunActors":
         """Start everything at once, and raise the first failure, after which nothing is left."""
@@ -102,8 +104,11 @@ class RunActors:
             colocation=await Colocation.reserve(config) if has_shared_gpus else None,
         )
         try:
+            limit_s = start_limit_s(config)
             await asyncio.gather(
-                actors._rewards.start(), actors.learner.start(), actors.fleet.start()
+                watchdog.wait("starting reward models", actors._rewards.start(), limit_s=limit_s),
+                watchdog.wait("starting learner ranks", actors.learner.start(), limit_s=limit_s),
+                actors.fleet.start(),  # has its own limit
             )
         except BaseException:
             await actors.close()

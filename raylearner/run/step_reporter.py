@@ -16,6 +16,7 @@ from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.observability.spans import Tracer
 from raylearner.replay.buffer import Take
 from raylearner.run.run_actors import RunActors
+from raylearner.run.watchdog import Watchdog
 from raylearner.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,17 @@ class StepReporter:
     """Owns the report in flight. Its failure is raised by the next call."""
 
     def __init__(
-        self, config: RunConfig, recorder: Recorder, *, actors: RunActors, tracer: Tracer
+        self,
+        config: RunConfig,
+        recorder: Recorder,
+        *,
+        actors: RunActors,
+        watchdog: Watchdog,
+        tracer: Tracer,
     ) -> None:
         self._recorder = recorder
         self._actors = actors
+        self._watchdog = watchdog
         self._tracer = tracer
         self._failed_reward = config.rewards.reported_failed_reward
         self._action_watch = ActionWatch(config.environment, max_steps=config.run.num_steps)
@@ -46,8 +54,18 @@ class StepReporter:
     ) -> None:
         """Start the report of a step, after the one in flight.
 
-        `output` is the learner's, and `trained_version` the policy version before the step.
+        `output` is the learner's, and `trained_version` the policy version before the step. `metrics`
+        are those of the controller.
         """
+        metrics = {
+            **take.metrics,
+            **output.metrics,
+            **self._actors.publisher.metrics,
+            **metrics,
+            "policy_version": float(output.policy_version),
+            "rollout/actors": float(len(self._actors.fleet.actors)),
+            "rollout/restarts": float(self._actors.fleet.num_restarts),
+        }
         await self.wait()
         self._running = asyncio.create_task(
             self._report(step, take, output, metrics, trained_version), name="report"
@@ -57,7 +75,7 @@ class StepReporter:
         """Wait until the last step is recorded."""
         if self._running is not None:
             # A cancelled loop does not cancel the report, which `finish` waits for.
-            await asyncio.shield(self._running)
+            await self._watchdog.wait("recording the last step", asyncio.shield(self._running))
             self._running = None
 
     async def finish(self) -> None:

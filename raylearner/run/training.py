@@ -7,9 +7,7 @@ SIGTERM or a deadline.
 import asyncio
 import logging
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +28,7 @@ from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.run import checkpointing, cluster, machine, prompt_checks
 from raylearner.run.controller import Controller
+from raylearner.run.stopping import StopRequest
 from raylearner.tokenization.template_checks import check_template
 from raylearner.types import Prompt
 
@@ -44,6 +43,15 @@ def run(
     `resume` is the run directory to resume; without a complete checkpoint there, `restart_if_no_checkpoint` sets
     it aside, and `ConfigError` is raised otherwise.
     """
+    assert config.run.dir is not None, "the command line names a directory"
+    stop = StopRequest(Path(config.run.dir).absolute())
+    with stop.heard():
+        _run(config, stop, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint)
+
+
+def _run(
+    config: RunConfig, stop: StopRequest, *, resume: Path | None, restart_if_no_checkpoint: bool
+) -> None:
     if resume is not None and checkpointing.is_finished(resume, num_steps=config.run.num_steps):
         logger.info(
             "nothing is left to do: all %d steps of %s are done; raise run.num_steps to continue",
@@ -89,10 +97,13 @@ def run(
             latest = stack.enter_context(run_directory.lock(folder, is_new=True))
         cluster.connect(config.cluster)
         stack.callback(cluster.disconnect)
+        stop.hear()
         config = cluster.resolve(config)
         cluster.check_supply(config)
         cluster.check_variables(config)
-        asyncio.run(_train(config, folder, training, held_out, latest=latest, changed=changed))
+        asyncio.run(
+            _train(config, folder, training, held_out, latest=latest, stop=stop, changed=changed)
+        )
 
 
 def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -107,15 +118,17 @@ async def _train(
     held_out: list[Prompt],
     *,
     latest: Checkpoint | None,
+    stop: StopRequest,
     changed: Sequence[str] = (),
 ) -> None:
     """Train from the checkpoint `latest`, or from the start; `changed` is logged first."""
+    stop.listen(machine.stop_time_s(config.run, os.environ))
     recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
     logger.info("training to step %d in run directory %s", config.run.num_steps, folder)
     for line in changed:
         logger.info("%s", line)
     try:
-        controller = await _start(config, folder, recorder, training, held_out, latest)
+        controller = await _start(config, folder, recorder, training, held_out, latest, stop.event)
         await controller.run()
     finally:
         await clean_up(sys.exception(), recorder.close)
@@ -128,18 +141,8 @@ async def _start(
     training: list[Prompt],
     held_out: list[Prompt],
     latest: Checkpoint | None,
+    stop: asyncio.Event,
 ) -> Controller:
-    stop = asyncio.Event()
-
-    def request_stop() -> None:
-        logger.info("stop requested: a checkpoint is written after the current step")
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, request_stop)
-    stop_s = machine.stop_time_s(config.run, os.environ)
-    if stop_s is not None:
-        loop.call_later(max(0.0, stop_s - time.time()), request_stop)
     try:
         return await Controller.start(
             config, folder, recorder, training, held_out, latest=latest, stop=stop

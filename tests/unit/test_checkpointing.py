@@ -20,6 +20,7 @@ from raylearner.run.checkpointing import (
     format_changes,
     locked_checkpoint,
 )
+from raylearner.run.watchdog import Watchdog
 
 
 class FakeLearner:
@@ -60,7 +61,16 @@ def make_saver(folder: Path, learner: FakeLearner, **changes: Any) -> Checkpoint
     replay = SimpleNamespace(cut=SimpleNamespace(remote=cut), save=SimpleNamespace(remote=save))
     options: dict[str, Any] = {"keep_last": 2, "should_defer": True, **changes}
     tracer = Tracer("controller", is_enabled=False)
-    return CheckpointWriter(folder, learner=learner, replay=replay, tracer=tracer, **options)  # pyright: ignore[reportArgumentType]
+    watchdog = Watchdog(60.0, step=lambda: 0)
+    return CheckpointWriter(
+        folder,
+        learner=learner,  # pyright: ignore[reportArgumentType]
+        replay=replay,
+        watchdog=watchdog,
+        roles=[],
+        tracer=tracer,
+        **options,
+    )
 
 
 def names(folder: Path) -> list[str]:
