@@ -244,8 +244,7 @@ class Controller:
 
     async def _make_step(self) -> None:
         """Take groups, train, publish, report, and checkpoint or evaluate where that is due."""
-        config, actors = self._config, self._actors
-        learner = actors.learner
+        config, actors, learner = self._config, self._actors, self._actors.learner
         wait_started = time.monotonic()
         take = await self._taker.take(self.step + 1)
         if take is None:

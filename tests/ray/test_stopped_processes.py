@@ -1,0 +1,63 @@
+"""Processes that stop without dying are noticed, named and replaced; SIGTERM is heard at any time."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from loop import Launcher, finish, is_alive, processes_of, rows, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+LONG: dict[str, Any] = {
+    "run": {"num_steps": 1000, "checkpoint_every_steps": 1, "watchdog_s": 5},
+    "replay": {"max_staleness": 2},
+    "evaluation": None,
+}
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    return [row["step"] for row in rows(path)] if path.exists() else []
+
+
+def process_of(folder: Path, name: str) -> int:
+    """The process that the log of a run names for an actor."""
+    lines = [
+        line
+        for line in (folder / "log.txt").read_text().splitlines()
+        if f"{name} " in line and "runs as process" in line
+    ]
+    return int(lines[-1].rsplit(" ", 1)[1])
+
+
+@pytest.mark.parametrize("name", ["learner-0"])
+def test_an_actor_that_stops_is_named_and_replaced(name: str, launcher: Launcher) -> None:
+    folder = launcher.folder / "run"
+    process = launcher.start("run", LONG)
+    wait_for(lambda: len(steps(folder)) >= 3, what="three steps")
+    pid = process_of(folder, name)
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: not is_alive(pid), what="its end")
+    text = (folder / "log.txt").read_text()
+    assert "T (stopped)" in text
+    assert f"process {pid} " in text
+    wait_for(lambda: process_of(folder, name.replace("0", "2")) if name == "rollout-0" else True)
+    reached = max(steps(folder))
+    wait_for(lambda: max(steps(folder)) > reached + 3, what="further steps")
+    process.send_signal(signal.SIGTERM)
+    assert "--resume" in finish(process, code=143)
+
+
+def test_sigterm_ends_a_start_without_promising_a_checkpoint(launcher: Launcher) -> None:
+    log = launcher.folder / "run" / "log.txt"
+    process = launcher.start("run", LONG)
+    wait_for(lambda: log.exists() and "starting 1 learner" in log.read_text(), what="the start")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, code=130, timeout_s=30)
+    assert "holds no checkpoint" in output
+    assert not any(child.is_running() for child in children)
+    assert not any(map(is_alive, processes_of(log)))
