@@ -78,7 +78,7 @@ def fit_image(encoded: bytes, target_size: TargetSize) -> bytes:
 
 def decode_fitted(encoded: bytes) -> Image.Image:
     """Return an image from `fit_image` as RGB. Raises Pillow's errors where it does not decode."""
-    with Image.open(io.BytesIO(encoded)) as image:
+    with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         return image.convert("RGB")
 
 

@@ -172,6 +172,7 @@ async def test_the_proxy_answers_known_hosts_and_living_keys() -> None:
 @pytest.mark.parametrize(
     "body",
     [
+        json.dumps({"messages": [{"role": "user", "content": "x"}] * 200_000}).encode(),
         b"[" * 100_000,
         b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         json.dumps(
@@ -193,7 +194,7 @@ async def test_the_proxy_answers_known_hosts_and_living_keys() -> None:
         ).encode(),
         b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1' + b"0" * 10_000 + b"}",
     ],
-    ids=["not closed", "nested", "nested arguments", "long number"],
+    ids=["many messages", "not closed", "nested", "nested arguments", "long number"],
 )
 async def test_the_proxy_refuses_bodies_made_to_hurt(body: bytes) -> None:
     async with chat_server() as (server, address):

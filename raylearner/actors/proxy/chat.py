@@ -56,6 +56,7 @@ HARMLESS = frozenset(
     }
 )
 MAX_STOPS = 16
+MAX_MESSAGES = 10_000
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -270,6 +271,8 @@ def _refuse_unsupported(fields: Json) -> None:
 
 
 def _messages(value: object) -> tuple[ChatMessage, ...]:
+    if isinstance(value, list) and len(cast(list[object], value)) > MAX_MESSAGES:
+        raise _bad(f"messages must be at most {MAX_MESSAGES}", "messages")
     try:
         messages = read_dialogue(value)
     except DialogueError as error:
