@@ -143,10 +143,12 @@ class RolloutActor:
             raise
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], section: schema.SamplingSection
+        self, prompts: Sequence[Prompt], section: schema.SamplingSection, time_limit_s: float
     ) -> list[Trajectory]:
         with self._tracer.span("evaluate"):
-            return await self._worker.evaluate(prompts, make_sampling(section, self._renderer))
+            return await self._worker.evaluate(
+                prompts, make_sampling(section, self._renderer), time_limit_s
+            )
 
     async def ping(self) -> None:
         """Answer."""

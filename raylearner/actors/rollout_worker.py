@@ -36,7 +36,7 @@ Episode = list[Trajectory]
 ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
 Key = tuple[int, int, int]
 PutCall = Callable[[list[Episode]], Awaitable[list[str]]]
-EvaluateCall = Callable[[list[Prompt], SamplingSection], Awaitable[list[Trajectory]]]
+EvaluateCall = Callable[[list[Prompt], SamplingSection, float], Awaitable[list[Trajectory]]]
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +117,16 @@ class RolloutWorker:
         """End `run`; running episodes are cancelled and not reported."""
         self._ended.set()
 
-    async def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
+    async def evaluate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, time_limit_s: float
+    ) -> list[Trajectory]:
         """Play one episode per prompt, in parallel to any others; the replay receives none of them.
 
+        Episodes that have not ended at the time limit are aborted, and missing in the result.
         Segments of an episode share its group id. Raises `EngineDead`, with which all are void.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
+        ends_at = asyncio.get_running_loop().time() + time_limit_s
 
         async def play_one(index: int, prompt: Prompt) -> Episode:
             claim = Claim(
@@ -133,8 +137,14 @@ class RolloutWorker:
                 policy_version=self._engine.policy_version,
                 seed=index,
             )
-            async with slots:
-                return await play_episode(self._kit, claim, sampling)
+            limit = asyncio.timeout_at(ends_at)
+            try:
+                async with limit, slots:
+                    return await play_episode(self._kit, claim, sampling)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return []
 
         async def play_all() -> list[Episode]:
             try:

@@ -171,6 +171,9 @@ class EvaluationSection(Section):
     only at those two."""
     num_prompts: PositiveInt = 128
     """Number of prompts of one evaluation."""
+    time_limit_s: PositiveFloat = 3600.0
+    """Maximum time of one evaluation. Episodes that have not ended then are aborted, count as not solved and
+    are reported as `unfinished`."""
     sampling: SamplingSection = SamplingSection(temperature=0.0)
     """Sampling in evaluations. The temperature is 0 (greedy) by default; other keys default to those of `sampling`."""
 

@@ -90,8 +90,10 @@ def episodes_of(trajectories: Sequence[Trajectory]) -> list[Episode]:
     return episodes
 
 
-def mean_reward(episodes: Sequence[Episode], *, failed_reward: float = 0.0) -> float | None:
-    """Return the mean reward of episodes, in which a failed episode counts as not solved.
+def mean_reward(
+    episodes: Sequence[Episode], *, failed_reward: float = 0.0, num_unfinished: int = 0
+) -> float | None:
+    """Return the mean reward of episodes, in which failed and unfinished ones count as not solved.
 
     It counts as `failed_reward`, or as the lowest reward among `episodes` if that is lower: failing
     never pays. None if no episode that ended has a reward.
@@ -100,7 +102,8 @@ def mean_reward(episodes: Sequence[Episode], *, failed_reward: float = 0.0) -> f
     num_failed = sum(episode.is_failed for episode in episodes)
     if not rewards and num_failed < len(episodes):
         return None
-    if not episodes:
+    num_failed += num_unfinished
+    if not rewards and not num_failed:
         return None
     values = rewards + [min([failed_reward, *rewards])] * num_failed
     return sum(values) / len(values)

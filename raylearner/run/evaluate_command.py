@@ -37,6 +37,7 @@ COLUMNS = (
     "reward/mean_without_failed",
     "num_prompts",
     "errors",
+    "unfinished",
     "turns/mean",
     "sampled_tokens/mean",
 )

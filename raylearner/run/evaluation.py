@@ -31,6 +31,10 @@ MAX_ROUNDS = 5
 REPLACEMENT_WAIT_S = 600.0
 """Maximum wait for the replacement of the last actor that could play."""
 ACTORS_POLL_S = 1.0
+ANSWER_TIMEOUT_S = 30.0
+"""Time after the limit of an evaluation for an actor to answer."""
+MAX_NAMED = 3
+"""Maximum number of unfinished prompts that a warning names."""
 MIN_ACTORS_TO_LEND = 2
 """Minimum number of actors to lend one: evaluation must not take the only one."""
 
@@ -62,16 +66,19 @@ class Evaluator:
         `wait_s`. Raises `RaylearnerError` when an episode was sampled by another version, and
         `EvaluationIncomplete` when no actor lived long enough to play.
         """
+        ends_at_s = time.monotonic() + self._config.time_limit_s
         remaining = self._prompts
         played: list[Trajectory] = []
         failed: set[str] = set()
         for _ in range(MAX_ROUNDS):
-            able = await self._wait_for_actors(actors, failed, wait_s=wait_s)
+            left_s = max(0.0, ends_at_s - time.monotonic())
+            able = await self._wait_for_actors(actors, failed, wait_s=min(wait_s, left_s))
             if not able:
                 break
-            done, remaining = await self._play(remaining, able, failed)
+            left_s = max(0.0, ends_at_s - time.monotonic())
+            done, remaining = await self._play(remaining, able, failed, time_limit_s=left_s)
             played.extend(done)
-            if not remaining:
+            if not remaining or time.monotonic() >= ends_at_s:
                 return self._record(played, step=step, policy_version=policy_version)
         raise EvaluationIncomplete(
             f"evaluation at step {step}: {len(remaining)} of {len(self._prompts)} prompts were not"
@@ -94,13 +101,23 @@ class Evaluator:
             await asyncio.sleep(ACTORS_POLL_S)
 
     async def _play(
-        self, prompts: list[Prompt], actors: Mapping[str, EvaluateCall], failed: set[str]
+        self,
+        prompts: list[Prompt],
+        actors: Mapping[str, EvaluateCall],
+        failed: set[str],
+        *,
+        time_limit_s: float,
     ) -> tuple[list[Trajectory], list[Prompt]]:
         """Return the episodes, and the prompts of actors that failed, which are added to `failed`."""
+
+        async def ask(call: EvaluateCall, share: list[Prompt]) -> list[Trajectory]:
+            async with asyncio.timeout(time_limit_s + ANSWER_TIMEOUT_S):
+                return await call(share, self._config.sampling, time_limit_s)
+
         shares = [prompts[i :: len(actors)] for i in range(len(actors))]
         results = await asyncio.gather(
             *(
-                call(share, self._config.sampling)
+                ask(call, share)
                 for call, share in zip(actors.values(), shares, strict=True)
                 if share
             ),
@@ -109,7 +126,12 @@ class Evaluator:
         played: list[Trajectory] = []
         left: list[Prompt] = []
         for actor_id, share, result in zip(actors, shares, results, strict=False):
-            if isinstance(result, BaseException):
+            if isinstance(result, TimeoutError):
+                logger.warning(
+                    "%s did not end its evaluation in time and does not answer", actor_id
+                )
+                left.extend(share)
+            elif isinstance(result, BaseException):
                 logger.warning(
                     "%s failed during evaluation, and others play its %d prompts: %s",
                     *(actor_id, len(share), summary(result)),
@@ -134,15 +156,45 @@ class Evaluator:
         for episode in episodes:
             by_source[episode.first.source].append(episode)
         self._warn_of_failures(episodes, step)
+        unfinished = self._find_unfinished(episodes)
+        if unfinished:
+            logger.warning(
+                "evaluation at step %d: %d of %d episodes had not ended after evaluation.time_limit_s=%g,"
+                " were aborted and count as not solved, for example those of prompts %s",
+                *(step, len(unfinished), len(self._prompts), self._config.time_limit_s),
+                ", ".join(prompt.prompt_id for prompt in unfinished[:MAX_NAMED]),
+            )
+        num_unfinished = Counter(prompt.source for prompt in unfinished)
         record: dict[str, Any] = {
             "step": step,
             "policy_version": policy_version,
             "prompts_hash": self._prompts_hash,
-            **_summary(episodes, prefix="", failed_reward=self._failed_reward),
+            **_summary(
+                episodes,
+                prefix="",
+                failed_reward=self._failed_reward,
+                num_unfinished=len(unfinished),
+            ),
         }
-        for source, members in sorted(by_source.items()):
-            record |= _summary(members, prefix=f"{source}/", failed_reward=self._failed_reward)
+        for source in sorted(by_source.keys() | num_unfinished.keys()):
+            record |= _summary(
+                by_source[source],
+                prefix=f"{source}/",
+                failed_reward=self._failed_reward,
+                num_unfinished=num_unfinished[source],
+            )
         return record
+
+    def _find_unfinished(self, episodes: Sequence[Episode]) -> list[Prompt]:
+        """Return the prompts without an episode."""
+        num_played = Counter(episode.first.prompt_id for episode in episodes)
+        unfinished: list[Prompt] = []
+        for prompt in self._prompts:
+            if num_played[prompt.prompt_id]:
+                num_played[prompt.prompt_id] -= 1
+            else:
+                unfinished.append(prompt)
+        return unfinished
 
     def _warn_of_failures(self, episodes: Sequence[Episode], step: int) -> None:
         failed = [episode.first for episode in episodes if episode.is_failed]
@@ -247,16 +299,19 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _summary(
-    episodes: Sequence[Episode], *, prefix: str, failed_reward: float
+    episodes: Sequence[Episode], *, prefix: str, failed_reward: float, num_unfinished: int
 ) -> dict[str, float | int | None]:
-    """Return means over episodes; in `reward/mean` failed episodes count as not solved."""
+    """Return means over episodes; in `reward/mean` failed and unfinished ones count as not solved."""
     rewards = [e.reward for e in episodes if e.reward is not None]
     num_failed = sum(e.is_failed for e in episodes)
     count = max(1, len(episodes))
     return {
-        f"{prefix}reward/mean": mean_reward(episodes, failed_reward=failed_reward),
+        f"{prefix}reward/mean": mean_reward(
+            episodes, failed_reward=failed_reward, num_unfinished=num_unfinished
+        ),
         f"{prefix}reward/mean_without_failed": sum(rewards) / len(rewards) if rewards else None,
-        f"{prefix}num_prompts": len(episodes),
+        f"{prefix}num_prompts": len(episodes) + num_unfinished,
+        f"{prefix}unfinished": num_unfinished,
         f"{prefix}errors": num_failed,
         f"{prefix}failed_fraction": num_failed / count,
         f"{prefix}turns/mean": sum(len(e.turns) for e in episodes) / count,

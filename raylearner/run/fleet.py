@@ -146,9 +146,9 @@ class RolloutFleet:
 
         def call(actor: Any) -> EvaluateCall:
             async def evaluate(
-                prompts: list[Prompt], sampling: SamplingSection
+                prompts: list[Prompt], sampling: SamplingSection, time_limit_s: float
             ) -> list[Trajectory]:
-                return await actor.evaluate.remote(prompts, sampling)
+                return await actor.evaluate.remote(prompts, sampling, time_limit_s)
 
             return evaluate
 

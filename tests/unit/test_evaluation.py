@@ -13,6 +13,7 @@ from raylearner.config.schema import EvaluationSection, SamplingSection
 from raylearner.errors import EngineDead, EvaluationIncomplete, RaylearnerError, ToolError
 from raylearner.observability.spans import Tracer
 from raylearner.run import evaluation
+from raylearner.run import evaluation as evaluations
 from raylearner.run.evaluation import Evaluations, Evaluator
 from raylearner.types import Prompt, Trajectory
 
@@ -37,7 +38,9 @@ class Actor:
         self.failures = failures
         self.seen: list[Prompt] = []
 
-    async def __call__(self, prompts: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
+    async def __call__(
+        self, prompts: list[Prompt], sampling: SamplingSection, time_limit_s: float
+    ) -> list[Trajectory]:
         if self.failures:
             self.failures -= 1
             raise EngineDead("lost")
@@ -84,7 +87,9 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
     """None stands for an episode that failed; each has two segments."""
     prompts = [Prompt(prompt_id=f"p{i}", messages=(), source="a") for i in range(len(rewards))]
 
-    async def actor(given: list[Prompt], sampling: SamplingSection) -> list[Trajectory]:
+    async def actor(
+        given: list[Prompt], sampling: SamplingSection, time_limit_s: float
+    ) -> list[Trajectory]:
         segments: list[Trajectory] = []
         for prompt in given:
             reward = rewards[int(prompt.prompt_id[1:])]
@@ -139,6 +144,29 @@ async def test_tokens_of_another_version_end_the_evaluation() -> None:
         await evaluator.evaluate(
             lambda: {"x": Actor(), "y": Actor(version=4)}, step=0, policy_version=3
         )
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_at_the_time_limit_what_has_not_ended_is_reported(
+    answers: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations, "ANSWER_TIMEOUT_S", 0.05)
+
+    async def actor(
+        given: list[Prompt], sampling: SamplingSection, time_limit_s: float
+    ) -> list[Trajectory]:
+        await asyncio.sleep(time_limit_s if answers else 3600)
+        return [played(prompt, version=3) for prompt in given if prompt.prompt_id in ("a0", "a1")]
+
+    evaluator = Evaluator(EvaluationSection(time_limit_s=0.1), PROMPTS)
+    async with asyncio.timeout(5):
+        record = await evaluator.evaluate(lambda: {"x": actor}, step=5, policy_version=3)
+    num_played = 2 if answers else 0
+    assert (record["num_prompts"], record["unfinished"]) == (7, 7 - num_played)
+    assert record["reward/mean"] == num_played / 7
+    assert (record["a/unfinished"], record["b/unfinished"]) == (6 - num_played, 1)
+    assert record["b/reward/mean"] == 0.0
+    assert "evaluation.time_limit_s=0.1" in caplog.text
 
 
 class Run:

@@ -165,7 +165,9 @@ async def test_an_engine_that_fails_every_request_is_given_up(tokenizer_folder: 
 
 async def test_one_prompt_that_every_engine_refuses_ends_none(tokenizer_folder: Path) -> None:
     worker = make_worker(make_stage(tokenizer_folder, Fails(share=1.0, **SHORT)), Replay())
-    played = await worker.evaluate([PROMPTS[0]] * 3 * MAX_FAILED_IN_ROW, Sampling(max_tokens=4))
+    played = await worker.evaluate(
+        [PROMPTS[0]] * 3 * MAX_FAILED_IN_ROW, Sampling(max_tokens=4), 60.0
+    )
     assert [t.error_kind for t in played] == ["engine"] * 3 * MAX_FAILED_IN_ROW
 
 
@@ -173,15 +175,23 @@ async def test_an_evaluation_on_a_dead_engine_has_no_episodes(tokenizer_folder: 
     worker = make_worker(make_stage(tokenizer_folder, Dies(num_calls=5, **SHORT)), Replay())
     for _ in range(2):
         with pytest.raises(EngineDead):
-            await worker.evaluate(PROMPTS[:12], Sampling(max_tokens=4))
+            await worker.evaluate(PROMPTS[:12], Sampling(max_tokens=4), 60.0)
     with pytest.raises(EngineDead):
         await worker.run()
+
+
+async def test_an_evaluation_aborts_what_has_not_ended_in_time(tokenizer_folder: Path) -> None:
+    script = Hangs(2)
+    worker = make_worker(make_stage(tokenizer_folder, script), Replay())
+    played = await worker.evaluate(PROMPTS[:8], Sampling(max_tokens=4), 2.0)
+    assert len({t.prompt_id for t in played}) == 6
+    assert script.num_cancelled == 2
 
 
 async def test_an_abort_ends_the_evaluation(tokenizer_folder: Path) -> None:
     script = Hangs(99)
     worker = make_worker(make_stage(tokenizer_folder, script), Replay())
-    playing = asyncio.create_task(worker.evaluate(PROMPTS, Sampling(max_tokens=4)))
+    playing = asyncio.create_task(worker.evaluate(PROMPTS, Sampling(max_tokens=4), 60.0))
     await until(lambda: script.num_begun == 4)
     worker.end_evaluations()
     await asyncio.wait([playing], timeout=10)
