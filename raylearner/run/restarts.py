@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Pause before the second try in a row; it doubles with each further one, up to the second number."""
@@ -26,25 +26,30 @@ class RestartBudget:
         self.limit = limit
         self.window_s = window_s
         self._clock = clock
-        self._counted: deque[float] = deque()
+        self._counted: deque[tuple[float, str]] = deque()
         self._num_in_row = 0
 
-    def count(self) -> int:
+    def count(self, place: str = "") -> int:
         """Count one restart; return the number within the window, this one included.
 
-        More than `limit` means that this restart is not allowed.
+        More than `limit` means that this restart is not allowed. `place` is where the failure was, see
+        `forgive`.
         """
         now = self._clock()
-        is_in_row = bool(self._counted) and now - self._counted[-1] <= ROW_S + self.backoff_s()
+        is_in_row = bool(self._counted) and now - self._counted[-1][0] <= ROW_S + self.backoff_s()
         self._num_in_row = self._num_in_row + 1 if is_in_row else 1
-        self._counted.append(now)
+        self._counted.append((now, place))
         return self.num_counted
+
+    def forgive(self, places: Collection[str]) -> None:
+        """Take back what was counted at these places, which turned out to be lost themselves."""
+        self._counted = deque(entry for entry in self._counted if entry[1] not in places)
 
     @property
     def num_counted(self) -> int:
         """Number of restarts counted within the window that ends now."""
         oldest = self._clock() - self.window_s
-        while self._counted and self._counted[0] <= oldest:
+        while self._counted and self._counted[0][0] <= oldest:
             self._counted.popleft()
         return len(self._counted)
 
@@ -62,4 +67,4 @@ class RestartBudget:
         excess = self.num_counted - self.limit
         if excess <= 0 or self.limit == 0:
             return 0.0 if excess <= 0 else float("inf")
-        return self._counted[excess - 1] + self.window_s - self._clock()
+        return self._counted[excess - 1][0] + self.window_s - self._clock()

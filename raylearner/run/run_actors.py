@@ -21,7 +21,7 @@ from raylearner.learner.spec import LearnerSpec
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run.fleet import RolloutFleet
-from raylearner.run.placement import Colocation
+from raylearner.run.placement import Colocation, RankPlaces
 from raylearner.run.watchdog import Watchdog, start_limit_s
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
@@ -45,12 +45,13 @@ class RunActors:
         folder: Path,
         model_path: str,
         tracer: Tracer,
-        colocation: Colocation | None,
+        places: RankPlaces | None,
     ) -> None:
         """`folder` is the run's directory."""
         self._config = config
         self._tracer = tracer
-        self._colocation = colocation
+        self._places = places
+        colocation = places if isinstance(places, Colocation) else None
         self._is_closed = False
         self._rewards = RewardActors(config.run.name, config.rewards)
         self.replay: Any = ReplayActor.options(
@@ -65,7 +66,7 @@ class RunActors:
         )
         spec = LearnerSpec.of_run(config, model_path=model_path, run_dir=folder)
         self.learner = (
-            LearnerGroup(spec)
+            LearnerGroup(spec, ray_options=None if places is None else places.rank_options())
             if colocation is None
             else LearnerGroup(
                 spec, ray_options=colocation.rank_options(), rank_of=colocation.rank_of
@@ -94,14 +95,18 @@ class RunActors:
         tracer: Tracer,
     ) -> "RunActors":
         """Start everything at once, and raise the first failure, after which nothing is left."""
-        has_shared_gpus = transport_of(config.weights.transport).shares_memory
+        places: RankPlaces | None = None
+        if transport_of(config.weights.transport).shares_memory:
+            places = await Colocation.reserve(config)
+        elif config.actors.is_elastic:
+            places = await RankPlaces.reserve(config)
         actors = cls(
             config,
             training,
             folder=folder,
             model_path=model_path,
             tracer=tracer,
-            colocation=await Colocation.reserve(config) if has_shared_gpus else None,
+            places=places,
         )
         try:
             limit_s = start_limit_s(config)
@@ -127,7 +132,7 @@ class RunActors:
             self.learner.close,
             lambda: ray.kill(self.replay),
             self._rewards.close,
-            *([] if self._colocation is None else [self._colocation.release]),
+            *([] if self._places is None else [self._places.release]),
         )
 
     async def restart_learner(self) -> None:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raylearner.config.schema import RunConfig
 from raylearner.deaths import is_death
@@ -40,6 +40,8 @@ STOP_TIMEOUT_S = 20.0
 """Maximum time for an actor to end its episodes, and then its engine, before it is killed."""
 RETRY_S = 1.0
 """Pause before an actor tries again what failed since another process died."""
+NODE_REPORT_S, NODE_POLL_S = 30.0, 2.0
+"""Maximum time until Ray reports a lost node, and interval between looks at its report."""
 UNPLACED_NOTICE_S = 5.0
 """Wait for a node after which it is logged that actors wait for resources."""
 
@@ -278,9 +280,9 @@ class Slots:
         slot.num_in_row = 1 if is_new else slot.num_in_row + 1
         slot.stage = Stage.RESTING
         if is_at_fault:
-            self._budget.count()
+            self._budget.count(slot.node)
         if is_at_fault and self._budget.is_used_up:
-            await self._wait_for_budget(slot, summary(cause))
+            await self._wait_for_budget(slot, cause)
             return
         pause_s = backoff_s(slot.num_in_row)
         logger.warning(
@@ -294,29 +296,32 @@ class Slots:
         )
         await asyncio.sleep(pause_s)
 
-    async def _wait_for_budget(self, slot: Slot, cause: str) -> None:
-        """Wait until the window allows a restart, while others play. Raises where none can."""
+    async def _wait_for_budget(self, slot: Slot, cause: Exception) -> None:
+        """Wait until the window allows a restart, while others play. Raises where none can.
+
+        Ray reports a lost node some seconds after the death of its actors, which then no longer count.
+        """
         limit, window_s = self._budget.limit, self._budget.window_s
         slot.stage = Stage.GIVEN_UP
         used = (
             f"actors.max_restarts={limit} within {window_s:g} s (run.restart_window_s) is used up"
         )
-        others = [other for other in self.kept if other.stage is not Stage.GIVEN_UP]
-        if not others or not self._has_started:
-            raise RaylearnerError(
-                f"{slot.actor_id} died, {used} and no other can go on; last cause: {cause}"
-            )
         wait_s = self._budget.wait_s()
-        when = f"for {wait_s:.0f} s" if math.isfinite(wait_s) else "any more"
         logger.warning(
-            "%s died and is not replaced %s, since %s; the run goes on with %d rollout actors: %s",
-            *(slot.actor_id, when, used, len(self.actors), cause),
+            "%s died and is not replaced%s, since %s; %d rollout actors are left: %s",
+            *(slot.actor_id, f" for {wait_s:.0f} s" if math.isfinite(wait_s) else ""),
+            *(used, len(self.actors), summary(cause)),
         )
-        while True:
-            wait_s = self._budget.wait_s()
-            if wait_s <= 0:
-                return
-            await asyncio.sleep(wait_s)
+        may_be_node = isinstance(cause, ActorUnavailableError)
+        ends_at_s = time.monotonic() + (NODE_REPORT_S if may_be_node else 0.0)
+        while self._budget.is_used_up:
+            others = [other for other in self.kept if other.stage is not Stage.GIVEN_UP]
+            if (not others or not self._has_started) and time.monotonic() >= ends_at_s:
+                raise RaylearnerError(
+                    f"{slot.actor_id} died, {used} and no other can go on; last cause: {summary(cause)}"
+                )
+            await asyncio.sleep(min(self._budget.wait_s(), NODE_POLL_S))
+            self._budget.forgive(await asyncio.to_thread(lost_nodes))
 
     async def _is_at_fault(self, slot: Slot, cause: Exception) -> bool:
         """Return whether an end counts: not that of a node, or of a push that another broke."""

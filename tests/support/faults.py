@@ -1,7 +1,9 @@
 """Scripts with faults for the scripted engine."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,3 +74,21 @@ class Dies(RandomTokens):
 class NeverStarts:
     def __init__(self) -> None:
         raise ValueError("no engine today")
+
+
+class StartsBadly(RandomTokens):
+    """After `good` starts one raises and one ends its process; files in `folder` count the starts."""
+
+    def __init__(self, *, folder: str, good: int, **arguments: int) -> None:
+        number = len(list(Path(folder).iterdir()))
+        while True:
+            try:
+                (Path(folder) / str(number)).open("x").close()
+                break
+            except FileExistsError:
+                number += 1
+        if number == good:
+            raise ValueError("no engine today")
+        if number == good + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(**arguments)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from raylearner.config.actors import ActorRange
 from raylearner.config.schema import ActorsSection, LearnerSection, RunConfig, RunSection
@@ -159,6 +159,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(slots, "lost_nodes", lambda: set(nodes))
     monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(slots, "RETRY_S", 0.01)
+    monkeypatch.setattr(slots, "NODE_POLL_S", 0.01)
     monkeypatch.setattr(slots, "UNPLACED_NOTICE_S", 0.01)
     return nodes
 
@@ -236,6 +237,17 @@ async def test_a_lost_node_and_another_engines_failure_do_not_use_up_restarts(
         no_ray.clear()
         fleet.launcher.actors["rollout-2"].die()
         await fleet.until("3")
+
+
+async def test_an_actor_of_a_node_that_is_reported_lost_later_is_replaced_after_all(
+    no_ray: list[str],
+) -> None:
+    async with playing(Fleet(1, max_restarts=0)) as fleet:
+        fleet.launcher.actors["rollout-0"].die(ActorUnavailableError("connection reset", None))
+        await fleet.until()
+        await asyncio.sleep(0.05)
+        no_ray.append("node")
+        await fleet.until("1")
 
 
 async def test_an_actor_whose_replay_died_plays_again_without_a_new_engine() -> None:

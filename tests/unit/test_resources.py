@@ -116,3 +116,12 @@ def test_half_precision_loosens_the_verification() -> None:
     assert resolve(config(), num_gpus=0).config.weights.verify_tolerance == 1e-3
     weights = resolve(config(actors__engine__dtype="bfloat16"), num_gpus=3).config.weights
     assert (weights.verify_tolerance, weights.verify_statistic) == (0.25, "mean")
+
+
+def test_a_range_of_actors_needs_its_minimum_and_engines_that_come_and_go() -> None:
+    changes = {"actors__num_actors": "{min: 2, max: 16}", "cluster__num_cpus": 8}
+    assert config(**changes).cpus_needed == 3
+    assert shares(3, **changes) == (1, 1, "nccl")
+    assert shares(1, **changes)[2] == "shared_files"
+    with pytest.raises(ConfigError, match=r"actors\.num_actors"):
+        shares(2, **changes, weights__transport="ipc")

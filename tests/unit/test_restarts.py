@@ -39,6 +39,14 @@ def test_a_budget_of_none_never_allows_a_restart() -> None:
     assert budget.wait_s() == float("inf")
 
 
+def test_restarts_at_a_place_that_was_lost_are_forgiven() -> None:
+    budget = RestartBudget(0, 100.0, clock=Clock())
+    budget.count("lost")
+    assert budget.is_used_up
+    budget.forgive({"lost", "other"})
+    assert [budget.num_counted, budget.is_used_up] == [0, False]
+
+
 def test_the_pause_grows_with_failures_in_a_row_only() -> None:
     clock = Clock()
     budget = RestartBudget(100, 3600.0, clock=clock)
