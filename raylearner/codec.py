@@ -85,7 +85,7 @@ def _unpack_episodes(
 
 def _pack_values(trajectory: Trajectory) -> dict[str, Any]:
     values = dict(zip(_PLAIN_FIELDS, _plain_values(trajectory), strict=True))
-    for name in ("rewards", "metrics", "columns"):
+    for name in ("rewards", "metrics", "columns", "tool_errors"):
         values[name] = dict(values[name])
     values["turns"] = [_turn_values(turn) for turn in trajectory.turns]
     return values

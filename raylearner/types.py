@@ -280,6 +280,8 @@ class Trajectory:
     error: str | None = None
     error_kind: str = "other"
     """`TrajectoryError.kind` of the failure, which counts it."""
+    tool_errors: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The last error of each tool whose failure was shown to the policy, without the error."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     started_at_s: float = 0.0
     finished_at_s: float = 0.0

@@ -79,6 +79,7 @@ async def play_episode(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> lis
             stop_reason=stop_reason,
             error=error,
             metrics=outcome.metrics,
+            tool_errors=outcome.tool_errors,
             shown=shown,
             started_at_s=started_at_s,
             finished_at_s=time.time(),

@@ -86,7 +86,7 @@ class _Table(_Source):
     prompt_id_column: str = "prompt_id"
     """Column with the id of the row. Default: the position of the row, if there is no `prompt_id`."""
     image_column: str | None = None
-    """Column with the images of the prompt: encoded bytes, paths relative to the file's folder, data URLs,
+    """Column with the images of the prompt: encoded bytes, paths below the folder of the file, data URLs,
     or a list of these; empty or null for none. They are read and checked when the run starts, and kept in
     memory. Default: rows have no images."""
     image_mark: Annotated[str, Field(min_length=1)] = "<image>"

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import os
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +19,19 @@ SHOWN_CHARACTERS = 200
 _FORMS = "encoded bytes, a path, a data URL, or a list of these"
 
 
-def read_images(value: object, *, folder: Path, where: str) -> tuple[bytes, ...]:
-    """Read the encoded images of one cell; `folder` is the base of paths. Raises `ConfigError`."""
+def read_images(value: object, *, folders: Sequence[Path], where: str) -> tuple[bytes, ...]:
+    """Read the encoded images of one cell. Raises `ConfigError`.
+
+    The first of `folders` is the base of paths, and all of them may hold images: whoever writes rows
+    does not choose what other files of this machine are read.
+    """
     if value is None or value == "":
         return ()
     values = cast(list[object], value) if isinstance(value, list | tuple) else [value]
-    return tuple(_read(one, folder, where) for one in values)
+    return tuple(_read(one, folders, where) for one in values)
 
 
-def _read(value: object, folder: Path, where: str) -> bytes:
+def _read(value: object, folders: Sequence[Path], where: str) -> bytes:
     """Read an image; `{"bytes", "path"}` is the form of `datasets` and its Parquet files."""
     if isinstance(value, dict):
         held = cast(dict[str, Any], value)
@@ -37,7 +42,13 @@ def _read(value: object, folder: Path, where: str) -> bytes:
         raise ConfigError(f"{where}: an image is {_FORMS}; got {type(value).__name__}")
     if value.startswith("data:"):
         return _from_data_url(value, where)
-    return _from_file(folder / value, f"{where}: image {value[:SHOWN_CHARACTERS]!r}")
+    which = f"{where}: image {value[:SHOWN_CHARACTERS]!r}"
+    path = os.path.abspath(folders[0] / value)
+    if not any(Path(path).is_relative_to(os.path.abspath(folder)) for folder in folders):
+        raise ConfigError(
+            f"{which} is outside of {str(folders[0])!r}; put images below it, or a link to their folder"
+        )
+    return _from_file(Path(path), which)
 
 
 def _from_file(path: Path, which: str) -> bytes:

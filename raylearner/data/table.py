@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -175,9 +176,19 @@ def _shown(
             f"{where}: no column {column!r} (image_column); the row has: {_listed(row)}"
         )
     is_file = isinstance(source, FileData)
-    folder = Path(source.path).expanduser().parent if is_file else Path()
-    images = read_images(row[column], folder=folder, where=where)
+    path = Path(source.path).expanduser()
+    folders = [path.parent] if is_file else [path, *_hub_caches()]
+    images = read_images(row[column], folders=folders, where=where)
     return with_images(messages, images, mark=source.image_mark, where=where)
+
+
+@lru_cache(maxsize=1)
+def _hub_caches() -> tuple[Path, ...]:
+    """Return the folders to which files of the hub are downloaded."""
+    import datasets
+    from huggingface_hub import constants
+
+    return (Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE))
 
 
 def _listed(row: dict[str, Any]) -> str:

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from raylearner.text import as_metrics, make_encodable
 from raylearner.types import Message, Prompt, StopReason
 
+ERROR_CHARACTERS = 300
+"""Maximum length of a tool's error that an outcome carries."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
@@ -35,6 +38,10 @@ class Outcome:
     penalty: float = 0.0
     shown: tuple[str, ...] = ()
     """Ids of the passages and pages shown, in order."""
+    tool_errors: dict[str, str] = field(default_factory=dict[str, str])
+    """The last error of each tool that failed without failing the episode. A tool's calls and failures are
+    the metrics `calls/<tool>` and `failures/<tool>`; the run ends above
+    `replay.max_tool_failure_fraction`."""
 
     def __post_init__(self) -> None:
         """Make metrics that are not finite numbers NaN, which are counted and left out of means.
@@ -44,6 +51,10 @@ class Outcome:
         if not math.isfinite(self.penalty):
             raise ValueError(f"penalty must be a finite number, got {self.penalty!r}")
         object.__setattr__(self, "metrics", as_metrics(self.metrics))
+        errors = {
+            str(name): str(error)[:ERROR_CHARACTERS] for name, error in self.tool_errors.items()
+        }
+        object.__setattr__(self, "tool_errors", errors)
         make_encodable(self)
 
 

@@ -35,6 +35,7 @@ class ToolUseEnvironment:
         self._num_failed_calls = 0
         self._num_calls: Counter[str] = Counter()
         self._num_failures: Counter[str] = Counter()
+        self._tool_errors: dict[str, str] = {}
         self._has_answer = False
         self._shown: list[str] = []
 
@@ -122,6 +123,7 @@ class ToolUseEnvironment:
             },
             penalty=self._config.invalid_action_penalty * self._num_invalid,
             shown=tuple(self._shown),
+            tool_errors=self._tool_errors,
         )
 
     async def close(self) -> None:
@@ -139,6 +141,8 @@ class ToolUseEnvironment:
         self._num_failed_calls += observation.is_error
         self._num_calls[action.name] += 1
         self._num_failures[action.name] += observation.is_failure
+        if observation.is_failure:
+            self._tool_errors[action.name] = observation.cause or observation.text
         self._shown.extend(observation.ids)
         return observation
 

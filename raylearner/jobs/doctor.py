@@ -17,6 +17,8 @@ from raylearner.config.report import versions
 from raylearner.errors import ConfigError
 from raylearner.jobs import client as jobs_client
 from raylearner.run import machine
+from raylearner.sandbox import host
+from raylearner.sandbox.sandbox import Sandbox
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -46,7 +48,17 @@ def findings() -> Iterator[Finding]:
     """Yield findings one by one; imports are tested in separate processes."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         *(_versions, _torch, _torchvision, _vllm, _tune),
-        *(_shared_memory, _leftovers, _disk, _sockets, _ports, _proxies, _token, _cluster),
+        *(
+            _shared_memory,
+            _leftovers,
+            _disk,
+            _sockets,
+            _sandbox,
+            _ports,
+            _proxies,
+            _token,
+            _cluster,
+        ),
     )
     for check in checks:
         yield from check()
@@ -189,6 +201,21 @@ def _sockets() -> Iterator[Finding]:
         yield Finding("ok", "sockets", "temporary directories are short enough for them")
     for problem in problems:
         yield Finding("problem", "sockets", problem)
+
+
+def _sandbox() -> Iterator[Finding]:
+    """Only runs with the code tool need it, so that its absence is no problem in itself."""
+    try:
+        Sandbox()
+        yield Finding("ok", "sandbox", host.describe())
+    except ConfigError as error:
+        changes = "; ".join(host.blockers())
+        advice = (
+            f"{'try ' + changes + '; ' if changes else ''}until then runs with the code tool do not start:"
+            " name a code service by url, or set sandbox.isolation to none, which runs the model's code"
+            " unprotected"
+        )
+        yield Finding("note", "sandbox", str(error), advice)
 
 
 def _gib(size: int) -> str:

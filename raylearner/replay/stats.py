@@ -54,6 +54,7 @@ class ReplayCounters:
         self._max_error_fraction = max_error_fraction
         self._max_tool_failure_fraction = max_tool_failure_fraction
         self._tools: dict[str, deque[tuple[float, float]]] = {}  # calls and failures by episode
+        self._tool_errors: dict[str, str] = {}
         self._max_filtered_groups = max_filtered_groups
         self._filtered: Counter[str] = Counter()  # since the last complete group that could train
         self._stale_in_row = 0
@@ -69,7 +70,7 @@ class ReplayCounters:
 
     def count_accepted(self, episode: Iterable[Trajectory]) -> None:
         episode = list(episode)
-        self._count_tools(episode[0].metrics)
+        self._count_tools(episode[0].metrics, episode[0].tool_errors)
         failed = next((t for t in episode if t.stop_reason is StopReason.ERROR), None)
         if failed is None:
             self._recent.append(None)
@@ -182,8 +183,9 @@ class ReplayCounters:
                 f"'{kind}', for example: {example}"
             )
 
-    def _count_tools(self, metrics: Mapping[str, float]) -> None:
+    def _count_tools(self, metrics: Mapping[str, float], errors: Mapping[str, str]) -> None:
         """End the run for a tool that fails almost every call, although its episodes do not fail."""
+        self._tool_errors |= errors
         for key, calls in metrics.items():
             name = key.removeprefix(CALLS)
             if name == key or not calls > 0:
@@ -198,8 +200,12 @@ class ReplayCounters:
                 self._fail(
                     f"tool {name!r} failed {num_failures:.0f} of its {num_calls:.0f} calls in the "
                     f"last {len(recent)} episodes that called it "
-                    f"(replay.max_tool_failure_fraction is {self._max_tool_failure_fraction:g}); "
-                    "the warnings of the rollout actors in the log quote its errors"
+                    f"(replay.max_tool_failure_fraction is {self._max_tool_failure_fraction:g})"
+                    + (
+                        f", for example: {self._tool_errors[name]}"
+                        if name in self._tool_errors
+                        else ""
+                    )
                 )
 
     def _fail(self, reason: str) -> None:

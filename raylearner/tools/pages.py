@@ -88,6 +88,7 @@ class _PageTool(Tool, Generic[Row]):
         lines: list[str] = []
         images: list[bytes] = []
         ids: list[str] = []
+        bad = ""
         for page in pages:
             if page.id == ERROR_ID:
                 lines.append(_unmarked(page.contents))
@@ -101,6 +102,7 @@ class _PageTool(Tool, Generic[Row]):
                         await self._check_image(image)
                 except (BadImage, RenderError) as error:
                     self._count_bad(page, error)
+                    bad = f"page {page.id}: {error}"
                     lines.append(f"page {_unmarked(page.id)}: error: {error}")
                 else:
                     images.append(image)
@@ -111,6 +113,8 @@ class _PageTool(Tool, Generic[Row]):
             images=tuple(images),
             ids=tuple(ids),
             is_error=bool(pages) and not ids,
+            is_failure=bool(bad) and not ids,
+            cause=bad,
         )
 
     def _count_bad(self, page: _Page, error: BadImage | RenderError) -> None:

@@ -35,6 +35,8 @@ class Observation:
     """Whether the policy's arguments were wrong, so that nothing was called."""
     is_failure: bool = False
     """Whether the tool itself failed, or the service behind it."""
+    cause: str = ""
+    """The error of a tool that failed, which the policy is not shown."""
 
     __post_init__ = make_encodable
 
@@ -127,7 +129,10 @@ class Tool(ABC):
             if self._on_failure == "fail":
                 raise
             return Observation(
-                text=f"error: {self.name} failed, try again later", is_error=True, is_failure=True
+                text=f"error: {self.name} failed, try again later",
+                is_error=True,
+                is_failure=True,
+                cause=str(error).partition("\n")[0],
             )
         finally:
             if started is None:

@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from raylearner import cli
+from raylearner.errors import ConfigError
 from raylearner.jobs import doctor
 from raylearner.jobs.doctor import Finding
+from raylearner.sandbox import host
 
 
 def only(findings: Iterator[Finding]) -> Finding:
@@ -99,3 +101,56 @@ def test_problems_make_the_command_fail(monkeypatch: pytest.MonkeyPatch) -> None
         "         -> fix it",
     ]
     assert result.stderr == "1 problem\n"
+
+
+def write_proc(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "user", "advised"),
+    [
+        ({}, 1000, []),
+        ({"sys/user/max_user_namespaces": "0\n"}, 0, ["user.max_user_namespaces"]),
+        (
+            {
+                "sys/kernel/unprivileged_userns_clone": "0",
+                "sys/kernel/apparmor_restrict_unprivileged_userns": "1",
+            },
+            1000,
+            ["unprivileged_userns_clone=1", "apparmor_restrict_unprivileged_userns=0"],
+        ),
+        ({"sys/kernel/unprivileged_userns_clone": "0"}, 0, []),
+        ({"self/status": "Name:\tx\nSeccomp:\t2\n"}, 0, ["seccomp=unconfined"]),
+        (
+            {"self/mountinfo": "1 2 0:5 / /proc/kcore rw - tmpfs tmpfs rw\n"},
+            0,
+            ["systempaths=unconfined"],
+        ),
+        ({"self/mountinfo": "1 2 0:5 / /proc rw - proc proc rw\n"}, 0, []),
+    ],
+)
+def test_what_keeps_the_sandbox_from_working_is_named_with_its_setting(
+    tmp_path: Path, files: dict[str, str], user: int, advised: list[str]
+) -> None:
+    found = host.blockers(write_proc(tmp_path, files), user=user)
+    assert len(found) == len(advised)
+    assert all(setting in text for setting, text in zip(advised, found, strict=True))
+
+
+def test_a_machine_without_isolation_gets_a_note_on_what_will_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert only(doctor._sandbox()).verdict == "ok"
+
+    def refuse() -> None:
+        raise ConfigError("no namespaces")
+
+    monkeypatch.setattr(doctor, "Sandbox", refuse)
+    found = only(doctor._sandbox())
+    assert (found.verdict, found.text) == ("note", "no namespaces")
+    assert "isolation" in found.advice

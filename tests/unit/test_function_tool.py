@@ -1,20 +1,29 @@
 """A user's function becomes a tool: schema, validated arguments, failures."""
 
 import asyncio
+import pickle
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field
+from kits import PROMPT as SUM
+from kits import Says, make_kit, make_renderer
+from pydantic import Field, TypeAdapter
+from replays import claim, make_buffer
 
-from raylearner.config.environment import FunctionTool
-from raylearner.errors import ConfigError, ToolError
+from raylearner.actors.episode import play_episode
+from raylearner.codec import EpisodeBatch
+from raylearner.config.environment import EnvironmentSection, FunctionTool
+from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.environments.protocol import Outcome, Reply
+from raylearner.errors import ConfigError, ToolError, TooManyFailures
 from raylearner.tools.function import Function
 from raylearner.tools.tool import Observation
-from raylearner.types import Prompt
+from raylearner.types import Message, Prompt, Sampling, StopReason
 
 PROMPT = Prompt(prompt_id="p-1", messages=(), doc_id="doc-1")
 
@@ -173,6 +182,61 @@ async def test_an_exception_is_a_tool_error_or_an_observation(name: str, said: s
         await make(name, on_failure="fail").call("x", prompt=PROMPT)
     observation = await make(name).call("x", prompt=PROMPT)
     assert observation.text == f"error: {name} failed, try again later"
+    assert observation.is_failure
+    assert said in observation.cause
+
+
+class Reports:
+    """An environment of users, with a tool of its own that fails."""
+
+    stop = ()
+    tool_schemas = ()
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        return prompt.messages
+
+    async def step(self, message: Message) -> Reply:
+        return Reply(is_done=True)
+
+    def outcome(self) -> Outcome:
+        metrics = {"calls/browse": 2.0, "failures/browse": 2.0}
+        return Outcome(metrics=metrics, tool_errors={"browse": "KeyError: no such page"})
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "error"),
+    [
+        (
+            {
+                "kind": "tool_use",
+                "tools": [{"kind": "function", "function": "tools_of_a_user:breaks"}],
+            },
+            "breaks",
+            "raised KeyError",
+        ),
+        ({"kind": "custom", "path": "tools_of_a_user:Reports"}, "browse", "no such page"),
+    ],
+)
+async def test_a_tool_whose_failures_are_shown_ends_the_run_by_name_and_error(
+    tokenizer_folder: Path, environment: dict[str, Any], name: str, error: str
+) -> None:
+    section = TypeAdapter[EnvironmentSection](EnvironmentSection).validate_python(environment)
+    factory, renderer = EnvironmentFactory(section), make_renderer(tokenizer_folder)
+    buffer = make_buffer(prompts=[SUM], error_window=4)
+    for each in claim(buffer, 4):
+        script = Says(renderer, [f"<{name}>x</{name}>", "<answer>46</answer>"])
+        kit = make_kit(renderer, script, make_environment=factory.make)
+        episode = await play_episode(kit, each, Sampling(max_tokens=64))
+        assert episode[0].stop_reason is not StopReason.ERROR
+        # As it arrives at the replay.
+        [received] = pickle.loads(pickle.dumps(EpisodeBatch([episode])))
+        assert buffer.put(received) == "accepted"
+    with pytest.raises(TooManyFailures) as caught:
+        buffer.take(1, 0)
+    for part in (f"'{name}'", error, "replay.max_tool_failure_fraction"):
+        assert part in str(caught.value)
 
 
 def circular() -> list[Any]:

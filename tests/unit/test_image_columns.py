@@ -222,6 +222,11 @@ def test_unusual_images_are_taken_and_made_plain(
             {"prompt": "a", "image": "a" * 9999},
             r"image 'a{200}' cannot be read: File name too long",
         ),
+        ({"prompt": "a", "image": "../other.png"}, "is outside of"),
+        ({"prompt": "a", "image": "x/../../other.png"}, "is outside of"),
+        ({"prompt": "a", "image": "/etc/passwd"}, "is outside of"),
+        ({"prompt": "a", "image": {"path": "/proc/self/environ"}}, "is outside of"),
+        ({"prompt": "a", "image": "file:///etc/passwd"}, "cannot be read"),
         ({"prompt": "a", "image": "data:image/png;base64"}, "it is not in base64"),
         ({"prompt": "a", "image": 7}, "an image is encoded bytes, a path.*; got int"),
         ({"prompt": "a", "image": "data:image/png,x"}, "it is not in base64"),
@@ -319,3 +324,26 @@ def test_adapters_of_a_tower_are_not_sent_where_vllm_would_leave_them_out() -> N
     learner = frozen.learner.model_copy(update={"vision_tower": "trained"})
     with pytest.raises(ConfigError, match=r"weights\.transport: 'adapter'"):
         check_adapter_transport(frozen.model_copy(update={"learner": learner}))
+
+
+def test_rows_name_images_below_their_folder_also_by_links_and_whole_paths(tmp_path: Path) -> None:
+    elsewhere, rows = tmp_path / "elsewhere", tmp_path / "rows"
+    elsewhere.mkdir()
+    rows.mkdir()
+    (elsewhere / "red.png").write_bytes(plain())
+    (rows / "images").symlink_to(elsewhere)
+    inside = ["images/red.png", str(rows / "images" / "red.png"), "images/../images/red.png"]
+    source = jsonl(rows, *({"prompt": "a", "image": path} for path in inside))
+    assert len(load_prompts([source])) == len(inside)
+    with pytest.raises(ConfigError, match="is outside of"):
+        load_prompts([jsonl(rows, {"prompt": "a", "image": str(elsewhere / "red.png")})])
+
+
+def test_rows_of_a_dataset_name_no_image_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(plain())
+    (tmp_path / "hub").mkdir()
+    table = pyarrow.table({"prompt": ["a"], "image": [str(tmp_path / "red.png")]})
+    parquet.write_table(table, tmp_path / "hub" / "train.parquet")
+    source = HubData(kind="hub", path=str(tmp_path / "hub"), image_column="image")
+    with pytest.raises(ConfigError, match="is outside of"):
+        load_prompts([source])

@@ -108,7 +108,8 @@ def make_counters(**limits: float) -> ReplayCounters:
 
 def play(counters: ReplayCounters, calls: float, failures: float) -> None:
     metrics = {f"{CALLS}search": calls, f"{FAILURES}search": failures}
-    counters.count_accepted([Episode(metrics)])  # type: ignore[list-item]
+    error = f"search: refused after {calls:g} calls" if failures else None
+    counters.count_accepted([Episode(metrics, error)])  # type: ignore[list-item]
 
 
 class Episode:
@@ -117,8 +118,9 @@ class Episode:
     stop_reason = StopReason.ANSWER
     error = None
 
-    def __init__(self, metrics: dict[str, float]) -> None:
+    def __init__(self, metrics: dict[str, float], error: str | None = None) -> None:
         self.metrics = metrics
+        self.tool_errors = {} if error is None else {"search": error}
 
 
 def test_a_tool_that_fails_almost_every_call_ends_the_run_by_name() -> None:
@@ -130,6 +132,7 @@ def test_a_tool_that_fails_almost_every_call_ends_the_run_by_name() -> None:
     play(counters, 2, 2)
     assert counters.failure is not None
     assert "'search' failed 8 of its 8 calls" in counters.failure
+    assert "search: refused after 2 calls" in counters.failure
 
 
 def test_a_tool_that_fails_now_and_then_ends_nothing() -> None:

@@ -152,8 +152,10 @@ async def test_a_bad_image_is_an_error_observation(bad: str) -> None:
     assert alone.text.startswith("page 3: error: image")
     for name in ("page_fetch", "page_search"):
         assert [counts[f"tools/{name}/{key}"] for key in ("bad_pages", "errors")] == [1, 0]
-    assert (alone.images, alone.ids, alone.is_error) == ((), (), True)
+    assert (alone.images, alone.ids, alone.is_error, alone.is_failure) == ((), (), True, True)
+    assert alone.cause.startswith("page 3: image")
     assert (beside.images, beside.ids, beside.is_error) == ((good,), ("4",), False)
+    assert not beside.is_failure
 
 
 async def test_a_page_that_does_not_fit_the_model_is_an_error_observation() -> None:

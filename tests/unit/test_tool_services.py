@@ -148,6 +148,8 @@ async def test_a_hostile_service_is_an_observation_or_a_tool_error(hostile: str,
     async with service(SERVICES[hostile]) as url:
         observation = await ask(tool, url, "observation")
         assert observation.is_error
+        assert observation.is_failure
+        assert url in observation.cause
         assert "failed, try again later" in observation.text
         assert "127.0.0.1" not in observation.text
         with pytest.raises(ToolError, match=r"POST http://127\.0\.0\.1:\d+/"):
