@@ -83,6 +83,7 @@ class ReplayActor:
                 return ClaimReply(claims=[], cancelled=[], policy_version=version)
             version = max(engine_version, self._engine_versions.get(actor_id, 0))
             reply = self._buffer.claim(actor_id, version, max_claims)
+            self._start_scoring()
             if reply.claims or reply.cancelled or time.monotonic() >= deadline_s:
                 return reply
             await self._wait(deadline_s)
@@ -105,6 +106,7 @@ class ReplayActor:
         while True:
             size = self._buffer.ledger.size
             take = self._buffer.take(num_groups, policy_version)
+            self._start_scoring()
             if take is not None:
                 return take
             if self._buffer.ledger.size < size:  # dropped groups freed slots
@@ -159,12 +161,16 @@ class ReplayActor:
         self._wake()
 
     def _wake(self) -> None:
+        self._start_scoring()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _start_scoring(self) -> None:
+        """Score groups that became complete, as at their time limit."""
         for request in self._buffer.score_requests():
             task = asyncio.get_running_loop().create_task(self._score(request))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def _score(self, request: ScoreRequest) -> None:
         """Score one group. If the reward actor died, its episodes fail; Ray restarts the actor."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,11 +55,11 @@ class Hangs(RandomTokens):
 class Replay:
     """The class of the replay actor, with the calls that it got."""
 
-    def __init__(self, **section: Any) -> None:
+    def __init__(self, *, group_rewards: Any = None, **section: Any) -> None:
         own: Any = ReplayActor
         values = {"groups_per_step": 4, "group_size": 2, "max_staleness": 2}
         self.actor = own.__ray_metadata__.modified_class(
-            ReplaySection(**values | section), PROMPTS, 0
+            ReplaySection(**values | section), PROMPTS, 0, group_rewards=group_rewards
         )
         self.max_claims: list[int] = []
         self.stored: list[Trajectory] = []
@@ -159,8 +160,52 @@ async def test_an_engine_that_fails_every_request_is_given_up(tokenizer_folder: 
     async with running(make_worker(kit, replay)) as task:
         with pytest.raises(EngineDead, match=str(MAX_FAILED_IN_ROW)):
             await asyncio.wait_for(task, 10)
-    assert len({t.prompt_id for t in replay.stored}) < MAX_FAILED_IN_ROW
-    assert len(replay.stored) < 2 * MAX_FAILED_IN_ROW
+    assert len(replay.stored) < MAX_FAILED_IN_ROW
+
+
+async def test_failures_beside_a_request_that_still_runs_end_no_engine(
+    tokenizer_folder: Path,
+) -> None:
+    class OneRuns(Fails):
+        has_begun = False
+
+        async def complete(
+            self, token_ids: Sequence[int], sampling: Sampling
+        ) -> tuple[list[int], list[float]]:
+            if not self.has_begun:
+                self.has_begun = True
+                await asyncio.sleep(0.3)
+                return [1], [-1.0]
+            return await super().complete(token_ids, sampling)
+
+    worker = make_worker(make_stage(tokenizer_folder, OneRuns(share=1.0, **SHORT)), Replay())
+    played = await worker.evaluate(PROMPTS[:20], Sampling(max_tokens=4), 60.0)
+    assert [t.error_kind for t in played].count("engine") == 19
+
+
+async def test_groups_closed_while_actors_listen_are_scored(tokenizer_folder: Path) -> None:
+    """The time limit closes a group with two of three episodes; nothing else happens then."""
+
+    class GroupRewards:
+        num_calls = 0
+
+        async def remote(
+            self, prompt: Prompt, trajectories: Sequence[Trajectory]
+        ) -> dict[int, Any]:
+            self.num_calls += 1
+            return {}
+
+    scored = GroupRewards()
+    replay = Replay(
+        groups_per_step=1,
+        group_size=3,
+        max_staleness=0,
+        group_time_limit_s=0.3,
+        group_rewards=SimpleNamespace(score=scored),
+    )
+    kit = make_stage(tokenizer_folder, Hangs(1))
+    async with running(make_worker(kit, replay, num_slots=3)):
+        await until(lambda: scored.num_calls)
 
 
 async def test_one_prompt_that_every_engine_refuses_ends_none(tokenizer_folder: Path) -> None:
