@@ -17,7 +17,7 @@ from raylearner import cli
 from raylearner.config.loader import load
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunConfig
-from raylearner.errors import ConfigError, LearnerError, RunStopped
+from raylearner.errors import ConfigError, LearnerError, RunStopped, StoppedEarly
 
 
 @pytest.fixture
@@ -171,6 +171,7 @@ class RayTaskError(LearnerError):
         (ExceptionGroup("tasks", [LearnerError("a"), LearnerError("a")]), 1, "the run failed: a"),
         (RayTaskError(LearnerError("rank 1 ran out of memory")), 1, "rank 1 ran out of memory"),
         (RunStopped("stopped at step 3"), 143, "stopped at step 3"),
+        (StoppedEarly("no checkpoint"), 130, "no checkpoint"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raylearner.errors import LearnerDied, LearnerError, StoppedEarly
+from raylearner.errors import LearnerDied, LearnerError, RunStopped, StoppedEarly
 from raylearner.run import controller as controllers
 from raylearner.run.controller import Controller
 from raylearner.run.watchdog import unless_set
@@ -113,6 +113,32 @@ async def test_a_stop_ends_a_run_that_is_still_starting(
         with pytest.raises(StoppedEarly):
             await Controller.start(CONFIG, tmp_path, RECORDER, [], [], latest=None, stop=stop)
     assert ended == [True]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+async def test_a_stop_breaks_off_an_evaluation(step: int, tmp_path: Path) -> None:
+    made = make_controller(tmp_path)
+    made.step = step
+    began: list[int] = []
+
+    class Checkpoints:
+        step = -1
+
+        async def start(self, step: int) -> None:
+            began.append(step)
+            checkpoint = tmp_path / "checkpoints" / f"step_{step:06d}"
+            checkpoint.mkdir(parents=True)
+
+        wait = cancel = staticmethod(nothing)
+
+    made._checkpoints = Checkpoints()  # type: ignore[assignment]
+    made._evaluations = NAME(run=never, cancel=nothing)  # type: ignore[assignment]
+    asyncio.get_running_loop().call_later(0.05, made._stop_requested.set)
+    async with asyncio.timeout(5):
+        with pytest.raises(RunStopped) as caught:
+            await made._evaluate()
+    assert began == [step] * (step > 0)
+    assert isinstance(caught.value, StoppedEarly) == (step == 0)
 
 
 @pytest.mark.parametrize("at", ["start", "publish"])
