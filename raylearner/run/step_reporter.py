@@ -21,6 +21,9 @@ from raylearner.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
+ACTORS_TIMEOUT_S = 30.0
+"""Time for rollout actors and ranks that answer late, or not at all."""
+
 
 class StepReporter:
     """Owns the report in flight. Its failure is raised by the next call."""
@@ -75,7 +78,11 @@ class StepReporter:
         """Wait until the last step is recorded."""
         if self._running is not None:
             # A cancelled loop does not cancel the report, which `finish` waits for.
-            await self._watchdog.wait("recording the last step", asyncio.shield(self._running))
+            await self._watchdog.wait(
+                "recording the last step",
+                asyncio.shield(self._running),
+                limit_s=self._watchdog.limit_s + ACTORS_TIMEOUT_S,
+            )
             self._running = None
 
     async def finish(self) -> None:

@@ -17,7 +17,7 @@ from raylearner import stacks
 from raylearner.errors import LearnerDied, ReplayDied, StalledError
 from raylearner.learner.checkpoint.directory import Checkpoint
 from raylearner.run import controller as controllers
-from raylearner.run import processes, taking
+from raylearner.run import processes, step_reporter, taking
 from raylearner.run import watchdog as watchdogs
 from raylearner.run.controller import Controller
 from raylearner.run.processes import Finding
@@ -195,6 +195,7 @@ class Run:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *hangs: str) -> None:
         monkeypatch.setattr(controllers, "pack", lambda *_, **__: [])
         monkeypatch.setattr(taking, "TAKE_POLL_S", 0.05)
+        monkeypatch.setattr(step_reporter, "ACTORS_TIMEOUT_S", 0.0)
 
         def call(name: str, result: object = None) -> Callable[..., Awaitable[Any]]:
             async def answer(*_: object, **__: object) -> object:
@@ -328,11 +329,11 @@ import time
 from raylearner import stacks
 
 def sleeps_for_long():
+    print("ready", flush=True)
     time.sleep(60)
 
 if {registers}:
     stacks.register()
-print("ready", flush=True)
 sleeps_for_long()
 """
 
