@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.actors.engines.scripted import RandomTokens
-from raylearner.errors import EngineError
+from raylearner.errors import EngineDead
 from raylearner.rewards.functions import EpisodeView
 from raylearner.types import Sampling
 
@@ -46,7 +46,7 @@ class DeadCore(RandomTokens):
     ) -> tuple[list[int], list[float]]:
         self._left -= 1
         if self._is_first and self._left < 0:
-            raise EngineError("vLLM died: EngineDeadError")
+            raise EngineDead("vLLM died: EngineDeadError")
         return await super().complete(token_ids, sampling)
 
 

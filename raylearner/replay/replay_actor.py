@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from raylearner import stacks
 from raylearner.config.data import SamplerSection, Shuffle
 from raylearner.config.schema import ReplaySection
+from raylearner.deaths import is_death
 from raylearner.errors import RewardError
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer, Take
@@ -24,6 +25,8 @@ from raylearner.replay.closing import ScoreRequest
 from raylearner.replay.sampler import make_sampler
 from raylearner.types import ClaimReply, EpisodeScore, Prompt, Trajectory
 
+SCORE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses between calls of a reward actor that died, while Ray restarts it."""
 MIN_WAIT_S = 0.001
 """Minimum wait for a time limit, so that rounding never makes a busy loop."""
 
@@ -173,17 +176,26 @@ class ReplayActor:
             task.add_done_callback(self._scoring.discard)
 
     async def _score(self, request: ScoreRequest) -> None:
-        """Score one group. If the reward actor died, its episodes fail; Ray restarts the actor."""
+        """Score one group. If its functions fail, or the reward actor keeps dying, its episodes fail."""
         try:
-            scores: dict[int, EpisodeScore] = await self._group_rewards.score.remote(
-                request.prompt, request.trajectories
-            )
+            scores = await self._call_rewards(request)
         except RayError as error:
             cause = RewardError(f"the group's rewards: {str(error).splitlines()[-1]}")
             failed = {t.sample_index for t in request.trajectories}
             scores = {index: EpisodeScore(error=cause) for index in failed}
         self._buffer.put_scores(request, scores)
         self._wake()
+
+    async def _call_rewards(self, request: ScoreRequest) -> dict[int, EpisodeScore]:
+        """Call the reward actor, which Ray restarts, again after it died."""
+        for pause_s in SCORE_PAUSES_S:
+            try:
+                return await self._group_rewards.score.remote(request.prompt, request.trajectories)
+            except RayError as error:
+                if not is_death(error):
+                    raise
+            await asyncio.sleep(pause_s)
+        return await self._group_rewards.score.remote(request.prompt, request.trajectories)
 
     async def _wait(self, deadline_s: float) -> None:
         """Wait until something changes, a group reaches its time limit, or `deadline_s`."""

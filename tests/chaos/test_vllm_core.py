@@ -1,5 +1,6 @@
 """A run with a real vLLM engine goes on when its core is killed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import chaos
@@ -29,4 +30,5 @@ def test_a_killed_core_is_replaced_while_its_neighbour_plays(model: Path) -> Non
     assert not fault.was_resumed, run.output[-4000:]
     assert report.code == 143, run.output[-4000:]
     assert report.balance.is_balanced, report.balance
-    assert report.left.names == []
+    # Sockets and logs of a killed engine go with the next start of a run.
+    assert replace(report.left, temporary=()).names == []
