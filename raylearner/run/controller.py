@@ -28,7 +28,15 @@ from raylearner.run.run_actors import RunActors, prepare_model
 from raylearner.run.step_reporter import StepReporter
 from raylearner.run.stopping import stopped
 from raylearner.run.taking import Taker
-from raylearner.run.watchdog import PATIENCE, Role, T, Watchdog, start_limit_s, unless_set
+from raylearner.run.watchdog import (
+    PATIENCE,
+    Role,
+    T,
+    Watchdog,
+    publish_limit_s,
+    start_limit_s,
+    unless_set,
+)
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -166,12 +174,7 @@ class Controller:
                 with recorder.stage("restoring the last checkpoint"):
                     await controller._restore(latest)
             with recorder.stage("publishing the first weights"):
-                await controller._wait(
-                    "publishing the first weights",
-                    actors.publish(),
-                    controller._roles.learner,
-                    limit_s=limit_s,
-                )
+                await controller._publish("first", actors.publish())
         except BaseException:
             await clean_up(sys.exception(), controller.close)
             raise
@@ -238,9 +241,7 @@ class Controller:
                     await self._make_step()
                 except LearnerDied as error:
                     await self._roll_back(error)
-            await self._wait(
-                "publishing the last weights", self._actors.publish_last(), self._roles.learner
-            )
+            await self._publish("last", self._actors.publish_last())
 
     async def _make_step(self) -> None:
         """Take groups, train, publish, report, and checkpoint or evaluate where that is due."""
@@ -287,6 +288,10 @@ class Controller:
         self, label: str, call: Awaitable[T], *roles: Role, limit_s: float | None = None
     ) -> T:
         return await self._watchdog.wait(label, call, roles=roles, limit_s=limit_s)
+
+    async def _publish(self, which: str, call: Awaitable[None]) -> None:
+        label, limit_s = f"publishing the {which} weights", publish_limit_s(self._config)
+        await self._wait(label, call, self._roles.learner, limit_s=limit_s)
 
     async def _checkpoint_and_evaluate(self) -> None:
         run, is_last = self._config.run, self.step >= self._config.run.num_steps
@@ -374,12 +379,7 @@ class Controller:
                     limit_s=2 * limit_s,
                 )
                 await self._restore(latest)
-                return await self._wait(
-                    "publishing the restored weights",
-                    self._actors.publish_restored(),
-                    self._roles.learner,
-                    limit_s=limit_s,
-                )
+                return await self._publish("restored", self._actors.publish_restored())
             except LearnerDied as again:
                 error = again
 

@@ -204,3 +204,8 @@ async def describe_stall(replay: Any, folder: Path, *, text: str) -> StalledErro
 def start_limit_s(config: RunConfig) -> float:
     """Return the limit of calls that start processes or load models."""
     return max(config.actors.start_timeout_s, PATIENCE * config.run.watchdog_s)
+
+
+def publish_limit_s(config: RunConfig) -> float:
+    """Return the limit of a publication behind another one, whose parts have deadlines of their own."""
+    return start_limit_s(config) + 4 * config.weights.deadline_s

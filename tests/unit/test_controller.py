@@ -41,6 +41,7 @@ CONFIG: Any = NAME(
     ),
     actors=NAME(min_actors=1, start_timeout_s=0.2),
     rewards=NAME(reported_failed_reward=0.0),
+    weights=NAME(deadline_s=0.0),
     environment=NAME(kind="single_turn"),
     observability=NAME(trace=False),
 )
