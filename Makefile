@@ -4,7 +4,7 @@ PYTHON = $(VENV)/bin/python
 PYTEST = $(PYTHON) -m pytest
 SETUP = RAYLEARNER_VENV=$(VENV) bash launch/setup.sh
 # One process each. The parts that start a Ray cluster run one after another, beside the others.
-CLUSTER_PARTS = tests/e2e tests/ray
+CLUSTER_PARTS = tests/e2e tests/ray tests/chaos
 OTHER_PARTS = tests/vllm tests/learner tests/unit tests/services tests/oracle
 
 .DEFAULT_GOAL := help

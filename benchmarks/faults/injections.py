@@ -22,7 +22,7 @@ from benchmarks.faults.run import FaultRun
 ROLES = ("rollout", "learner", "replay", "reward", "core")
 FULL_S = 8.0
 """Time for which a disk stays full."""
-NODE_S = 20.0
+NODE_S = 60.0
 """Maximum time for a second node to join."""
 
 
