@@ -123,7 +123,7 @@ class LearnerDied(RaylearnerError):
 
 
 class ReplayDied(RaylearnerError):
-    """The replay actor's process is gone."""
+    """The replay actor's process is gone; the run replaces it and rolls back to its last checkpoint."""
 
 
 class EvaluationIncomplete(RaylearnerError):

@@ -129,9 +129,13 @@ class RolloutActor:
         except BaseException:
             self._worker.halt()
             raise
-        if self._replay is not None:
-            await self._replay.advance_engine.remote(self._actor_id, receipt.policy_version)
+        if self._replay is not None:  # not awaited: the engine has its weights
+            self._replay.advance_engine.remote(self._actor_id, receipt.policy_version)
         return receipt
+
+    async def use_replay(self, replay: Any) -> None:
+        """Claim from this replay actor from now on, since the one before died."""
+        self._replay = replay
 
     async def sleep(self) -> None:
         """Sleep until the next `receive`. Raises `EngineError`; the engine has then failed."""

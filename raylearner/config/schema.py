@@ -63,6 +63,12 @@ class RunSection(Section):
     """Seed of prompt order, model initialization and scripted parts; sampling in vLLM is not seeded."""
     checkpoint_every_steps: NaturalInt = 50
     """Writes a checkpoint every k steps and at the last one; 0: at the last one only."""
+    checkpoint_every_s: PositiveFloat | None = None
+    """Also writes a checkpoint after the first step that ends this many seconds after the start of the last
+    one."""
+    max_checkpoint_failures: PositiveInt = 3
+    """Number of checkpoints in a row that cannot be written, as on a full disk, after which the run ends. The
+    last one is tried as often; the run fails without it."""
     keep_last: PositiveInt = 2
     """Number of checkpoints kept; an older one is removed once a newer one is complete."""
     checkpoint_async: bool = True
@@ -80,11 +86,11 @@ class RunSection(Section):
     deadline_margin_s: PositiveFloat = 300.0
     """Time before the deadline at which the run writes a checkpoint and stops."""
     max_learner_restarts: NaturalInt = 2
-    """Maximum number of times within `restart_window_s` that a learner that died is restored from the last
-    checkpoint."""
+    """Maximum number of times within `restart_window_s` that a learner or replay actor that died is restored
+    from the last checkpoint, or from the start of the run where there is none."""
     restart_window_s: PositiveFloat = 3600.0
-    """Window of time over which restarts are counted: those of rollout actors (`actors.max_restarts`) and of
-    the learner."""
+    """Window of time over which restarts are counted: those of rollout actors (`actors.max_restarts`), and of
+    learner and replay actor (`max_learner_restarts`)."""
 
 
 class ClusterSection(Section):
@@ -155,6 +161,9 @@ class WeightsSection(Section):
     """Recomputes running requests under the new weights; false keeps stale keys and values."""
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
+    max_failed_pushes: PositiveInt = 3
+    """Number of pushes in a row that reach no engine, after which the run ends. The first push of a run must
+    reach one."""
     verify_tolerance: PositiveFloat | Literal["auto"] = "auto"
     """Maximum |learner - engine| log-probability on the probe prompts, in nats, for a weight update to count as verified; auto depends on precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 0.25 in half precision."""
     verify_statistic: Literal["auto", "max", "mean"] = "auto"

@@ -29,6 +29,7 @@ from raylearner.learner.checkpoint.state import (
     AsyncSaver,
     Progress,
     restore_progress,
+    save_hashes,
     save_progress,
 )
 from raylearner.learner.model import mesh
@@ -168,11 +169,10 @@ class Learner:
         controller = self._kl_controller
         if controller.is_adaptive:
             self._progress = replace(self._progress, kl_coefficient=controller.coefficient)
-        save = self._saver.begin(should_defer=should_defer)
-        self.models.save(folder, self._progress, save)
-        save_progress(folder / "learner", self._progress, save)
-        if not should_defer:
-            dist.barrier()
+        with self._saver.begin(should_defer=should_defer) as save:
+            self.models.save(folder, self._progress, save)
+            save_progress(folder / "learner", self._progress, save)
+            save_hashes(folder, save)
 
     def finish_save(self) -> None:
         """Write the copies of the last deferred `save`; may run in another thread during training."""

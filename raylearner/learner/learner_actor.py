@@ -7,7 +7,7 @@ every collective; `LearnerGroup` ends all ranks when one is gone.
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,15 +115,21 @@ class LearnerActor:
         """End the `send` to this group, whether it hangs or has not begun yet."""
         self._writer.abandon(group)
 
-    def save(self, folder: Path, should_defer: bool) -> None:
-        self._learner.save(folder, should_defer=should_defer)
+    def save(self, folder: Path, should_defer: bool) -> str | None:
+        """Return why copying or writing failed, or None."""
+        return self._try_to_write(lambda: self._learner.save(folder, should_defer=should_defer))
 
     @ray.method(concurrency_group="checkpoint")
     def finish_save(self) -> str | None:
         """Return why writing failed, or None."""
+        return self._try_to_write(self._learner.finish_save)
+
+    def _try_to_write(self, write: Callable[[], None]) -> str | None:
+        from torch.distributed.checkpoint.api import CheckpointException
+
         try:
-            self._learner.finish_save()
-        except Exception as error:
+            write()
+        except (Exception, CheckpointException) as error:
             log.exception("a checkpoint was not written")
             return f"learner rank {self._rank}: {type(error).__name__}: {error}"
         return None

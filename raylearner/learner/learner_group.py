@@ -193,8 +193,13 @@ class LearnerGroup:
         return self._group
 
     async def save(self, folder: Path, *, should_defer: bool = False) -> None:
-        """Write a checkpoint; with `should_defer` copy the state, which `finish_save` writes."""
-        await self._call_all("save", folder, should_defer)
+        """Write a checkpoint; with `should_defer` copy the state, which `finish_save` writes.
+
+        Raises `CheckpointError`, without killing ranks.
+        """
+        outcomes = await self._call_all("save", folder, should_defer)
+        if failures := [outcome for outcome in outcomes if outcome is not None]:
+            raise CheckpointError("; ".join(failures))
 
     async def finish_save(self) -> None:
         """Write the copied state in the background. Raises `CheckpointError`, without killing

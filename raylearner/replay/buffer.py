@@ -286,14 +286,17 @@ class ReplayBuffer:
         counters: dict[str, Any],
         prompt_order: NDArray[np.int64],
         trajectories: Sequence[Trajectory],
+        *,
+        num_lost: int = 0,
     ) -> None:
-        """Replace the state by a saved one; see `Ledger.restore` for running and leased groups.
+        """Replace the state by a saved one; see `Ledger.restore` for running and leased groups, and for
+        `num_lost`.
 
         Episodes stored after the save are dropped and counted; their samples are played again.
         Groups of prompts whose rows changed since are dropped with their episodes.
         """
         lost = self.store.episode_keys() - {t.episode_key for t in trajectories}
-        changed = self.ledger.restore(ledger, prompt_order, now_s=self._clock())
+        changed = self.ledger.restore(ledger, prompt_order, now_s=self._clock(), num_lost=num_lost)
         self.counters.restore(counters)
         self.counters.rolled_back += len(lost)
         self.store.restore([self._with_current_row(t) for t in trajectories])

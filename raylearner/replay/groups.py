@@ -22,6 +22,8 @@ class SampleState(StrEnum):
     DROPPED = "dropped"
 
 
+ATTEMPTS_PER_LEDGER = 1 << 20
+"""More attempts of a sample than a ledger issues between two checkpoints."""
 OPEN_STATES = (SampleState.PENDING, SampleState.RUNNING)
 
 

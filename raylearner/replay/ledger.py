@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import ReplayError
 from raylearner.replay.groups import (
+    ATTEMPTS_PER_LEDGER,
     OPEN_STATES,
     GroupRecord,
     LedgerCounts,
@@ -276,13 +277,13 @@ class Ledger:
         return metadata, order
 
     def restore(
-        self, metadata: dict[str, Any], order: NDArray[np.int64], *, now_s: float
+        self, metadata: dict[str, Any], order: NDArray[np.int64], *, now_s: float, num_lost: int = 0
     ) -> frozenset[int]:
         """Replace the state by a saved one: running samples become pending, leased groups done.
 
         Returns the indices of prompts whose content changed since the save. Time limits start again.
         Claims issued under the discarded state are cancelled, and their episodes will be late, since
-        their attempts are never issued again.
+        their attempts are never issued again. Nor are those of `num_lost` ledgers that died.
         """
         changed = self._prompts.restore(metadata["prompts"], order)
         for group, index, sample in self.running_samples():
@@ -297,9 +298,10 @@ class Ledger:
         self._held_order = list(self.held)
         self.release()
         self._pending = PendingSamples(self.running.values())
-        has_history = self._last_attempt >= 0
+        has_history = self._last_attempt >= 0 or num_lost > 0
         self._first_attempt = metadata["first_attempt"]
-        self._last_attempt = max(self._last_attempt, metadata["last_attempt"])
+        last_attempt = metadata["last_attempt"] + num_lost * ATTEMPTS_PER_LEDGER
+        self._last_attempt = max(self._last_attempt, last_attempt)
         if has_history:
             self._renumber()
         else:

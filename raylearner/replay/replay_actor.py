@@ -6,6 +6,7 @@ a free slot (unblocked by commit, drops, failures and weights landing), `take` f
 """
 
 import asyncio
+import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -65,6 +66,7 @@ class ReplayActor:
         self._dead: set[str] = set()  # no id is used twice
         self._engine_versions: dict[str, int] = {}
         self._cut: snapshot.Snapshot | None = None
+        self._initial = snapshot.take_snapshot(self._buffer)
 
     def __repr__(self) -> str:
         return "replay"
@@ -156,11 +158,19 @@ class ReplayActor:
         cut, self._cut = self._cut or snapshot.take_snapshot(self._buffer), None
         await asyncio.to_thread(cut.save, Path(folder))
 
-    async def load(self, folder: str) -> None:
-        """Replace the state by a saved one; running episodes become late."""
+    async def load(self, folder: str | None, num_lost: int = 0) -> None:
+        """Replace the state by a saved one, or by the initial one; running episodes become late.
+
+        `num_lost` is the number of replay actors of this run that died.
+        """
         self._engine_versions.clear()
-        state = await asyncio.to_thread(snapshot.read, Path(folder))
-        snapshot.restore(self._buffer, *state)
+        self._cut = None
+        if folder is None:
+            metadata, arrays = self._initial.state()
+            state = json.loads(json.dumps(metadata)), arrays, self._initial.images()
+        else:
+            state = await asyncio.to_thread(snapshot.read, Path(folder))
+        snapshot.restore(self._buffer, *state, num_lost=num_lost)
         self._wake()
 
     def _wake(self) -> None:

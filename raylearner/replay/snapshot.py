@@ -72,7 +72,12 @@ def take_snapshot(buffer: ReplayBuffer) -> Snapshot:
 
 
 def restore(
-    buffer: ReplayBuffer, metadata: dict[str, Any], arrays: Arrays, images: Mapping[str, bytes]
+    buffer: ReplayBuffer,
+    metadata: dict[str, Any],
+    arrays: Arrays,
+    images: Mapping[str, bytes],
+    *,
+    num_lost: int = 0,
 ) -> None:
     """Replace the state of `buffer` by a saved one. See `Ledger.restore`."""
     if metadata.get("format") != FORMAT:
@@ -80,7 +85,9 @@ def restore(
             f"the replay was saved in format {metadata.get('format')!r}, expected {FORMAT}"
         )
     restored = trajectories(metadata["trajectories"], arrays, images)
-    buffer.restore(metadata["ledger"], metadata["tally"], arrays["prompt_order"], restored)
+    buffer.restore(
+        metadata["ledger"], metadata["tally"], arrays["prompt_order"], restored, num_lost=num_lost
+    )
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Arrays, dict[str, bytes]]:

@@ -6,16 +6,24 @@ for the previous checkpoint before the next one starts, so that only one is ever
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from raylearner.config.document import parse
 from raylearner.config.problems import Where
-from raylearner.config.schema import RunConfig
-from raylearner.errors import CheckpointError, ConfigError, LearnerError
+from raylearner.config.schema import RunConfig, RunSection
+from raylearner.errors import (
+    CheckpointError,
+    ConfigError,
+    LearnerDied,
+    LearnerError,
+    ReplayDied,
+    summary,
+)
 from raylearner.learner.checkpoint.directory import (
     PARTIAL,
     Checkpoint,
@@ -27,12 +35,15 @@ from raylearner.learner.checkpoint.directory import (
     prune_checkpoints,
     suggest_other,
 )
-from raylearner.learner.learner_group import LearnerGroup
 from raylearner.observability import run_directory
 from raylearner.observability.run_directory import RESTART_OPTION
 from raylearner.observability.sinks.sink import flatten
 from raylearner.observability.spans import Tracer
+from raylearner.run.replay_process import asked
 from raylearner.run.watchdog import Role, Watchdog
+
+if TYPE_CHECKING:
+    from raylearner.run.run_actors import RunActors
 
 logger = logging.getLogger(__name__)
 
@@ -46,75 +57,94 @@ FLOAT64 = "learner.compute_dtype"
 
 
 class CheckpointWriter:
-    """Owns the checkpoint in flight. Its failure is raised by the next call.
+    """Owns the checkpoint in flight. A write that fails is logged; `run.max_checkpoint_failures` in a row
+    raise `CheckpointError`.
 
-    Raises `CheckpointError`, or `LearnerDied` where a rank is gone.
+    Raises `LearnerDied` and `ReplayDied` where their processes are gone.
     """
 
     def __init__(
         self,
+        section: RunSection,
         folder: Path,
         *,
-        learner: LearnerGroup,
-        replay: Any,
+        actors: "RunActors",
         watchdog: Watchdog,
         roles: Sequence[Role],
-        keep_last: int,
-        should_defer: bool,
         tracer: Tracer,
     ) -> None:
-        """`folder` holds the checkpoints, which `roles` write; without `should_defer` each is on disk when `start` returns."""
+        """`folder` holds the checkpoints, which `roles` write."""
+        self._section = section
         self._folder = folder
-        self._learner = learner
-        self._replay = replay
+        self._actors = actors
         self._watchdog = watchdog
         self._roles = roles
-        self._keep_last = keep_last
-        self._should_defer = should_defer
         self._tracer = tracer
         self._running: asyncio.Task[None] | None = None
+        self._running_step = -1
+        self._started_at_s = time.monotonic()
+        self._num_failed_in_row = 0
         self._metrics: dict[str, float] = {}
-        self.step = -1
-        """Step of the last checkpoint that was started, -1 before."""
+        self.completed = -1
+        """Step of the last checkpoint that is complete, -1 before, and after a rollback."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint follows this step, by its number or by time."""
+        every, every_s = self._section.checkpoint_every_steps, self._section.checkpoint_every_s
+        if every and step % every == 0:
+            return True
+        return every_s is not None and time.monotonic() - self._started_at_s >= every_s
 
     async def start(self, step: int) -> None:
-        """Start the checkpoint of this step; the next step may start when this returns."""
+        """Start the checkpoint of this step, after the one in flight; then the next step may start.
+
+        Without `run.checkpoint_async` it is on disk when this returns.
+        """
         await self._in_time("copying a checkpoint", self._start(step))
 
     async def wait(self) -> None:
-        """Wait until the checkpoint in flight is complete."""
+        """Wait until nothing is in flight any more."""
         await self._in_time("writing a checkpoint", self._wait())
 
+    async def complete(self, step: int) -> None:
+        """Return once the checkpoint of this step is complete, which is tried again where it fails."""
+        await self.wait()
+        while self.completed != step:
+            await self.start(step)
+            await self.wait()
+
     async def _start(self, step: int) -> None:
-        started = time.monotonic()
+        started = self._started_at_s = time.monotonic()
         await self._wait()
-        with self._naming_step(step), self._tracer.span("copy", step=step):
-            async with AsyncExitStack() as stack:
+        async with self._counting_failures(step), AsyncExitStack() as stack:
+            with self._tracer.span("copy", step=step):
                 partial = await stack.enter_async_context(
                     create_checkpoint(self._folder, step=step)
                 )
-                await asyncio.gather(
-                    self._learner.save(partial, should_defer=self._should_defer),
-                    self._replay.cut.remote(),
+                await _gather(
+                    self._actors.learner.save(partial, should_defer=self._section.checkpoint_async),
+                    asked(self._actors.replay.cut.remote()),
                 )
-                rest = stack.pop_all()
-        self.step = step
-        self._running = asyncio.create_task(self._finish(rest, partial, step), name="checkpoint")
-        if not self._should_defer:
+            writing = self._finish(stack.pop_all(), partial, step)
+            self._running, self._running_step = (
+                asyncio.create_task(writing, name="checkpoint"),
+                step,
+            )
+        if not self._section.checkpoint_async:
             await self._wait()
         self._metrics["checkpoint/stall_s"] = time.monotonic() - started
 
     async def _wait(self) -> None:
         running, self._running = self._running, None
-        if running is None:
-            return
-        with self._naming_step(self.step):
-            await running
+        if running is not None:
+            async with self._counting_failures(self._running_step):
+                await running
+                self.completed, self._num_failed_in_row = self._running_step, 0
 
     async def cancel(self) -> None:
         """Cancel the checkpoint in flight, since its ranks are gone or the run ends at once."""
         running, self._running = self._running, None
-        self.step = -1
+        self.completed = -1
         if running is not None:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -133,35 +163,67 @@ class CheckpointWriter:
         drained, self._metrics = self._metrics, {}
         return drained
 
-    @contextmanager
-    def _naming_step(self, step: int) -> Iterator[None]:
-        """Add the step to failures, except `LearnerDied`, which a restart handles."""
+    @asynccontextmanager
+    async def _counting_failures(self, step: int) -> AsyncIterator[None]:
+        """Log a failed write and remove its files. Raises `CheckpointError` after too many in a row."""
         try:
             yield
         except (CheckpointError, LearnerError, OSError) as error:
-            cause = getattr(error, "cause", error)  # Ray's error includes a traceback
-            raise CheckpointError(
-                f"the checkpoint of step {step} was not written: {cause};"
-                f" {suggest_other(self._folder / f'step_{step:06d}')}"
-            ) from error
+            self._num_failed_in_row += 1
+            folder = self._folder / f"step_{step:06d}"
+            text = await asyncio.to_thread(_describe_failure, folder, error)
+            limit = self._section.max_checkpoint_failures
+            if self._num_failed_in_row >= limit:
+                raise CheckpointError(text) from error
+            logger.warning(
+                "failure %d of at most %d in a row (run.max_checkpoint_failures), the run goes on: %s",
+                *(self._num_failed_in_row, limit, text),
+            )
 
     async def _finish(self, rest: AsyncExitStack, partial: Path, step: int) -> None:
         started = time.monotonic()
         with self._tracer.span("checkpoint", step=step):
             async with rest:
-                writes = [self._replay.save.remote(str(partial / "replay"))]
-                if self._should_defer:
-                    writes.append(self._learner.finish_save())
-                await asyncio.gather(*writes)
-            await asyncio.to_thread(
-                prune_checkpoints, self._folder, step=step, keep_last=self._keep_last
-            )
+                writes: list[Awaitable[None]] = [
+                    asked(self._actors.replay.save.remote(str(partial / "replay")))
+                ]
+                if self._section.checkpoint_async:
+                    writes.append(self._actors.learner.finish_save())
+                await _gather(*writes)
+            await asyncio.to_thread(self._prune, step)
         self._metrics["checkpoint/write_s"] = time.monotonic() - started
         logger.info(
             "the checkpoint of step %d is complete, written in %.1f s",
             step,
             self._metrics["checkpoint/write_s"],
         )
+
+    def _prune(self, step: int) -> None:
+        try:
+            prune_checkpoints(self._folder, step=step, keep_last=self._section.keep_last)
+        except OSError as error:
+            logger.warning("an old checkpoint was not removed: %s", summary(error))
+
+
+async def _gather(*calls: Awaitable[None]) -> None:
+    """Wait until all have ended, since none may still write; then raise a death, or the first failure."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    failures = [outcome for outcome in outcomes if outcome is not None]
+    deaths = [error for error in failures if isinstance(error, LearnerDied | ReplayDied)]
+    for failure in deaths + failures:
+        raise failure
+
+
+def _describe_failure(folder: Path, error: BaseException) -> str:
+    """Remove what was written of a checkpoint; return why it failed, and how many bytes were free."""
+    place = folder.parent if folder.parent.is_dir() else folder.parent.parent
+    free = f"{shutil.disk_usage(place).free} bytes are free" if place.is_dir() else "it is gone"
+    shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)
+    cause = getattr(error, "cause", error)  # Ray's error includes a traceback
+    return (
+        f"the checkpoint of step {int(folder.name.removeprefix('step_'))} was not written: {cause};"
+        f" {place}: {free}; {suggest_other(folder)}"
+    )
 
 
 @contextmanager

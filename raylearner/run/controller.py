@@ -16,13 +16,15 @@ from typing import Any, NoReturn
 
 from raylearner.cleanup import clean_up
 from raylearner.config.schema import RunConfig
-from raylearner.errors import LearnerDied, RunStopped, causes, summary
+from raylearner.errors import LearnerDied, ReplayDied, RunStopped, causes, summary
 from raylearner.learner.batch.pack import pack
-from raylearner.learner.checkpoint.directory import Checkpoint, find_latest
+from raylearner.learner.checkpoint.directory import Checkpoint
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import CheckpointWriter
 from raylearner.run.evaluation import Evaluations, Evaluator
+from raylearner.run.recovery import Recovery
+from raylearner.run.replay_process import asked
 from raylearner.run.roles import Roles
 from raylearner.run.run_actors import RunActors, prepare_model
 from raylearner.run.step_reporter import StepReporter
@@ -65,7 +67,6 @@ class Controller:
         self._actors = actors
         self._tracer = tracer
         self._stop_requested = stop
-        self._num_learner_restarts = 0
         self._watchdog = Watchdog(config.run.watchdog_s, step=lambda: self.step)
         self._roles = Roles.of_run(actors)
         self._taker = Taker(
@@ -78,18 +79,24 @@ class Controller:
             tracer=tracer,
             stop=stop,
         )
+        self._recovery = Recovery(
+            config,
+            folder,
+            recorder,
+            actors=actors,
+            roles=self._roles,
+            watchdog=self._watchdog,
+        )
         self._is_compiled = False
         self._reports = StepReporter(
             config, recorder, actors=actors, watchdog=self._watchdog, tracer=tracer
         )
         self._checkpoints = CheckpointWriter(
+            config.run,
             folder / "checkpoints",
-            learner=actors.learner,
-            replay=actors.replay,
+            actors=actors,
             watchdog=self._watchdog,
             roles=[self._roles.learner, self._roles.replay],
-            keep_last=config.run.keep_last,
-            should_defer=config.run.checkpoint_async,
             tracer=tracer,
         )
         self._evaluations = (
@@ -172,7 +179,7 @@ class Controller:
         try:
             if latest is not None:
                 with recorder.stage("restoring the last checkpoint"):
-                    await controller._restore(latest)
+                    controller.step = await controller._recovery.restore(latest)
             with recorder.stage("publishing the first weights"):
                 await controller._publish("first", actors.publish())
         except BaseException:
@@ -236,12 +243,25 @@ class Controller:
         async with self._lifecycle():
             if self.step == 0:
                 await self._evaluate()
-            while self.step < self._config.run.num_steps:
-                try:
-                    await self._make_step()
-                except LearnerDied as error:
-                    await self._roll_back(error)
+            while not await self._finish():
+                pass
+
+    async def _finish(self) -> bool:
+        """Make all steps and publish the last weights; return False after a rollback."""
+        num_steps = self._config.run.num_steps
+        try:
+            while self.step < num_steps:
+                await self._make_step()
             await self._publish("last", self._actors.publish_last())
+        except (LearnerDied, ReplayDied) as error:
+            if self._checkpoints.completed < num_steps:
+                await self._recover(error)
+                return False
+            logger.warning(
+                "the run is complete, with its last checkpoint; what failed after that is left out: %s",
+                summary(error),
+            )
+        return True
 
     async def _make_step(self) -> None:
         """Take groups, train, publish, report, and checkpoint or evaluate where that is due."""
@@ -271,7 +291,7 @@ class Controller:
         group_ids = [group.group_id for group in take.groups]
         await self._wait(
             "the replay actor's commit",
-            actors.replay.commit.remote(group_ids, output.policy_version),
+            asked(actors.replay.commit.remote(group_ids, output.policy_version)),
             self._roles.replay,
         )
         self.step += 1
@@ -294,15 +314,14 @@ class Controller:
         await self._wait(label, call, self._roles.learner, limit_s=limit_s)
 
     async def _checkpoint_and_evaluate(self) -> None:
-        run, is_last = self._config.run, self.step >= self._config.run.num_steps
-        is_stopping, every = self._stop_requested.is_set(), run.checkpoint_every_steps
-        if is_last or is_stopping or (every and self.step % every == 0):
+        is_last = self.step >= self._config.run.num_steps
+        if self._stop_requested.is_set() and not is_last:
+            await self._stop()
+        if is_last or self._checkpoints.is_due(self.step):
             await self._reports.wait()
             await self._checkpoints.start(self.step)
         if is_last:
-            await self._checkpoints.wait()
-        if is_stopping and not is_last:
-            await self._stop()
+            await self._checkpoints.complete(self.step)
         section = self._config.evaluation
         every = 0 if section is None else section.every_steps
         if is_last:
@@ -327,9 +346,8 @@ class Controller:
     async def _stop(self) -> NoReturn:
         """Write a checkpoint of this step, unless there is one, and raise `RunStopped`."""
         await self._reports.wait()
-        if self.step and self._checkpoints.step != self.step:
-            await self._checkpoints.start(self.step)
-        await self._checkpoints.wait()
+        if self.step:
+            await self._checkpoints.complete(self.step)
         raise stopped(self._folder)
 
     async def _finish_checkpoint(self) -> None:
@@ -339,62 +357,11 @@ class Controller:
         except Exception as error:
             logger.warning("the checkpoint in flight is lost: %s", summary(error))
 
-    async def _restore(self, latest: Checkpoint) -> None:
-        learner = self._actors.learner
-        limit_s = start_limit_s(self._config)
-        await self._wait(
-            "restoring the learner",
-            learner.restore(latest.folder),
-            self._roles.learner,
-            limit_s=limit_s,
-        )
-        await self._wait(
-            "restoring the replay",
-            self._actors.replay.load.remote(str(latest.folder / "replay")),
-            self._roles.replay,
-            limit_s=limit_s,
-        )
-        self.step = latest.step
-        self._recorder.rewind(self.step)
-        logger.info("restored step %d, policy version %d", self.step, learner.policy_version)
-
-    async def _roll_back(self, error: LearnerDied) -> None:
-        """Restore learner, ledger and buffer from one checkpoint, and publish its version to engines.
-
-        A learner that dies again meanwhile is restarted again, up to `run.max_learner_restarts` in all.
-        """
+    async def _recover(self, error: LearnerDied | ReplayDied) -> None:
+        """Go back to the last checkpoint, or to the start of the run."""
         await self._reports.finish()
         await self._checkpoints.cancel()
         if self._evaluations is not None:
             await self._evaluations.cancel()
-        limit_s = start_limit_s(self._config)
         self._is_compiled = False
-        while True:
-            latest = await self._restart_point(error)
-            try:
-                await self._wait(
-                    "restarting the learner",
-                    self._actors.restart_learner(),
-                    self._roles.learner,
-                    limit_s=2 * limit_s,
-                )
-                await self._restore(latest)
-                return await self._publish("restored", self._actors.publish_restored())
-            except LearnerDied as again:
-                error = again
-
-    async def _restart_point(self, error: LearnerDied) -> Checkpoint:
-        """Count a restart. Raises `LearnerDied` where none is left, or there is no checkpoint."""
-        self._num_learner_restarts += 1
-        latest = await asyncio.to_thread(find_latest, self._folder / "checkpoints")
-        if self._num_learner_restarts > self._config.run.max_learner_restarts or latest is None:
-            reason = (
-                "there is no complete checkpoint"
-                if latest is None
-                else "run.max_learner_restarts is used up"
-            )
-            raise LearnerDied(
-                f"the learner died at step {self.step} and {reason}: {error}"
-            ) from error
-        logger.warning("the learner died at step %d, rolling back: %s", self.step, error)
-        return latest
+        self.step = await self._recovery.roll_back(error, step=self.step)

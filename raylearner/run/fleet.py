@@ -182,6 +182,10 @@ class RolloutFleet:
             if isinstance(outcome, RayTaskError) and not is_death(outcome):
                 self.fail_push(actor_id, outcome)
 
+    async def use_replay(self, replay: Any) -> None:
+        """Let every actor claim from this replay actor, since the one before died."""
+        await self._slots.use_replay(replay)
+
     async def abort(self) -> None:
         """End every running episode, before a ledger without them is restored."""
         await asyncio.gather(

@@ -1,6 +1,7 @@
 """Start of one rollout actor: its place in the cluster, then its engine."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,12 @@ from raylearner.deaths import is_death
 from raylearner.errors import EngineError, EngineLost
 from raylearner.run.placement import Colocation, answer
 
+logger = logging.getLogger(__name__)
+
 CALLS_BESIDE_EPISODES = 64
 """Concurrent calls of an actor for weights, evaluation and reports."""
+CONNECT_TIMEOUT_S = 20.0
+"""Maximum wait for an actor to hear of another replay actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,8 @@ class ActorLauncher:
         """With `colocation`, engines share the GPUs of learner ranks."""
         self._config = config
         self._model_path = model_path
-        self._replay = replay
+        self.replay = replay
+        """Replay actor of the next actor."""
         self._colocation = colocation
         self._adapter_rank = _find_adapter_rank(config)
 
@@ -89,6 +95,18 @@ class ActorLauncher:
             raise
         return Launched(actor=actor, pid=pid, engine=engine)
 
+    async def connect(self, actor: Any) -> None:
+        """Tell an actor the present replay actor, which may have died since the launch.
+
+        An actor that is dead or stuck is left to its own watch.
+        """
+        try:
+            await asyncio.wait_for(answer(actor.use_replay.remote(self.replay)), CONNECT_TIMEOUT_S)
+        except Exception as error:
+            if not is_end(error) and not isinstance(error, TimeoutError):
+                raise
+            logger.debug("an actor did not hear of its replay actor: %s", error)
+
     def _create(self, actor_id: str) -> Any:
         actors = self._config.actors
         options: dict[str, Any] = {
@@ -102,7 +120,7 @@ class ActorLauncher:
             options |= self._colocation.engine_options(actor_id)
         rollout_actor: Any = RolloutActor
         return rollout_actor.options(**options).remote(
-            actor_id, self._config, self._model_path, self._replay, self._adapter_rank
+            actor_id, self._config, self._model_path, self.replay, self._adapter_rank
         )
 
 

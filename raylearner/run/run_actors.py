@@ -19,9 +19,9 @@ from raylearner.errors import WeightTransferError
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
 from raylearner.observability.spans import Tracer
-from raylearner.replay.replay_actor import ReplayActor
 from raylearner.run.fleet import RolloutFleet
 from raylearner.run.placement import Colocation, RankPlaces
+from raylearner.run.replay_process import ReplayProcess
 from raylearner.run.watchdog import Watchdog, start_limit_s
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
@@ -54,16 +54,7 @@ class RunActors:
         colocation = places if isinstance(places, Colocation) else None
         self._is_closed = False
         self._rewards = RewardActors(config.run.name, config.rewards)
-        self.replay: Any = ReplayActor.options(
-            name=f"{config.run.name}/replay", num_cpus=0, max_concurrency=10_000
-        ).remote(
-            config.replay,
-            training,
-            config.run.seed,
-            sampler=config.data.sampler,
-            weights=config.data.weights,
-            group_rewards=self._rewards.groups,
-        )
+        self._replay = ReplayProcess(config, training, group_rewards=self._rewards.groups)
         spec = LearnerSpec.of_run(config, model_path=model_path, run_dir=folder)
         self.learner = (
             LearnerGroup(spec, ray_options=None if places is None else places.rank_options())
@@ -130,10 +121,24 @@ class RunActors:
             self.fleet.stop,
             self.publisher.close,
             self.learner.close,
-            lambda: ray.kill(self.replay),
+            self._replay.close,
             self._rewards.close,
             *([] if self._places is None else [self._places.release]),
         )
+
+    @property
+    def replay(self) -> Any:
+        """Handle of the replay actor, which is replaced where it dies."""
+        return self._replay.actor
+
+    def restart_replay(self) -> None:
+        """Replace a dead replay actor; rollout actors claim from the new one after `load_replay`."""
+        self._replay.replace()
+
+    async def load_replay(self, checkpoint: Path | None) -> None:
+        """Restore ledger and buffer of a checkpoint, or of the start. Raises `ReplayDied`."""
+        await self._replay.load(checkpoint)
+        await self.fleet.use_replay(self.replay)
 
     async def restart_learner(self) -> None:
         """Replace a dead learner by ranks with the initial policy; end running episodes and pushes."""
@@ -143,7 +148,7 @@ class RunActors:
 
     async def publish_restored(self) -> None:
         """Publish the restored version to every engine, even if theirs is newer."""
-        self.publisher = self._make_publisher()
+        self.publisher = self._make_publisher(is_first=False)
         self._add_engines()
         await self.publish()
 
@@ -170,8 +175,8 @@ class RunActors:
         logger.info(
             "every engine (%d) holds policy version %d, log-probability error %.1e",
             len(self.publisher.members),
-            self.publisher.policy_version,
-            self.publisher.metrics["weights/logprob_error"],
+            self.learner.policy_version,
+            self.publisher.metrics.get("weights/logprob_error", 0.0),
         )
 
     def lend(self, actor_id: str) -> None:
@@ -184,11 +189,13 @@ class RunActors:
         except WeightTransferError as error:
             self.fleet.fail_push(actor_id, error)
 
-    def _make_publisher(self) -> Publisher:
+    def _make_publisher(self, *, is_first: bool = True) -> Publisher:
         return Publisher(
             self.learner,
             on_failed=self.fleet.fail_push,
             deadline_s=self._config.weights.deadline_s,
+            max_failed_pushes=self._config.weights.max_failed_pushes,
+            is_first=is_first,
             tracer=self._tracer,
         )
 

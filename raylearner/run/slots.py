@@ -160,6 +160,12 @@ class Slots:
             if slot.actor is None and slot.stage is not Stage.PLAYING and slot.task is not None:
                 slot.task.cancel()
 
+    async def use_replay(self, replay: Any) -> None:
+        """Let every actor, those that start included, claim from this replay actor."""
+        self._launcher.replay = replay
+        actors = [slot.actor for slot in self._slots if slot.actor is not None]
+        await asyncio.gather(*(self._launcher.connect(actor) for actor in actors))
+
     def excuse(self, actor_id: str) -> None:
         """Do not count the coming end of an actor as a failure."""
         self._not_at_fault.add(actor_id)
@@ -223,6 +229,7 @@ class Slots:
 
     async def _join(self, slot: Slot) -> None:
         """Bring the current weights to a new engine, after the restart of a learner that died."""
+        await self._launcher.connect(slot.actor)
         while True:
             try:
                 await self._on_join(slot.actor_id, receiver(slot.actor))

@@ -14,7 +14,7 @@ from raylearner.errors import TooManyFailures
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.replay.buffer import Take
-from raylearner.run import placement
+from raylearner.run.replay_process import asked
 from raylearner.run.roles import Roles
 from raylearner.run.run_actors import RunActors
 from raylearner.run.watchdog import Watchdog, describe_stall, unless_set
@@ -59,7 +59,7 @@ class Taker:
         except TooManyFailures:
             failures = await self._watchdog.wait(
                 "the replay actor's report of failures",
-                self._actors.replay.failures.remote(),
+                asked(self._actors.replay.failures.remote()),
                 roles=[self._roles.replay],
             )
             self._recorder.failures(step, failures)
@@ -69,7 +69,7 @@ class Taker:
         limit_s, num_groups = self._watchdog.limit_s, self._config.replay.groups_per_step
         progress, changed_at = -1, time.monotonic()
         while True:
-            asked = placement.answer(
+            taking = asked(
                 self._actors.replay.take.remote(
                     num_groups, self._actors.learner.policy_version, TAKE_POLL_S
                 )
@@ -77,7 +77,7 @@ class Taker:
             # A take without groups returns after its own timeout.
             take = await self._watchdog.wait(
                 "the replay actor's take",
-                unless_set(self._stop, asked),
+                unless_set(self._stop, taking),
                 roles=[self._roles.replay],
                 limit_s=limit_s + TAKE_POLL_S,
             )
@@ -85,7 +85,7 @@ class Taker:
                 return take
             current = await self._watchdog.wait(
                 "the replay actor's report of progress",
-                self._actors.replay.progress.remote(),
+                asked(self._actors.replay.progress.remote()),
                 roles=[self._roles.replay],
             )
             now = time.monotonic()

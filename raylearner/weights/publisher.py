@@ -56,12 +56,21 @@ class Publisher:
         *,
         on_failed: OnFailed,
         deadline_s: float,
+        max_failed_pushes: int = 1,
+        is_first: bool = True,
         tracer: Tracer | None = None,
     ) -> None:
-        """`on_failed` is called with each member that failed and is therefore no longer one."""
+        """`on_failed` is called with each member that failed and is therefore no longer one.
+
+        After `max_failed_pushes` in a row that reached no engine, the last error is raised; with
+        `is_first` after one, until a push has reached an engine.
+        """
         self._transport = transport
         self._report_failed = on_failed
         self._deadline_s = deadline_s
+        self._max_failed_pushes = max_failed_pushes
+        self._has_reached_none = is_first
+        self._num_failed_in_row = 0
         self._tracer = tracer or Tracer("publisher", is_enabled=False)
         self._members: dict[str, Receive] = {}
         self._lock = asyncio.Lock()
@@ -165,11 +174,32 @@ class Publisher:
             finished.result()
 
     async def _publish_all(self, policy_version: PolicyVersion) -> None:
-        await self._publish_one(policy_version)
+        await self._try_to_publish(policy_version)
         while self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             if waiting != self._published:
-                await self._publish_one(waiting)
+                await self._try_to_publish(waiting)
+
+    async def _try_to_publish(self, policy_version: PolicyVersion) -> None:
+        """Push; one that fails is tried again where members are left, and given to those that join.
+
+        Raises the error of the last of too many in a row.
+        """
+        try:
+            await self._publish_one(policy_version)
+        except WeightTransferError as error:
+            self._num_failed_in_row += 1
+            limit = 1 if self._has_reached_none else self._max_failed_pushes
+            if self._num_failed_in_row >= limit:
+                raise
+            log.warning(
+                "push %d of at most %d in a row failed (weights.max_failed_pushes), %s: %s",
+                *(self._num_failed_in_row, limit),
+                "it is tried again" if self._members else "replaced engines get the weights",
+                error,
+            )
+            if self._members and self._waiting is None:
+                self._waiting = policy_version
 
     async def _publish_one(self, policy_version: PolicyVersion) -> None:
         async with self._lock:
@@ -188,6 +218,8 @@ class Publisher:
                 await self._discard_stale()
                 publish_s = time.monotonic() - started
                 self._metrics = _metrics(result, publish_s=publish_s, write_s=write_s)
+        if result.receipts:
+            self._num_failed_in_row, self._has_reached_none = 0, False
         if result.receipts or not result.errors:
             self._published = update.policy_version
             return

@@ -1,17 +1,27 @@
 """Checkpoints beside training, with a learner and a replay that tell what is asked of them."""
 
 import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from minimal import MINIMAL
+from ray.exceptions import ActorDiedError
 
 from raylearner.config.loader import load
 from raylearner.config.report import resolved_yaml
-from raylearner.errors import CheckpointError, ConfigError, LearnerDied, LearnerError
-from raylearner.learner.checkpoint.directory import create_checkpoint, find_latest, list_damage
+from raylearner.config.schema import RunSection
+from raylearner.errors import CheckpointError, ConfigError, LearnerDied, LearnerError, ReplayDied
+from raylearner.learner.checkpoint.directory import (
+    create_checkpoint,
+    find_latest,
+    list_damage,
+    write_hashes,
+)
 from raylearner.observability import run_directory
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import (
@@ -51,25 +61,35 @@ class FakeLearner:
         self._copied = None
 
 
-def make_saver(folder: Path, learner: FakeLearner, **changes: Any) -> CheckpointWriter:
+def make_saver(
+    folder: Path,
+    learner: FakeLearner,
+    *,
+    keep_last: int = 2,
+    should_defer: bool = True,
+    save: Callable[[str], Awaitable[None]] | None = None,
+    **keys: Any,
+) -> CheckpointWriter:
+    """One that tolerates no failure unless `keys` of the section tell."""
+
     async def cut() -> None:
         pass
 
-    async def save(folder: str) -> None:
+    async def make_folder(folder: str) -> None:
         await asyncio.to_thread(Path(folder).mkdir)
 
-    replay = SimpleNamespace(cut=SimpleNamespace(remote=cut), save=SimpleNamespace(remote=save))
-    options: dict[str, Any] = {"keep_last": 2, "should_defer": True, **changes}
-    tracer = Tracer("controller", is_enabled=False)
-    watchdog = Watchdog(60.0, step=lambda: 0)
+    replay = SimpleNamespace(
+        cut=SimpleNamespace(remote=cut), save=SimpleNamespace(remote=save or make_folder)
+    )
+    actors: Any = SimpleNamespace(learner=learner, replay=replay)
+    keys = {"max_checkpoint_failures": 1, **keys}
     return CheckpointWriter(
+        RunSection(keep_last=keep_last, checkpoint_async=should_defer, **keys),
         folder,
-        learner=learner,  # pyright: ignore[reportArgumentType]
-        replay=replay,
-        watchdog=watchdog,
+        actors=actors,
+        watchdog=Watchdog(60.0, step=lambda: 0),
         roles=[],
-        tracer=tracer,
-        **options,
+        tracer=Tracer("controller", is_enabled=False),
     )
 
 
@@ -154,6 +174,108 @@ async def test_a_dead_rank_is_named_and_its_files_are_abandoned(tmp_path: Path) 
     await saver.cancel()
     await saver.wait()
     assert find_latest(tmp_path) is None
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("should_defer", [True, False])
+async def test_failed_writes_are_counted_in_a_row_and_leave_no_files(
+    tmp_path: Path, should_defer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = FakeLearner()
+    learner.may_write.set()
+    saver = make_saver(tmp_path, learner, should_defer=should_defer, max_checkpoint_failures=2)
+    for step, fails in ((1, False), (2, True), (3, False), (4, True)):
+        learner.error, learner._copied = CheckpointError("rank 1: full") if fails else None, None
+        await saver.start(step)
+        await saver.wait()
+        assert saver.completed == (step - 1 if fails else step)
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+    assert str(shutil.disk_usage(tmp_path).free)[:3] in caplog.text
+    assert "rank 1: full" in caplog.text
+    learner._copied = None
+    with pytest.raises(CheckpointError, match="step 5"):
+        await saver.complete(5)
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+
+
+async def test_the_last_checkpoint_is_tried_again_until_it_is_complete(tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    async def save(folder: str) -> None:
+        tried.append(folder)
+        if len(tried) < 3:
+            raise FULL
+        await asyncio.to_thread(Path(folder).mkdir)
+
+    learner = FakeLearner()
+    learner.may_write.set()
+    saver = make_saver(tmp_path, learner, save=save, max_checkpoint_failures=3)
+    await saver.start(7)
+    await saver.complete(7)
+    assert (len(tried), saver.completed, list_damage(tmp_path)) == (3, 7, [])
+    await saver.complete(7)
+    assert len(tried) == 3
+
+
+async def test_a_dead_replay_is_no_failed_write(tmp_path: Path) -> None:
+    async def save(_: str) -> None:
+        raise ActorDiedError()
+
+    learner = FakeLearner()
+    learner.may_write.set()
+    saver = make_saver(tmp_path, learner, save=save, max_checkpoint_failures=3)
+    await saver.start(1)
+    with pytest.raises(ReplayDied):
+        await saver.wait()
+
+
+def test_a_checkpoint_is_due_by_steps_or_by_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("raylearner.run.checkpointing.time.monotonic", lambda: now)
+    saver = make_saver(tmp_path, FakeLearner(), checkpoint_every_steps=3, checkpoint_every_s=10.0)
+    assert [saver.is_due(step) for step in (1, 2, 3)] == [False, False, True]
+    now = 110.0
+    assert saver.is_due(1)
+    by_steps = make_saver(tmp_path, FakeLearner(), checkpoint_every_steps=0)
+    now = 10_000.0
+    assert not by_steps.is_due(1)
+
+
+async def test_ranks_hash_their_own_files_and_the_manifest_has_every_hash(tmp_path: Path) -> None:
+    async with create_checkpoint(tmp_path, step=1) as partial:
+        tensors = partial / "learner" / "tensors"
+        tensors.mkdir(parents=True)
+        (partial / "model").mkdir()
+        for name in ("shard-00001-x", "shard-00002-x"):
+            (tensors / f"{name}.safetensors").write_text(name)
+        (partial / "model" / "model.safetensors").write_text("model")
+        for rank in (0, 1):
+            write_hashes(partial, rank=rank)
+        (tensors / "shard-00002-x.safetensors").write_text("longer than hashed")
+        (partial / "progress.json").write_text("{}")
+    files = json.loads((tmp_path / "step_000001" / "manifest.json").read_text())["files"]
+    assert len(files) == 4, "the ranks' hashes are no part of it"
+    assert list_damage(tmp_path) == []
+
+
+def test_a_rollback_compares_sizes_alone(tmp_path: Path) -> None:
+    asyncio.run(write(tmp_path, 1))
+    asyncio.run(write(tmp_path, 2))
+    (tmp_path / "step_000002" / "weights").write_text("weights 3")
+    assert found(tmp_path, should_hash=False) == 2
+    assert found(tmp_path, should_hash=True) == 1
+    (tmp_path / "step_000002" / "weights").write_text("shorter")
+    assert found(tmp_path, should_hash=False) == 1
+
+
+def found(folder: Path, *, should_hash: bool) -> int:
+    latest = find_latest(folder, should_hash=should_hash)
+    assert latest is not None
+    return latest.step
 
 
 def make_run(folder: Path, *, steps: tuple[int, ...]) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
-from raylearner.errors import LearnerDied, LearnerError, RunStopped, StoppedEarly
+from raylearner.errors import LearnerDied, LearnerError, ReplayDied, RunStopped, StoppedEarly
 from raylearner.run import controller as controllers
+from raylearner.run import recovery
 from raylearner.run.controller import Controller
 from raylearner.run.watchdog import unless_set
 
@@ -30,7 +32,14 @@ def remote(function: Any) -> Any:
 CONFIG: Any = NAME(
     replay=NAME(groups_per_step=1),
     run=NAME(
-        watchdog_s=0.1, num_steps=5, max_learner_restarts=2, keep_last=1, checkpoint_async=True
+        watchdog_s=0.1,
+        num_steps=5,
+        max_learner_restarts=2,
+        restart_window_s=60.0,
+        keep_last=1,
+        checkpoint_async=True,
+        checkpoint_every_steps=50,
+        checkpoint_every_s=None,
     ),
     learner=NAME(
         num_data_ranks=1,
@@ -78,21 +87,103 @@ async def taken(*_: object) -> Any:
     return NAME(groups=[])
 
 
-async def test_a_learner_that_dies_in_its_restart_is_restarted_as_often_as_is_allowed(
+class Incidents:
+    """Stand-ins for what a rollback calls; each method notes its name and dies as often as it is told."""
+
+    def __init__(self, made: Controller, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.deaths: dict[str, list[Exception]] = {}
+        self.called: list[str] = []
+        self.rewound: list[int] = []
+        self._made = made
+        made._recovery._recorder = NAME(rewind=self.rewound.append)  # type: ignore[assignment]
+        made._recovery._budget.backoff_s = lambda: 0.0  # type: ignore[method-assign]
+        monkeypatch.setattr(recovery, "find_latest", lambda *_, **__: checkpoint)
+        actors: Any = made._actors
+        actors.restart_replay = lambda: self.called.append("restart_replay")
+        actors.learner.restore = self._method("restore")
+        for name in ("restart_learner", "load_replay", "publish_restored"):
+            setattr(actors, name, self._method(name))
+
+    def _method(self, name: str) -> Any:
+        async def call(*arguments: object) -> None:
+            self.called.append(name + (":initial" if arguments == (None,) else ""))
+            if self.deaths.get(name):
+                raise self.deaths[name].pop(0)
+
+        return call
+
+
+NEVER_TRAINED = ["restart_learner", "load_replay:initial", "publish_restored"]
+ROLLED_BACK = ["restart_learner", "restore", "load_replay", "publish_restored"]
+
+
+@pytest.mark.parametrize(
+    ("first", "checkpoint_step", "called"),
+    [
+        (LearnerDied("x"), 3, ROLLED_BACK),
+        (LearnerDied("x"), None, NEVER_TRAINED),
+        (ReplayDied("x"), 3, ["restart_replay", *ROLLED_BACK]),
+        (ReplayDied("x"), None, ["restart_replay", *NEVER_TRAINED]),
+    ],
+)
+async def test_what_died_is_replaced_and_everything_goes_back_to_one_state(
+    first: LearnerDied | ReplayDied,
+    checkpoint_step: int | None,
+    called: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_controller(tmp_path)
+    latest = None if checkpoint_step is None else NAME(step=checkpoint_step, folder=tmp_path)
+    incidents = Incidents(made, latest, monkeypatch)
+    await made._recover(first)
+    assert incidents.called == called
+    assert made.step == (checkpoint_step or 0)
+    assert incidents.rewound == [made.step]
+
+
+async def test_what_dies_in_a_rollback_is_replaced_as_often_as_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_controller(tmp_path)
-    calls: list[int] = []
+    incidents = Incidents(made, NAME(step=1, folder=tmp_path), monkeypatch)
+    incidents.deaths = {"load_replay": [ReplayDied("too")]}
+    await made._recover(LearnerDied("first"))
+    assert incidents.called == [*ROLLED_BACK[:3], "restart_replay", *ROLLED_BACK]
+    incidents.called.clear()
+    incidents.deaths = {"restart_learner": [LearnerDied("again")] * 9}
+    with pytest.raises(LearnerDied, match="max_learner_restarts"):
+        await made._recover(LearnerDied("first"))
+    assert not incidents.called, "both restarts within the window were used before"
+
+
+@pytest.mark.parametrize("completed", [5, 4])
+async def test_a_death_after_the_last_checkpoint_does_not_fail_a_finished_run(
+    completed: int, tmp_path: Path
+) -> None:
+    made = make_controller(tmp_path)
+    made.step, made._checkpoints.completed = 5, completed
+    recovered: list[Exception] = []
 
     async def dies() -> None:
-        calls.append(1)
-        raise LearnerDied("again")
+        raise LearnerDied("at the last push")
 
-    monkeypatch.setattr(made._actors, "restart_learner", dies, raising=False)
-    monkeypatch.setattr(controllers, "find_latest", lambda _: NAME(step=1, folder=tmp_path))
-    with pytest.raises(LearnerDied, match="max_learner_restarts"):
-        await made._roll_back(LearnerDied("first"))
-    assert len(calls) == CONFIG.run.max_learner_restarts
+    async def recover(error: Any) -> None:
+        recovered.append(error)
+
+    made._actors.publish_last = dies  # type: ignore[method-assign]
+    made._recover = recover  # type: ignore[method-assign]
+    assert await made._finish() is (completed == 5)
+    assert len(recovered) == (completed < 5)
+
+
+async def test_a_call_of_a_dead_replay_is_its_death(tmp_path: Path) -> None:
+    async def dies(*_: object) -> None:
+        raise ActorDiedError()
+
+    made = make_controller(tmp_path, take=dies)
+    with pytest.raises(ReplayDied):
+        await made._make_step()
 
 
 async def test_a_stop_ends_a_run_that_is_still_starting(
@@ -123,9 +214,7 @@ async def test_a_stop_breaks_off_an_evaluation(step: int, tmp_path: Path) -> Non
     began: list[int] = []
 
     class Checkpoints:
-        step = -1
-
-        async def start(self, step: int) -> None:
+        async def complete(self, step: int) -> None:
             began.append(step)
             checkpoint = tmp_path / "checkpoints" / f"step_{step:06d}"
             checkpoint.mkdir(parents=True)

@@ -83,6 +83,11 @@ class Launcher:
         self.room = asyncio.Semaphore(1000)
         self.actors: dict[str, Actor] = {}
         self.cancelled: list[str] = []
+        self.replay = "replay"
+        self.connected: dict[str, str] = {}
+
+    async def connect(self, actor: Actor) -> None:
+        self.connected[actor.actor_id] = self.replay
 
     async def launch(
         self, actor_id: str, *, on_placed: Callable[[str], None], has_to_wait: bool
@@ -335,3 +340,12 @@ async def test_the_fleet_follows_requests_in_the_run_directory(tmp_path: Path) -
     async with playing(Fleet(folder=tmp_path)) as fleet:
         scaling._write(tmp_path / scaling.REQUEST_FILE, {"id": "x", "actors": 3, "at_s": 2e12})
         await fleet.until("0", "1", "2")
+
+
+async def test_every_actor_hears_of_another_replay_actor() -> None:
+    async with playing(Fleet()) as fleet:
+        await fleet.use_replay("another")
+        assert fleet.launcher.connected == {"rollout-0": "another", "rollout-1": "another"}
+        fleet.launcher.actors["rollout-0"].die()
+        await fleet.until("1", "2")
+        assert fleet.launcher.connected["rollout-2"] == "another"

@@ -173,6 +173,24 @@ def test_a_restore_in_place_never_issues_a_key_again_and_cancels_what_runs() -> 
     assert {c.key[:2]: c.seed for c in issued}.items() <= {c.key[:2]: c.seed for c in again}.items()
 
 
+def test_keys_of_ledgers_that_died_are_never_issued_again() -> None:
+    """Whether the lost one had restored a checkpoint or had only begun, and once more after the next."""
+    ledger = make_ledger()
+    issued: list[Claim] = []
+    states = [ledger.state()]
+    for num_lost in range(5):
+        metadata, order = states[-1]
+        ledger = make_ledger()
+        ledger.restore(json.loads(json.dumps(metadata)), order, now_s=0.0, num_lost=num_lost)
+        for _ in range(3):
+            issued += claim(ledger, 4)
+            ledger.fail_actor("a")
+        if num_lost % 2:
+            states.append(ledger.state())
+        issued += claim(ledger, 4)
+    assert len({c.key for c in issued}) == len(issued)
+
+
 def test_time_limits_run_from_admission() -> None:
     ledger = make_ledger(group_time_limit_s=10)
     ledger.claim("a", 0, 2, now_s=0.0)

@@ -423,3 +423,51 @@ async def test_a_learner_that_does_not_stop_sending_is_reported_with_the_cause(
     lab.add("failing", error=RuntimeError("no such tensor"))
     with pytest.raises(WeightTransferError, match="no such tensor"):
         await lab.publisher.publish(1)
+
+
+async def test_pushes_that_reach_no_engine_are_fatal_only_after_some_in_a_row() -> None:
+    lab = Lab()
+    lab.publisher._max_failed_pushes = 2
+    good = Receiver(opened())
+    lab.publisher.add("good", good.receive)
+    await lab.publisher.publish(1)
+    for number, version in enumerate((2, 4)):
+        lab.publisher.remove("good")
+        lab.publisher.add(f"bad-{number}", Receiver(opened(), REFUSED).receive)
+        await lab.publisher.publish(version)
+        assert lab.publisher.members == frozenset()
+        joiner = Receiver(opened())
+        await lab.publisher.admit("good", joiner.receive)
+        assert joiner.versions == [version], "a replaced engine gets the version when it joins"
+        await lab.publisher.publish(version + 1)
+    assert set(lab.failed) == {"bad-0", "bad-1"}
+    for number in (2, 3):
+        lab.publisher.remove("good")
+        lab.publisher.add(f"bad-{number}", Receiver(opened(), REFUSED).receive)
+        if number == 2:
+            await lab.publisher.publish(number + 5)
+    with pytest.raises(WeightTransferError, match="refused"):
+        await lab.publisher.publish(9)
+
+
+async def test_a_write_that_takes_too_long_is_tried_again() -> None:
+    lab = Lab(deadline_s=0.05)
+    lab.publisher._max_failed_pushes = 3
+    engine = Receiver(opened())
+    lab.publisher.add("engine", engine.receive)
+    await lab.publisher.publish(1)
+    lab.write_gate.clear()
+    lab.publisher.start(2)
+    await asyncio.sleep(0.08)
+    lab.write_gate.set()
+    await lab.publisher.finish()
+    assert engine.versions == [1, 2]
+    assert not lab.failed
+
+
+async def test_the_first_push_of_a_run_must_reach_an_engine() -> None:
+    lab = Lab()
+    lab.publisher._max_failed_pushes = 3
+    lab.publisher.add("bad", Receiver(opened(), REFUSED).receive)
+    with pytest.raises(WeightTransferError, match="refused"):
+        await lab.publisher.publish(0)

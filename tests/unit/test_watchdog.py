@@ -169,10 +169,13 @@ CONFIG: Any = NAME(
     run=NAME(
         watchdog_s=LIMIT_S,
         num_steps=5,
-        max_learner_restarts=0,
+        max_learner_restarts=1,
+        restart_window_s=60.0,
         keep_last=1,
         checkpoint_async=True,
         checkpoint_every_steps=1,
+        checkpoint_every_s=None,
+        max_checkpoint_failures=1,
     ),
     learner=NAME(
         num_data_ranks=1,
@@ -216,7 +219,6 @@ class Run:
             "commit": None,
             "cut": None,
             "save": None,
-            "load": None,
         }
         replay = NAME(**{n: NAME(remote=call(n, value)) for n, value in answers.items()})
         output = NAME(policy_version=2, metrics={}, advantages={}, logprobs={})
@@ -243,6 +245,7 @@ class Run:
             sleep_engines=call("sleep"),
             start_publishing=lambda _: None,
             publish=call("publish"),
+            load_replay=call("load"),
             restart_learner=call("restart"),
             publish_restored=call("publish restored"),
             publish_last=call("publish"),
@@ -263,20 +266,10 @@ class Run:
             await self.controller._make_step()
 
     async def restore(self) -> None:
-        await self.controller._restore(Checkpoint(folder=Path("x"), step=3))
+        await self.controller._recovery.restore(Checkpoint(folder=Path("x"), step=3))
 
     async def roll_back(self) -> None:
-        controllers_restart = NAME(folder=Path("x"), step=3)
-
-        async def point(_: object) -> Any:
-            if self.is_again:
-                raise LearnerDied("again")
-            self.is_again = True
-            return controllers_restart
-
-        self.is_again = False
-        self.controller._restart_point = point  # type: ignore[method-assign]
-        await self.controller._roll_back(LearnerDied("first"))
+        await self.controller._recover(LearnerDied("first"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+HASHES = "hashes_"
 _NAME = re.compile(r"step_(\d{6,})((\.replaced)?\.partial)?")
 
 
@@ -45,11 +46,14 @@ async def create_checkpoint(checkpoints: Path, *, step: int) -> AsyncIterator[Pa
     await asyncio.to_thread(_finish, partial, folder, step)
 
 
-def find_latest(checkpoints: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint, or None; log those skipped."""
+def find_latest(checkpoints: Path, *, should_hash: bool = True) -> Checkpoint | None:
+    """Return the newest complete checkpoint, or None; log those skipped.
+
+    Without `should_hash` only names and sizes of files are compared.
+    """
     skipped: list[str] = []
     for folder in _newest_first(checkpoints):
-        damage = find_damage(folder)
+        damage = find_damage(folder, should_hash=should_hash)
         if damage is None:
             return Checkpoint(folder=folder, step=_order(folder)[0], skipped=tuple(skipped))
         log.warning("checkpoint skipped: %s", damage)
@@ -76,15 +80,15 @@ def suggest_other(folder: Path) -> str:
     others = [
         other
         for other in _newest_first(folder.parent)
-        if other != folder and find_damage(other) is None
+        if other != folder and find_damage(other, should_hash=False) is None
     ]
     if not others:
         return f"{folder.parent} has no other complete checkpoint"
     return f"the latest other complete checkpoint is {others[0]}"
 
 
-def find_damage(folder: Path) -> str | None:
-    """Return why a checkpoint is incomplete; None if every byte is as written."""
+def find_damage(folder: Path, *, should_hash: bool = True) -> str | None:
+    """Return why a checkpoint is incomplete; None if every byte, or every size, is as written."""
     if folder.suffix == PARTIAL:
         return f"{folder.name}: half-written"
     try:
@@ -101,9 +105,24 @@ def find_damage(folder: Path) -> str | None:
             return (
                 f"{folder.name}: {name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
             )
-        if _sha256(path) != entry["sha256"]:
+        if should_hash and _sha256(path) != entry["sha256"]:
             return f"{folder.name}: {name} is corrupt"
     return None
+
+
+def write_hashes(folder: Path, *, rank: int) -> None:
+    """Hash the tensors that a rank wrote into a checkpoint that is being written, for its manifest.
+
+    Rank 0 also wrote the files that are not sharded.
+    """
+    shard = f"shard-{rank + 1:05d}-"  # as torch.distributed.checkpoint names it
+    own = [
+        path
+        for path in folder.rglob("*.safetensors")
+        if path.name.startswith(shard) or (rank == 0 and not path.name.startswith("shard-"))
+    ]
+    entries = {str(path.relative_to(folder)): _entry(path) for path in own}
+    (folder / f"{HASHES}{rank:05d}.json").write_text(json.dumps(entries))
 
 
 def prune_checkpoints(checkpoints: Path, *, step: int, keep_last: int) -> list[Path]:
@@ -144,13 +163,16 @@ def _start(partial: Path) -> None:
 
 
 def _finish(partial: Path, folder: Path, step: int) -> None:
+    entries = _pop_hashes(partial)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in files
-    }
+    for path in files:
+        name = str(path.relative_to(partial))
+        if entries.get(name, {}).get("bytes") != path.stat().st_size:
+            entries[name] = _entry(path)
     manifest = partial / MANIFEST
-    manifest.write_text(json.dumps({"step": step, "files": entries}, indent=2) + "\n")
+    manifest.write_text(
+        json.dumps({"step": step, "files": dict(sorted(entries.items()))}, indent=2) + "\n"
+    )
     folders = [path for path in partial.rglob("*") if path.is_dir()]
     for path in (*files, manifest, *folders, partial):
         _fsync(path)
@@ -163,6 +185,19 @@ def _finish(partial: Path, folder: Path, step: int) -> None:
     else:
         partial.rename(folder)
     _fsync(folder.parent)
+
+
+def _pop_hashes(partial: Path) -> dict[str, dict[str, int | str]]:
+    """Remove and return what the ranks hashed."""
+    entries: dict[str, dict[str, int | str]] = {}
+    for path in sorted(partial.glob(f"{HASHES}*.json")):
+        entries |= json.loads(path.read_text())
+        path.unlink()
+    return entries
+
+
+def _entry(path: Path) -> dict[str, int | str]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from raylearner.errors import CheckpointError
+from raylearner.learner.checkpoint.directory import write_hashes
 from raylearner.types import PolicyVersion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,12 +70,12 @@ class AsyncSaver:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREEMENT_TIMEOUT_S))
 
     def begin(self, *, should_defer: bool) -> "Save":
-        """Return a new checkpoint's writes; copies of the previous one are overwritten."""
-        if self._deferred is not None:
-            raise RuntimeError("the previous checkpoint is not written yet")
+        """Return a new checkpoint's writes; copies of the previous one are overwritten.
+
+        Copies that were not written, since another part of their checkpoint failed, are forgotten.
+        """
         save = Save(self, should_defer=should_defer)
-        if should_defer:
-            self._deferred = save
+        self._deferred = save if should_defer else None
         return save
 
     def finish(self) -> None:
@@ -89,13 +90,23 @@ class AsyncSaver:
 
 
 class Save:
-    """One rank's writes for one checkpoint, in order: deferred to `finish`, or made at once."""
+    """One rank's writes for one checkpoint, in order: deferred to `finish`, or made at once.
+
+    A block ends when all ranks have made their writes, or failed, unless these are deferred.
+    """
 
     def __init__(self, saver: AsyncSaver, *, should_defer: bool) -> None:
         self.group = saver.group
         self._saver = saver
         self._should_defer = should_defer
         self._pending: list[Callable[[], object]] = []
+
+    def __enter__(self) -> "Save":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._should_defer:
+            dist.barrier()
 
     def add(self, write: Callable[[], object]) -> None:
         """Add a write that reads nothing that training changes: see `keep` and `copy_to_host`.
@@ -158,6 +169,11 @@ def restore_progress(folder: Path) -> Progress:
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{random_file}: not a random state: {error}") from error
     return progress
+
+
+def save_hashes(folder: Path, save: Save) -> None:
+    """Hash what this rank has written, beside the other ranks."""
+    save.add(lambda: write_hashes(folder, rank=dist.get_rank()))
 
 
 def save_tensors(
