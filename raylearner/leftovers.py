@@ -51,6 +51,11 @@ def prefix(kind: str) -> str:
     return f"raylearner-{kind}-{_place()}-{pid}-{start_time(pid) or 0}-"
 
 
+def is_owned(path: Path) -> bool:
+    """Return whether the name is one that carries its owner."""
+    return _NAME.fullmatch(path.name) is not None
+
+
 def list_segments(folder: Path, pids: Iterable[int]) -> None:
     """Record in an owned folder the segments that these processes have mapped, for the time after them."""
     names = sorted({name for pid in pids for name in _mapped_segments(pid)})

@@ -2,11 +2,13 @@
 
 import json
 import logging.config
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm_process import ErrorLog
 from raylearner.errors import EngineError
 
@@ -70,3 +72,34 @@ def test_an_assertion_without_a_message_is_told_by_its_place(log: ErrorLog) -> N
     cause = log.cause(POINTING)
     assert cause.startswith('AssertionError at File "')
     assert "test_error_log.py" in cause
+
+
+def test_sockets_are_created_in_the_folder_that_is_removed_unless_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(vllm_process.SOCKETS_VARIABLE, raising=False)
+    for _ in range(2):  # a second engine in the same process has its own
+        log = vllm_process.ErrorLog()
+        log.hold_sockets()
+        folder = Path(os.environ[vllm_process.SOCKETS_VARIABLE])
+        assert folder.is_dir()
+        log.remove()
+        assert not folder.exists()
+    monkeypatch.setenv(vllm_process.SOCKETS_VARIABLE, "/tmp")
+    log = vllm_process.ErrorLog()
+    log.hold_sockets()
+    log.remove()
+    assert os.environ[vllm_process.SOCKETS_VARIABLE] == "/tmp"
+
+
+def test_sockets_stay_elsewhere_where_the_path_would_be_too_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.delenv(vllm_process.SOCKETS_VARIABLE, raising=False)
+    monkeypatch.setattr(vllm_process.tempfile, "tempdir", str(deep))
+    log = vllm_process.ErrorLog()
+    log.hold_sockets()
+    log.remove()
+    assert vllm_process.SOCKETS_VARIABLE not in os.environ

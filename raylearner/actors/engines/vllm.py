@@ -91,6 +91,7 @@ class VllmEngine:
         # With adapters the base's weights are not sent again, so the host keeps them during sleep.
         engine = cls(receiver, sleep_level=2 if lora_rank is None else 1)
         before = set(vllm_process.children())
+        engine._log.hold_sockets()
         try:
             arguments = await asyncio.to_thread(  # which imports vLLM
                 engine_arguments,

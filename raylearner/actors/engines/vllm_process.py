@@ -72,13 +72,26 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+"""Folder of vLLM's sockets, each named by 36 characters."""
+MAX_SOCKET_FOLDER_BYTES = 107 - 1 - 36
+
+
 class ErrorLog:
-    """A folder with vLLM's logging configuration, and the errors that its processes logged."""
+    """A folder with vLLM's logging configuration, the errors that its processes logged, and its sockets."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=leftovers.prefix("vllm")))
         self._errors = self._folder / "errors.log"
         self._num_read = 0
+
+    def hold_sockets(self) -> None:
+        """Let vLLM, which leaves its sockets behind, create them here: unless the user names a folder for
+        them, or this path is too long."""
+        given = os.environ.get(SOCKETS_VARIABLE)
+        is_given = given is not None and not leftovers.is_owned(Path(given))
+        if not is_given and len(os.fsencode(self._folder)) <= MAX_SOCKET_FOLDER_BYTES:
+            os.environ[SOCKETS_VARIABLE] = str(self._folder)
 
     def configuration(self) -> str:
         """Return the path of a logging configuration: the console as usual, errors to the file too."""
