@@ -28,7 +28,7 @@ from benchmarks.faults.run import ROOT, FaultRun, make_model
 
 STEPS_BEFORE, STEPS_AFTER = 6, 15
 START_S, RECOVER_S, END_S = 300.0, 150.0, 90.0
-STOPPED, BAD_INPUT, FAILED = 143, 2, 1
+STOPPED, INTERRUPTED, FAILED = 143, 130, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +171,13 @@ CASES: dict[str, Case] = {
     "driver": Case(inject=injections.FAULTS["kill driver"]),
     "node": Case(inject=injections.kill_node),
     "term_startup": Case(
-        inject=_in_start(signal.SIGTERM), goes_on=False, codes=(STOPPED,), at_step=0
+        inject=_in_start(signal.SIGTERM), goes_on=False, codes=(INTERRUPTED,), at_step=0
     ),
-    "int_startup": Case(inject=_in_start(signal.SIGINT), goes_on=False, codes=(130,), at_step=0),
+    "int_startup": Case(
+        inject=_in_start(signal.SIGINT), goes_on=False, codes=(INTERRUPTED,), at_step=0
+    ),
     "term_step": Case(inject=_signals(signal.SIGTERM), goes_on=False),
-    "int_step": Case(inject=_signals(signal.SIGINT), goes_on=False, codes=(130,)),
+    "int_step": Case(inject=_signals(signal.SIGINT), goes_on=False, codes=(INTERRUPTED,)),
     "term_twice": Case(inject=_signals(signal.SIGTERM, signal.SIGTERM), goes_on=False),
     "disk_full": Case(inject=injections.FAULTS["fill disk"], disk="64m"),
     "disk_read_only": Case(inject=_read_only, disk="64m", goes_on=False, codes=(FAILED,)),
@@ -224,6 +226,8 @@ def _play(name: str, case: Case, run: FaultRun, generator: random.Random) -> Out
         before, began_s = state_of(run), time.monotonic()
         victims = case.inject(run, generator)
         recovered_s = None
+        if not case.goes_on:
+            began_s = time.monotonic()
         if case.goes_on:
             recovered_s = wait_recovered(run, before, victims, timeout_s=RECOVER_S)
             if recovered_s is not None and not run.wait_step(run.step + STEPS_AFTER):

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.ray]
 FAULTS = [
     "kill rollout actor",
     "kill learner rank",
+    "kill replay actor",
     "kill replacement",
     "kill reward actor",
 ]
