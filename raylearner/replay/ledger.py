@@ -155,7 +155,7 @@ class Ledger:
             found = self._pending.pop(self.running, is_held_back)
             if found is not None:
                 group, index = found
-                claims.append(self._start(group, index, actor_id, engine_version, now_s))
+                claims.append(self.start(group, index, actor_id, engine_version, now_s))
             elif self.why_full() is None:
                 self._admit(now_s)
             else:
@@ -332,14 +332,10 @@ class Ledger:
         self.running[group.group_id] = group
         self._pending.add(group)
 
-    def _start(
-        self,
-        group: GroupRecord,
-        index: int,
-        actor_id: str,
-        engine_version: PolicyVersion,
-        now_s: float,
+    def start(
+        self, group: GroupRecord, index: int, actor_id: str, engine_version: int, now_s: float
     ) -> Claim:
+        """Claim one pending sample."""
         sample = group.samples[index]
         sample.state, sample.claimant = SampleState.RUNNING, actor_id
         sample.started_at_s, sample.version = now_s, engine_version

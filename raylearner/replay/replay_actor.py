@@ -7,6 +7,7 @@ a free slot (unblocked by commit, drops, failures and weights landing), `take` f
 
 import asyncio
 import json
+import logging
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,11 +24,14 @@ from raylearner.errors import RewardError
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer, Take
 from raylearner.replay.closing import ScoreRequest
+from raylearner.replay.journal import Journal
 from raylearner.replay.sampler import make_sampler
 from raylearner.types import ClaimReply, EpisodeScore, Prompt, Trajectory
 
 SCORE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses between calls of a reward actor that died, while Ray restarts it."""
+logger = logging.getLogger(__name__)
+
 MIN_WAIT_S = 0.001
 """Minimum wait for a time limit, so that rounding never makes a busy loop."""
 
@@ -45,9 +49,10 @@ class ReplayActor:
         sampler: SamplerSection | None = None,
         weights: dict[str, float] | None = None,
         group_rewards: Any = None,
+        journal: str | None = None,
     ) -> None:
         """`weights` are those of the prompts' sources; `group_rewards` is an actor that scores
-        complete groups, if there are group reward functions.
+        complete groups, if there are group reward functions; `journal` is the folder of the journal.
         """
         stacks.register()
         self._buffer = ReplayBuffer(
@@ -66,6 +71,7 @@ class ReplayActor:
         self._dead: set[str] = set()  # no id is used twice
         self._engine_versions: dict[str, int] = {}
         self._cut: snapshot.Snapshot | None = None
+        self._journal = None if journal is None else Journal(Path(journal))
         self._initial = snapshot.take_snapshot(self._buffer)
 
     def __repr__(self) -> str:
@@ -101,6 +107,10 @@ class ReplayActor:
     async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
         """Store episodes and return the outcome of each; see `ReplayBuffer.put`."""
         outcomes = [self._buffer.put(episode) for episode in episodes]
+        if self._journal is not None:
+            for episode, outcome in zip(episodes, outcomes, strict=True):
+                if outcome == "accepted":
+                    self._journal.add(episode)
         self._wake()
         return outcomes
 
@@ -152,6 +162,8 @@ class ReplayActor:
     async def cut(self) -> None:
         """Keep the state of this moment for the next `save`."""
         self._cut = snapshot.take_snapshot(self._buffer)
+        if self._journal is not None:
+            self._journal.cut(self._buffer)
 
     async def save(self, folder: str) -> None:
         """Write the kept state, or that of this moment; later calls are not part of it."""
@@ -160,6 +172,8 @@ class ReplayActor:
 
     async def load(self, folder: str | None, num_lost: int = 0) -> None:
         """Replace the state by a saved one, or by the initial one; running episodes become late.
+
+        Episodes that the journal has since, and that are valid in this state, are put back.
 
         `num_lost` is the number of replay actors of this run that died.
         """
@@ -170,7 +184,11 @@ class ReplayActor:
             state = json.loads(json.dumps(metadata)), arrays, self._initial.images()
         else:
             state = await asyncio.to_thread(snapshot.read, Path(folder))
+        episodes = [] if self._journal is None else await self._journal.read()
         snapshot.restore(self._buffer, *state, num_lost=num_lost)
+        if self._journal is not None:
+            num_kept = self._journal.put_back(self._buffer, episodes)
+            logger.info("%d episodes since the checkpoint are kept, from the journal", num_kept)
         self._wake()
 
     def _wake(self) -> None:

@@ -1,6 +1,6 @@
 """The replay actor of a run, which is replaced when its process is gone."""
 
-import logging
+import shutil
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,16 +13,21 @@ from raylearner.errors import ReplayDied
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.types import Prompt
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
 class ReplayProcess:
     """Owns the replay actor. No claim key of one that died is issued again."""
 
-    def __init__(self, config: RunConfig, training: list[Prompt], *, group_rewards: Any) -> None:
-        """`group_rewards` is the actor that scores complete groups, if there is one."""
+    def __init__(
+        self, config: RunConfig, training: list[Prompt], *, folder: Path, group_rewards: Any
+    ) -> None:
+        """`group_rewards` is the actor that scores complete groups, if there is one.
+
+        The journal in the run directory `folder` is that of this process alone: a resumed run plays again.
+        """
+        self._journal = folder / "replay_journal"
+        shutil.rmtree(self._journal, ignore_errors=True)
         self._config = config
         self._training = training
         self._group_rewards = group_rewards
@@ -42,6 +47,7 @@ class ReplayProcess:
 
     def close(self) -> None:
         ray.kill(self.actor)
+        shutil.rmtree(self._journal, ignore_errors=True)
 
     def _start(self) -> Any:
         config = self._config
@@ -56,6 +62,7 @@ class ReplayProcess:
             sampler=config.data.sampler,
             weights=config.data.weights,
             group_rewards=self._group_rewards,
+            journal=str(self._journal),
         )
 
 

@@ -54,7 +54,9 @@ class RunActors:
         colocation = places if isinstance(places, Colocation) else None
         self._is_closed = False
         self._rewards = RewardActors(config.run.name, config.rewards)
-        self._replay = ReplayProcess(config, training, group_rewards=self._rewards.groups)
+        self._replay = ReplayProcess(
+            config, training, folder=folder, group_rewards=self._rewards.groups
+        )
         spec = LearnerSpec.of_run(config, model_path=model_path, run_dir=folder)
         self.learner = (
             LearnerGroup(spec, ray_options=None if places is None else places.rank_options())

@@ -1,19 +1,20 @@
 """The replay actor and its callers, without Ray: its first state again, and a push that it cannot fail."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from replays import PROMPTS, make_section
+from replays import PROMPTS, make_episode, make_section
 
 from raylearner.actors.rollout_actor import RolloutActor
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
 
 
-def make_actor() -> Any:
+def make_actor(**options: Any) -> Any:
     actor: Any = ReplayActor
-    return actor.__ray_metadata__.modified_class(make_section(), PROMPTS, 0)
+    return actor.__ray_metadata__.modified_class(make_section(), PROMPTS, 0, **options)
 
 
 async def test_the_first_state_comes_back_with_other_claim_keys() -> None:
@@ -52,3 +53,21 @@ async def test_a_replay_that_does_not_answer_fails_no_engine() -> None:
         receipt = await actor.receive(SimpleNamespace(policy_version=7))
     assert receipt.policy_version == 7
     assert told == [("rollout-0", 7)]
+
+
+async def test_a_replacement_has_the_episodes_since_the_checkpoint(tmp_path: Path) -> None:
+    journal = str(tmp_path / "replay_journal")
+    lost = make_actor(journal=journal)
+    claims = (await lost.claim("a", 0, 2, 0.0)).claims
+    await lost.cut()
+    await lost.save(str(tmp_path / "replay"))
+    assert await lost.put([make_episode(claims[0])]) == ["accepted"]
+    await lost._journal.read()  # waits until it is written
+    replaced = make_actor(journal=journal)
+    await replaced.load(str(tmp_path / "replay"), 1)
+    assert list(replaced._buffer.store.groups) == [claims[0].group_id]
+    again = (await replaced.claim("b", 0, 1, 0.0)).claims
+    assert again[0].key[:2] == claims[1].key[:2]
+    assert await replaced.put([make_episode(again[0])]) == ["accepted"]
+    take = await replaced.take(1, 0, 0.0)
+    assert len(take.groups[0].trajectories) == 2

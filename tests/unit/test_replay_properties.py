@@ -16,6 +16,7 @@ from raylearner.config.schema import ReplaySection
 from raylearner.replay import snapshot
 from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.groups import OPEN_STATES, SampleRecord, SampleState
+from raylearner.replay.journal import put_back
 from raylearner.types import Claim, Prompt, StopReason, Trajectory
 
 TIME_LIMIT_S = 100.0
@@ -72,6 +73,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.buffer = self.make_buffer()
         self.model = Model()
         self.saved: tuple[str, snapshot.Arrays, Model] | None = None
+        self.journal: dict[int, list[Trajectory]] = {}
         self.void_claims: list[Claim] = []
         self.issued: set[tuple[int, int, int]] = set()
 
@@ -127,6 +129,7 @@ class ReplayMachine(RuleBasedStateMachine):
         outcome = self.buffer.put(episode)
         if outcome == "accepted":
             self.model.accepted[self.serial] = episode
+            self.journal[self.serial] = episode
         return outcome
 
     @precondition(lambda self: self.model.open_claims)
@@ -250,11 +253,12 @@ class ReplayMachine(RuleBasedStateMachine):
     def save(self) -> None:
         metadata, arrays = snapshot.take_snapshot(self.buffer).state()
         self.saved = (json.dumps(metadata), arrays, deepcopy(self.model))
+        self.journal.clear()
 
     @precondition(lambda self: self.saved is not None)
-    @rule(is_fresh=st.booleans())
-    def load(self, is_fresh: bool) -> None:
-        """Into the living replay, or after everything died."""
+    @rule(is_fresh=st.booleans(), has_journal=st.booleans())
+    def load(self, is_fresh: bool, has_journal: bool) -> None:
+        """Into the living replay, or after everything died, perhaps with what was accepted since."""
         metadata, arrays, model = self.saved
         if is_fresh:
             self.buffer = self.make_buffer()
@@ -269,6 +273,27 @@ class ReplayMachine(RuleBasedStateMachine):
         self.model.open_claims.clear()
         self.model.leased, self.model.leased_episodes = [], set()
         self.saved = None
+        if has_journal:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Twice, since a batch may be read again after a second rollback."""
+        for serial, episode in [*self.journal.items(), *self.journal.items()]:
+            group = self.buffer.ledger.running.get(episode[0].group_id)
+            is_open = (
+                group is not None
+                and group.samples[episode[0].sample_index].state is SampleState.PENDING
+            )
+            newest = max(int(segment.policy_versions.max()) for segment in episode)
+            is_valid = newest <= self.model.policy_version and episode[0].reward is not None
+            assert put_back(self.buffer, episode) == (is_open and is_valid)
+            if is_open and is_valid:
+                group_id, index, _ = episode[0].episode_key
+                (stored, *_) = self.buffer.store.groups.get(group_id, {}).get(index, episode)
+                if stored is not episode[0]:  # or the group was dropped at once
+                    assert stored.episode_key not in self.issued
+                    self.issued.add(stored.episode_key)
+                self.model.accepted[serial] = episode
 
     @invariant()
     def ledger_balances(self) -> None:
@@ -373,7 +398,7 @@ def random_operation(machine: ReplayMachine, dice: random.Random) -> None:
         case "save":
             machine.save()
         case "load" if machine.saved is not None:
-            machine.load(is_fresh=dice.random() < 0.5)
+            machine.load(is_fresh=dice.random() < 0.5, has_journal=dice.random() < 0.5)
         case _:
             pass
 
