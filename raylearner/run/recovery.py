@@ -1,5 +1,5 @@
 """Recovery of a run whose learner or replay actor died: learner, ledger, buffer and records go back to one
-checkpoint, or to the start of the run.
+checkpoint, or to the start of the run where none was written.
 
 Waits for new processes, for their state, and for its weights to reach the engines, each limited by the
 watchdog.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from raylearner.config.schema import RunConfig
 from raylearner.errors import LearnerDied, ReplayDied, summary
-from raylearner.learner.checkpoint.directory import Checkpoint, find_latest
+from raylearner.learner.checkpoint.directory import Checkpoint, find_latest, find_newest
 from raylearner.observability.recorder import Recorder
 from raylearner.run.restarts import RestartBudget
 from raylearner.run.roles import Roles
@@ -100,7 +100,8 @@ class Recovery:
         return step
 
     async def _restart_point(self, error: Death, step: int) -> Checkpoint | None:
-        """Count a restart, and pause before one of several in a row. Raises the death without one left."""
+        """Count a restart, and pause before one of several in a row. Raises the death where none is
+        left, or all checkpoints are damaged."""
         budget, who = self._budget, "replay actor" if isinstance(error, ReplayDied) else "learner"
         number = budget.count()
         if budget.is_used_up:
@@ -110,6 +111,11 @@ class Recovery:
             ) from error
         # Sizes alone: this run wrote the files, and hashing large ones takes minutes.
         latest = await asyncio.to_thread(find_latest, self._checkpoints, should_hash=False)
+        if latest is None and find_newest(self._checkpoints) is not None:
+            raise type(error)(
+                f"the {who} died at step {step}, and every checkpoint in {self._checkpoints} is damaged:"
+                f" {error}"
+            ) from error
         logger.warning(
             "the %s died at step %d and is replaced, restart %d of %d within %g s; the run goes back"
             " to step %d: %s",

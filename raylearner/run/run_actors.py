@@ -174,11 +174,14 @@ class RunActors:
     async def publish_last(self) -> None:
         """Publish the last version to every engine and log that it was verified."""
         await self.publish()
+        if self.publisher.policy_version != self.learner.policy_version:
+            logger.warning("the last weights reached no engine; the learner's checkpoint has them")
+            return
         logger.info(
             "every engine (%d) holds policy version %d, log-probability error %.1e",
             len(self.publisher.members),
-            self.learner.policy_version,
-            self.publisher.metrics.get("weights/logprob_error", 0.0),
+            self.publisher.policy_version,
+            self.publisher.metrics["weights/logprob_error"],
         )
 
     def lend(self, actor_id: str) -> None:

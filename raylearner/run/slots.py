@@ -387,11 +387,14 @@ def receiver(actor: Any) -> Receive:
 
 async def _run(slot: Slot) -> None:
     """Let an actor play; again where it failed since another process died, which is replaced."""
+    level = logging.WARNING
     while True:
         try:
             return await slot.actor.run.remote()
         except RayTaskError as error:
             if not is_death(error):
                 raise
-            logger.warning("%s plays again in %g s: %s", slot.actor_id, RETRY_S, summary(error))
+            text = "%s plays again once that is replaced, tried every %g s: %s"
+            logger.log(level, text, slot.actor_id, RETRY_S, summary(error))
+        level = logging.DEBUG
         await asyncio.sleep(RETRY_S)

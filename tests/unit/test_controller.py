@@ -157,6 +157,17 @@ async def test_what_dies_in_a_rollback_is_replaced_as_often_as_is_allowed(
     assert not incidents.called, "both restarts within the window were used before"
 
 
+async def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_controller(tmp_path)
+    incidents = Incidents(made, None, monkeypatch)
+    (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
+    with pytest.raises(LearnerDied, match="damaged"):
+        await made._recover(LearnerDied("x"))
+    assert not incidents.called
+
+
 @pytest.mark.parametrize("completed", [5, 4])
 async def test_a_death_after_the_last_checkpoint_does_not_fail_a_finished_run(
     completed: int, tmp_path: Path
