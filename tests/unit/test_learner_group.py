@@ -72,3 +72,19 @@ async def test_a_push_that_broke_off_names_the_rank() -> None:
     group._sending.set_result([{"send_s": 1.0}, "policy version 3: a member is gone"])
     with pytest.raises(WeightTransferError, match="learner rank 1: policy version 3"):
         await group.send(None)  # pyright: ignore[reportArgumentType] - never looked at
+
+
+async def test_a_rank_that_cannot_write_ends_no_rank() -> None:
+    async def ended(outcome: str | None) -> str | None:
+        return outcome
+
+    group = make_group()
+    outcomes = (None, REFUSED)
+    ranks: list[Any] = [
+        SimpleNamespace(save=SimpleNamespace(remote=lambda *_, outcome=outcome: ended(outcome)))
+        for outcome in outcomes
+    ]
+    group._ranks = ranks
+    with pytest.raises(CheckpointError, match="rank 1"):
+        await group.save(Path("none"))
+    assert group._ranks is ranks
