@@ -14,7 +14,7 @@ from raylearner.config.learner import lora_rank
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import number
 from raylearner.deaths import is_death
-from raylearner.errors import EngineError, EngineLost
+from raylearner.errors import EngineError, EngineLost, summary
 from raylearner.run.placement import Colocation, answer
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ActorLauncher:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 raise EngineError(f"{actor_id}: the engine did not start: {cause}") from error
             if is_death(error):
-                text = f"{actor_id}: the process died while the engine started: {error}"
+                text = f"{actor_id}: the process died while the engine started: {summary(error)}"
                 raise EngineLost(text) from error
             raise
         except BaseException:
