@@ -20,7 +20,7 @@ FAULTS = [
 
 
 @pytest.mark.timeout(280)
-def test_a_run_recovers_from_each_fault_and_balances(model: Path) -> None:
+def test_a_run_recovers_from_each_fault_and_accounts_for_every_group(model: Path) -> None:
     run = FaultRun(config={"model": make_model(model)})
     report = chaos.torment(run, engine="scripted", faults=FAULTS, seed=5, every_s=0, is_brief=True)
     assert sorted(fault.fault for fault in report.injected) == sorted(FAULTS)
@@ -34,7 +34,7 @@ def test_a_run_recovers_from_each_fault_and_balances(model: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_a_driver_killed_three_times_trains_as_if_it_had_not_been() -> None:
+def test_a_driver_killed_three_times_reproduces_the_uninterrupted_run() -> None:
     points = kill_points.draw(2, seed=2, phases=("checkpoint write", "restore"))
     found = kill_points.compare(points, num_steps=8, is_brief=True)
     assert len(found.kills) == 3, found.kills

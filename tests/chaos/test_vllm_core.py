@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 
 @pytest.mark.timeout(280)
-def test_a_killed_core_is_replaced_while_its_neighbour_plays(model: Path) -> None:
+def test_a_killed_core_is_replaced_while_the_other_engine_continues(model: Path) -> None:
     kept = make_model(model)["path"]
     overrides = (
         f"model={{kind: pretrained, path: {kept}}}",

@@ -34,7 +34,7 @@ def test_too_many_failed_episodes_end_the_run_naming_the_cause(launcher: Launche
     assert "the scripted engine lost the request" in output
 
 
-def test_some_failed_episodes_are_counted_and_the_run_goes_on(launcher: Launcher) -> None:
+def test_some_failed_episodes_are_counted_and_the_run_continues(launcher: Launcher) -> None:
     change = {
         "run": {"num_steps": 3},
         "actors": scripted("faults:Fails", share=0.2, vocab_size=200, max_tokens=8),

@@ -95,7 +95,7 @@ def test_an_asynchronous_run_killed_and_resumed_loses_nothing_and_trains_nothing
     assert 0 <= metrics[6]["checkpoint/stall_s"] < 30, "of the checkpoint after step 6"
 
 
-def test_actors_and_learner_that_die_are_replaced_and_the_run_goes_on(launcher: Launcher) -> None:
+def test_actors_and_learner_that_die_are_replaced_and_the_run_continues(launcher: Launcher) -> None:
     change = {
         "run": {"num_steps": 12, "checkpoint_every_steps": 2},
         "replay": {"max_staleness": 2},
@@ -121,7 +121,7 @@ def test_actors_and_learner_that_die_are_replaced_and_the_run_goes_on(launcher: 
     assert max(trained.values()) == 1
 
 
-def test_a_learner_before_the_first_checkpoint_and_a_replay_actor_that_die_are_replaced(
+def test_a_learner_without_a_checkpoint_and_a_replay_actor_are_replaced(
     launcher: Launcher,
 ) -> None:
     change = {

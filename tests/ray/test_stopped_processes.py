@@ -33,7 +33,7 @@ def process_of(folder: Path, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["learner-0", "rollout-0"])
-def test_an_actor_that_stops_is_named_and_replaced(name: str, launcher: Launcher) -> None:
+def test_a_stopped_actor_is_reported_and_replaced(name: str, launcher: Launcher) -> None:
     folder = launcher.folder / "run"
     process = launcher.start("run", LONG)
     wait_for(lambda: len(steps(folder)) >= 3, what="three steps")

@@ -337,7 +337,7 @@ async def test_a_judge_that_refuses_for_good_is_reported_before_a_run(
     assert len([r for r in caplog.records if "starting" in r.message]) == 2
 
 
-async def test_a_redirect_to_another_address_is_refused_and_sends_it_nothing(
+async def test_a_redirect_to_another_address_is_refused_and_not_followed(
     judge: JudgeServer,
 ) -> None:
     other = JudgeServer()
@@ -355,6 +355,6 @@ async def test_a_redirect_to_another_address_is_refused_and_sends_it_nothing(
     "content",
     [b"[" * 100_000, b'{"choices": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b"9" * 100_000],
 )
-async def test_replies_made_to_hurt_are_errors(judge: JudgeServer, content: bytes) -> None:
+async def test_malicious_replies_are_errors(judge: JudgeServer, content: bytes) -> None:
     judge.answer = lambda _: Response(content, media_type="application/json")
     assert "chat completion" in await failure(judge, http={"retries": 0})

@@ -38,7 +38,7 @@ def sandbox() -> Sandbox:
         ("print('\\x1b]0;title\\x07\\x1b[2J\\u202e')", 0, "\x1b]0;title\x07\x1b[2J\u202e\n"),
     ],
 )
-async def test_the_end_and_the_output_are_returned_as_they_are(
+async def test_exit_status_and_output_are_returned_unchanged(
     code: str, return_code: int, stdout: str | None, sandbox: Sandbox
 ) -> None:
     result = await sandbox.run(code, stdin="given")
@@ -47,13 +47,13 @@ async def test_the_end_and_the_output_are_returned_as_they_are(
     assert "\x1b" not in visible(result.stdout)
 
 
-async def test_one_byte_of_output_too_many_is_a_limit(sandbox: Sandbox) -> None:
+async def test_output_of_one_byte_over_the_limit_is_reported(sandbox: Sandbox) -> None:
     result = await sandbox.run("print('x' * 1000)")
     assert (result.status, result.limit_hit) == (SandboxStatus.LIMIT, "output")
     assert result.return_code == -signal.SIGKILL
 
 
-async def test_two_calls_at_once_do_not_see_each_other(sandbox: Sandbox) -> None:
+async def test_concurrent_calls_are_isolated_from_each_other(sandbox: Sandbox) -> None:
     code = """
 import os, sys, time
 name = sys.stdin.read()
@@ -71,7 +71,7 @@ print(name, sorted(os.listdir("/tmp")), os.listdir("/dev/shm") == os.listdir("/t
     assert len(users) == (2 if os.geteuid() == 0 else 1)
 
 
-async def test_variables_of_the_host_do_not_choose_what_a_program_runs(
+async def test_environment_variables_of_the_host_do_not_affect_a_program(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile = {

@@ -180,7 +180,7 @@ FULL = OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("should_defer", [True, False])
-async def test_failed_writes_are_counted_in_a_row_and_leave_no_files(
+async def test_consecutive_failed_writes_are_counted_and_leave_no_files(
     tmp_path: Path, should_defer: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = FakeLearner()
@@ -200,7 +200,7 @@ async def test_failed_writes_are_counted_in_a_row_and_leave_no_files(
     assert names(tmp_path) == ["step_000001", "step_000003"]
 
 
-async def test_the_last_checkpoint_is_tried_again_until_it_is_complete(tmp_path: Path) -> None:
+async def test_the_last_checkpoint_is_retried_until_it_is_complete(tmp_path: Path) -> None:
     tried: list[str] = []
 
     async def save(folder: str) -> None:
@@ -219,7 +219,9 @@ async def test_the_last_checkpoint_is_tried_again_until_it_is_complete(tmp_path:
     assert len(tried) == 3
 
 
-async def test_a_dead_replay_is_no_failed_write(tmp_path: Path) -> None:
+async def test_the_death_of_the_replay_actor_is_not_counted_as_a_failed_write(
+    tmp_path: Path,
+) -> None:
     async def save(_: str) -> None:
         raise ActorDiedError()
 
@@ -262,7 +264,7 @@ async def test_ranks_hash_their_own_files_and_the_manifest_has_every_hash(tmp_pa
     assert list_damage(tmp_path) == []
 
 
-def test_a_rollback_compares_sizes_alone(tmp_path: Path) -> None:
+def test_a_rollback_compares_only_file_sizes(tmp_path: Path) -> None:
     asyncio.run(write(tmp_path, 1))
     asyncio.run(write(tmp_path, 2))
     (tmp_path / "step_000002" / "weights").write_text("weights 3")
@@ -297,7 +299,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_the_last_whole_checkpoint_is_taken_and_the_corrupt_one_named(
+def test_the_last_complete_checkpoint_is_used_and_the_corrupt_one_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"

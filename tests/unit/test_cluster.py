@@ -64,7 +64,7 @@ def _fail_starts(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[psu
     return started
 
 
-def test_a_local_start_that_fails_is_tried_again_and_leaves_no_process(
+def test_a_local_start_that_fails_is_retried_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = _fail_starts(monkeypatch, cluster.NUM_STARTS - 1)

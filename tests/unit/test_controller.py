@@ -126,7 +126,7 @@ ROLLED_BACK = ["restart_learner", "restore", "load_replay", "publish_restored"]
         (ReplayDied("x"), None, ["restart_replay", *NEVER_TRAINED]),
     ],
 )
-async def test_what_died_is_replaced_and_everything_goes_back_to_one_state(
+async def test_a_dead_process_is_replaced_and_all_components_are_restored_to_one_state(
     first: LearnerDied | ReplayDied,
     checkpoint_step: int | None,
     called: list[str],
@@ -142,7 +142,7 @@ async def test_what_died_is_replaced_and_everything_goes_back_to_one_state(
     assert incidents.rewound == [made.step]
 
 
-async def test_what_dies_in_a_rollback_is_replaced_as_often_as_is_allowed(
+async def test_deaths_during_a_rollback_are_retried_up_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_controller(tmp_path)
@@ -188,7 +188,7 @@ async def test_a_death_after_the_last_checkpoint_does_not_fail_a_finished_run(
     assert len(recovered) == (completed < 5)
 
 
-async def test_a_call_of_a_dead_replay_is_its_death(tmp_path: Path) -> None:
+async def test_a_call_to_a_dead_replay_actor_raises_its_death(tmp_path: Path) -> None:
     async def dies(*_: object) -> None:
         raise ActorDiedError()
 
@@ -219,7 +219,7 @@ async def test_a_stop_ends_a_run_that_is_still_starting(
 
 
 @pytest.mark.parametrize("step", [0, 3])
-async def test_a_stop_breaks_off_an_evaluation(step: int, tmp_path: Path) -> None:
+async def test_a_stop_aborts_an_evaluation(step: int, tmp_path: Path) -> None:
     made = make_controller(tmp_path)
     made.step = step
     began: list[int] = []

@@ -58,7 +58,7 @@ def test_credentials_are_masked_in_logs_and_recorded_errors(
         "step=3 loss=0.1 tokens_per_s=1e4 ?page=2",
     ],
 )
-def test_ordinary_texts_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_texts_are_not_masked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token-of-a-mode")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/root/.ray/auth_token")
     monkeypatch.setenv("SHORT_KEY", "step")
@@ -91,7 +91,7 @@ def test_a_configuration_with_a_credential_is_refused_without_showing_it(
     assert value not in str(refusal.value)
 
 
-async def test_answers_that_are_evaluated_reach_nothing_and_know_no_key(
+async def test_evaluated_answers_have_no_credentials_and_no_access_to_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """reasoning-gym evaluates answers of this task as Python; the right ones here prove a refusal."""
@@ -127,6 +127,6 @@ async def test_answers_that_are_evaluated_reach_nothing_and_know_no_key(
     "line",
     [b"{", b"[" * 100_000, b"3", b'{"value": 7}', b'{"value": NaN}', b'{"value": "1"}', b"{}"],
 )
-def test_a_reply_of_another_form_is_a_failed_check(line: bytes) -> None:
+def test_a_malformed_reply_is_a_failed_check(line: bytes) -> None:
     with pytest.raises(CheckFailed):
         _read_reply("reasoning", line)

@@ -134,7 +134,7 @@ def write_proc(folder: Path, files: dict[str, str]) -> Path:
         ({"self/mountinfo": "1 2 0:5 / /proc rw - proc proc rw\n"}, 0, []),
     ],
 )
-def test_what_keeps_the_sandbox_from_working_is_named_with_its_setting(
+def test_settings_that_prevent_the_sandbox_are_reported(
     tmp_path: Path, files: dict[str, str], user: int, advised: list[str]
 ) -> None:
     found = host.blockers(write_proc(tmp_path, files), user=user)
@@ -142,7 +142,7 @@ def test_what_keeps_the_sandbox_from_working_is_named_with_its_setting(
     assert all(setting in text for setting, text in zip(advised, found, strict=True))
 
 
-def test_a_machine_without_isolation_gets_a_note_on_what_will_not_start(
+def test_a_machine_without_isolation_gets_a_note_on_what_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert only(doctor._sandbox()).verdict == "ok"

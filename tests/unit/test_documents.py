@@ -64,7 +64,7 @@ def test_the_ways_through_the_code_exist_and_are_counted() -> None:
             assert re.search(rf"def {name.rpartition('.')[2]}\b", source), name
 
 
-def test_the_tests_that_show_reliability_exist() -> None:
+def test_the_tests_named_in_reliability_exist() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) >= 15

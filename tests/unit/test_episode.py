@@ -91,7 +91,7 @@ async def test_the_penalty_of_invalid_actions_leaves_the_reward(tokenizer_folder
     assert trajectory.rewards == {"exact_answer": 1.0, "invalid_action_penalty": -0.25}
 
 
-async def test_a_lost_request_is_a_failed_trajectory_and_a_dead_engine_none(
+async def test_a_failed_request_fails_the_episode_but_a_dead_engine_does_not(
     tokenizer_folder: Path,
 ) -> None:
     kit = make_stage(tokenizer_folder, [])
@@ -105,7 +105,7 @@ async def test_a_lost_request_is_a_failed_trajectory_and_a_dead_engine_none(
         await play_one(kit)
 
 
-async def test_a_close_that_hangs_keeps_a_cancelled_episode_briefly(
+async def test_a_hanging_close_delays_a_cancelled_episode_only_briefly(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NeverCloses(SingleTurnEnvironment):

@@ -52,7 +52,7 @@ def test_what_was_logged_before_the_last_failure_is_no_cause(log: ErrorLog) -> N
     assert log.cause(POINTING) == "ValueError: a new one"
 
 
-def test_a_core_that_is_gone_is_no_cause_of_its_own_end(log: ErrorLog) -> None:
+def test_the_error_about_a_dead_core_is_not_reported_as_the_cause(log: ErrorLog) -> None:
     class EngineDeadError(Exception):
         """Named as vLLM's."""
 

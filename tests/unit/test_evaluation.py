@@ -109,7 +109,7 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
     assert ("tool: down" in caplog.text) == (None in rewards)
 
 
-async def test_a_dead_engines_share_is_played_by_the_others_and_none_of_it_fails() -> None:
+async def test_prompts_of_a_dead_engine_are_evaluated_by_the_other_actors() -> None:
     dead, first, second = Actor(failures=99), Actor(), Actor()
     record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
         lambda: {"dead": dead, "a": first, "b": second}, step=0, policy_version=3
@@ -131,7 +131,7 @@ async def test_an_evaluation_waits_for_the_replacement_of_its_only_actor(
     assert record["num_prompts"] == len(replacement.seen) == len(PROMPTS)
 
 
-async def test_an_evaluation_without_an_actor_that_lives_is_incomplete() -> None:
+async def test_an_evaluation_that_no_actor_survives_is_incomplete() -> None:
     with pytest.raises(EvaluationIncomplete, match="7 of 7"):
         await Evaluator(EvaluationSection(), PROMPTS).evaluate(
             lambda: {"r0": Actor(failures=9)}, step=0, policy_version=3
@@ -147,7 +147,7 @@ async def test_tokens_of_another_version_end_the_evaluation() -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_at_the_time_limit_what_has_not_ended_is_reported(
+async def test_episodes_unfinished_at_the_time_limit_are_reported(
     answers: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluations, "ANSWER_TIMEOUT_S", 0.05)

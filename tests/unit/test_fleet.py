@@ -169,7 +169,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return nodes
 
 
-async def test_a_replacement_that_fails_to_start_is_tried_again_while_the_others_go_on() -> None:
+async def test_a_replacement_that_fails_to_start_is_retried_while_the_others_continue() -> None:
     async with playing(Fleet(max_restarts=4)) as fleet:
         fleet.launcher.failures = {
             "rollout-2": EngineError("the engine did not start: no memory"),
@@ -183,7 +183,7 @@ async def test_a_replacement_that_fails_to_start_is_tried_again_while_the_others
         assert fleet.launcher.actors["rollout-1"].calls == ["run"]
 
 
-async def test_a_used_up_budget_ends_the_run_only_when_no_actor_is_left() -> None:
+async def test_an_exhausted_restart_budget_ends_the_run_only_when_no_actor_is_left() -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(RaylearnerError, match="max_restarts=1")):
         async with playing(Fleet(max_restarts=1)) as fleet:
             fleet.launcher.actors["rollout-0"].die()
@@ -196,7 +196,7 @@ async def test_a_used_up_budget_ends_the_run_only_when_no_actor_is_left() -> Non
             await asyncio.sleep(10)
 
 
-async def test_a_slot_is_filled_again_once_the_window_allows_it() -> None:
+async def test_an_actor_is_restarted_once_the_window_allows_it() -> None:
     fleet = Fleet(max_restarts=1)
     fleet._slots._budget = restarts.RestartBudget(1, 0.2)
     async with playing(fleet):
@@ -206,7 +206,7 @@ async def test_a_slot_is_filled_again_once_the_window_allows_it() -> None:
         await fleet.until("1", "3")
 
 
-async def test_an_engine_that_refuses_to_start_ends_the_first_start_with_its_cause() -> None:
+async def test_an_engine_error_during_startup_ends_the_run_with_its_cause() -> None:
     fleet = Fleet()
     fleet.launcher.failures = {"rollout-1": EngineError("the engine did not start: no such model")}
     with pytest.raises(EngineError, match="no such model"):
@@ -215,14 +215,16 @@ async def test_an_engine_that_refuses_to_start_ends_the_first_start_with_its_cau
     assert fleet.launcher.actors["rollout-0"].calls == ["stop"]
 
 
-async def test_an_engine_whose_process_is_killed_in_the_first_start_is_started_again() -> None:
+async def test_an_engine_killed_during_startup_is_restarted() -> None:
     fleet = Fleet()
     fleet.launcher.failures = {"rollout-1": EngineLost("the process died")}
     async with playing(fleet):
         assert fleet.names == ["0", "2"]
 
 
-async def test_a_joiner_waits_for_a_dead_learner_and_is_replaced_where_weights_fail() -> None:
+async def test_a_joining_actor_waits_for_a_dead_learner_and_is_replaced_if_its_weights_fail() -> (
+    None
+):
     async with playing(Fleet()) as fleet:
         fleet.join_failures = [WeightTransferError("proof"), LearnerDied("rank 0 died")]
         fleet.fail_push("rollout-0", WeightTransferError("proof"))
@@ -230,7 +232,7 @@ async def test_a_joiner_waits_for_a_dead_learner_and_is_replaced_where_weights_f
         assert fleet.num_restarts == 2
 
 
-async def test_a_lost_node_and_another_engines_failure_do_not_use_up_restarts(
+async def test_a_lost_node_and_a_push_failure_elsewhere_do_not_use_up_restarts(
     no_ray: list[str],
 ) -> None:
     async with playing(Fleet(max_restarts=0)) as fleet:
@@ -244,7 +246,7 @@ async def test_a_lost_node_and_another_engines_failure_do_not_use_up_restarts(
         await fleet.until("3")
 
 
-async def test_an_actor_of_a_node_that_is_reported_lost_later_is_replaced_after_all(
+async def test_restarts_are_not_counted_once_their_node_is_reported_lost(
     no_ray: list[str],
 ) -> None:
     async with playing(Fleet(1, max_restarts=0)) as fleet:
@@ -255,7 +257,7 @@ async def test_an_actor_of_a_node_that_is_reported_lost_later_is_replaced_after_
         await fleet.until("1")
 
 
-async def test_an_actor_whose_replay_died_plays_again_without_a_new_engine() -> None:
+async def test_an_actor_keeps_its_engine_when_the_replay_actor_dies() -> None:
     async with playing(Fleet(max_restarts=0)) as fleet:
         actor = fleet.launcher.actors["rollout-0"]
         dead, actor.ended = actor.ended, asyncio.get_running_loop().create_future()
@@ -269,7 +271,7 @@ async def test_an_actor_whose_replay_died_plays_again_without_a_new_engine() -> 
 RANGE = ActorRange(min=1, max=3)
 
 
-async def test_a_range_starts_with_its_minimum_and_takes_in_what_comes() -> None:
+async def test_an_elastic_run_starts_with_the_minimum_and_grows() -> None:
     fleet = Fleet(RANGE, max_restarts=0)
     fleet.launcher.room = asyncio.Semaphore(1)
     async with playing(fleet):
@@ -281,7 +283,7 @@ async def test_a_range_starts_with_its_minimum_and_takes_in_what_comes() -> None
         await fleet.until("0", "1", "2")
 
 
-async def test_a_range_without_an_actor_waits_for_resources(no_ray: list[str]) -> None:
+async def test_an_elastic_run_without_actors_waits_for_resources(no_ray: list[str]) -> None:
     fleet = Fleet(ActorRange(min=1, max=1), max_restarts=0)
     fleet.launcher.room = asyncio.Semaphore(1)
     async with playing(fleet):
@@ -295,7 +297,7 @@ async def test_a_range_without_an_actor_waits_for_resources(no_ray: list[str]) -
         assert not fleet.waits_for_resources
 
 
-async def test_shrinking_drains_the_newest_and_counts_no_failure() -> None:
+async def test_shrinking_drains_the_newest_actors_and_counts_no_failure() -> None:
     async with playing(Fleet(3, max_restarts=0)) as fleet:
         fleet.resize(1)
         await fleet.until("0")
@@ -307,7 +309,7 @@ async def test_shrinking_drains_the_newest_and_counts_no_failure() -> None:
         await fleet.until("0", "3")
 
 
-async def test_shrinking_takes_slots_that_wait_for_resources_first() -> None:
+async def test_shrinking_first_removes_actors_that_wait_for_resources() -> None:
     fleet = Fleet(RANGE)
     fleet.launcher.room = asyncio.Semaphore(2)
     async with playing(fleet):
@@ -334,7 +336,7 @@ async def test_a_number_outside_of_the_limits_is_refused(
     assert fleet._slots.kept == []
 
 
-async def test_the_fleet_follows_requests_in_the_run_directory(tmp_path: Path) -> None:
+async def test_the_fleet_carries_out_scale_requests_in_the_run_directory(tmp_path: Path) -> None:
     from raylearner.run import scaling
 
     async with playing(Fleet(folder=tmp_path)) as fleet:
@@ -342,7 +344,7 @@ async def test_the_fleet_follows_requests_in_the_run_directory(tmp_path: Path) -
         await fleet.until("0", "1", "2")
 
 
-async def test_every_actor_hears_of_another_replay_actor() -> None:
+async def test_every_actor_is_connected_to_the_new_replay_actor() -> None:
     async with playing(Fleet()) as fleet:
         await fleet.use_replay("another")
         assert fleet.launcher.connected == {"rollout-0": "another", "rollout-1": "another"}

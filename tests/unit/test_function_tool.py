@@ -219,7 +219,7 @@ class Reports:
         ({"kind": "custom", "path": "tools_of_a_user:Reports"}, "browse", "no such page"),
     ],
 )
-async def test_a_tool_whose_failures_are_shown_ends_the_run_by_name_and_error(
+async def test_a_tool_that_keeps_failing_ends_the_run_with_its_name_and_error(
     tokenizer_folder: Path, environment: dict[str, Any], name: str, error: str
 ) -> None:
     section = TypeAdapter[EnvironmentSection](EnvironmentSection).validate_python(environment)

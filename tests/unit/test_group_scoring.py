@@ -48,7 +48,9 @@ async def test_a_group_that_reaches_its_time_limit_in_a_take_is_scored() -> None
     assert [len(group.trajectories) for group in take.groups] == [2]
 
 
-async def test_a_reward_actor_that_died_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_is_repeated_after_the_reward_actor_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replay_actor, "SCORE_PAUSES_S", (0.01, 0.01))
     replay = make_replay(Rewards(num_deaths=2))
     await play(replay, num_episodes=3)

@@ -36,7 +36,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
         ({"group_time_limit_s": 90.0}, "time_limit", ["90 s", "actors.num_actors"]),
     ],
 )
-def test_a_third_of_the_groups_lost_is_told_once_in_a_while_with_the_key(
+def test_losing_a_third_of_the_groups_logs_an_occasional_warning_with_the_key(
     warnings: pytest.LogCaptureFixture, section: dict[str, object], why: str, keys: list[str]
 ) -> None:
     run = Run(**section)
@@ -50,7 +50,7 @@ def test_a_third_of_the_groups_lost_is_told_once_in_a_while_with_the_key(
     assert len(warnings.messages) == 2
 
 
-def test_fewer_losses_and_those_before_a_rollback_are_not_told(
+def test_fewer_losses_and_those_before_a_rollback_log_no_warning(
     warnings: pytest.LogCaptureFixture,
 ) -> None:
     run = Run()

@@ -56,7 +56,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_turn_made_to_hurt_is_read_soon(reader: str) -> None:
+def test_a_malicious_turn_is_parsed_quickly(reader: str) -> None:
     for part in PARTS:
         for head in ("", "```json\n"):
             text = head + part * (LENGTH // len(part)) + "x"

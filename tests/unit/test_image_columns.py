@@ -326,7 +326,9 @@ def test_adapters_of_a_tower_are_not_sent_where_vllm_would_leave_them_out() -> N
         check_adapter_transport(frozen.model_copy(update={"learner": learner}))
 
 
-def test_rows_name_images_below_their_folder_also_by_links_and_whole_paths(tmp_path: Path) -> None:
+def test_rows_reference_images_below_their_folder_also_by_links_and_absolute_paths(
+    tmp_path: Path,
+) -> None:
     elsewhere, rows = tmp_path / "elsewhere", tmp_path / "rows"
     elsewhere.mkdir()
     rows.mkdir()
@@ -339,7 +341,7 @@ def test_rows_name_images_below_their_folder_also_by_links_and_whole_paths(tmp_p
         load_prompts([jsonl(rows, {"prompt": "a", "image": str(elsewhere / "red.png")})])
 
 
-def test_rows_of_a_dataset_name_no_image_of_this_machine(tmp_path: Path) -> None:
+def test_rows_of_a_dataset_cannot_reference_images_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(plain())
     (tmp_path / "hub").mkdir()
     table = pyarrow.table({"prompt": ["a"], "image": [str(tmp_path / "red.png")]})

@@ -173,7 +173,7 @@ def test_a_restore_in_place_never_issues_a_key_again_and_cancels_what_runs() -> 
     assert {c.key[:2]: c.seed for c in issued}.items() <= {c.key[:2]: c.seed for c in again}.items()
 
 
-def test_keys_of_ledgers_that_died_are_never_issued_again() -> None:
+def test_claim_keys_of_lost_ledgers_are_never_issued_again() -> None:
     """Whether the lost one had restored a checkpoint or had only begun, and once more after the next."""
     ledger = make_ledger()
     issued: list[Claim] = []

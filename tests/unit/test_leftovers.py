@@ -34,7 +34,7 @@ def _of_dead_process(folder: Path) -> Path:
     return Path(done.stdout.strip())
 
 
-def test_folders_of_dead_processes_are_removed_and_those_of_living_ones_stay(
+def test_folders_of_dead_processes_are_removed_and_those_of_running_ones_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = _of_dead_process(tmp_path)
@@ -73,7 +73,7 @@ def test_names_without_an_owner_that_can_be_looked_up_are_kept(tmp_path: Path, n
     assert list(leftovers.find(tmp_path)) == []
 
 
-def test_an_id_that_was_given_to_another_process_counts_as_dead(tmp_path: Path) -> None:
+def test_an_owner_whose_process_id_was_reused_counts_as_dead(tmp_path: Path) -> None:
     reused = tmp_path / leftovers.prefix("weights").replace(
         f"-{leftovers.start_time(os.getpid())}-", "-1-"
     )
@@ -83,7 +83,7 @@ def test_an_id_that_was_given_to_another_process_counts_as_dead(tmp_path: Path) 
     assert not path.exists()
 
 
-def test_listed_segments_go_with_their_folder_and_nothing_else_does(tmp_path: Path) -> None:
+def test_listed_segments_are_removed_with_their_folder_and_nothing_else_is(tmp_path: Path) -> None:
     shared = leftovers.SHARED_MEMORY
     for name in ("psm_1234", "psm_other", "important", "secret"):
         (shared / name).write_bytes(b"x" * 10)
@@ -95,7 +95,7 @@ def test_listed_segments_go_with_their_folder_and_nothing_else_does(tmp_path: Pa
     assert sorted(path.name for path in shared.iterdir()) == ["important", "psm_other", "secret"]
 
 
-def test_a_processs_mapped_segments_are_listed(
+def test_segments_mapped_by_a_process_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", Path("/dev/shm"))

@@ -64,7 +64,7 @@ def test_a_request_must_name_a_host_that_the_server_knows(
         ([], None, 421),
     ],
 )
-def test_pages_from_elsewhere_and_unclear_hosts_are_refused(
+def test_foreign_pages_and_ambiguous_hosts_are_refused(
     hosts: list[str], origin: str | None, status: int | None
 ) -> None:
     refusal = Hosts.of("127.0.0.1").refusal(hosts, origin)
@@ -97,14 +97,14 @@ def ask(
         connection.close()
 
 
-def test_a_guarded_service_answers_its_own_clients_alone(guarded: str) -> None:
+def test_a_guarded_service_answers_only_its_own_clients(guarded: str) -> None:
     assert ask(guarded)[0] == 200
     assert ask(guarded, Host="evil.example")[0] == 421
     assert ask(guarded, Origin="http://evil.example")[0] == 403
     assert ask(guarded, Origin=f"http://{guarded}")[0] == 200
 
 
-def test_bodies_are_bounded_whole_and_in_chunks(guarded: str) -> None:
+def test_body_size_is_limited_with_and_without_chunks(guarded: str) -> None:
     assert ask(guarded, "POST", "/size", b"x" * LIMIT) == (200, b"1000")
     assert ask(guarded, "POST", "/size", b"x" * (LIMIT + 1))[0] == 413
     assert (
@@ -115,7 +115,7 @@ def test_bodies_are_bounded_whole_and_in_chunks(guarded: str) -> None:
     assert ask(guarded)[0] == 200
 
 
-def test_a_body_that_does_not_arrive_is_given_up(guarded: str) -> None:
+def test_a_body_that_does_not_arrive_times_out(guarded: str) -> None:
     connection = http.client.HTTPConnection(guarded, timeout=10)
     connection.putrequest("POST", "/size")
     connection.putheader("Content-Length", "10")
@@ -153,7 +153,7 @@ async def chat_server() -> AsyncIterator[tuple[ChatServer, str]]:
         await server.close()
 
 
-async def test_the_proxy_answers_known_hosts_and_living_keys() -> None:
+async def test_the_proxy_accepts_only_known_hosts_and_valid_keys() -> None:
     async with chat_server() as (server, address):
 
         async def status(key: str, **headers: str) -> int:
@@ -196,7 +196,7 @@ async def test_the_proxy_answers_known_hosts_and_living_keys() -> None:
     ],
     ids=["many messages", "not closed", "nested", "nested arguments", "long number"],
 )
-async def test_the_proxy_refuses_bodies_made_to_hurt(body: bytes) -> None:
+async def test_the_proxy_refuses_malicious_bodies(body: bytes) -> None:
     async with chat_server() as (server, address):
         with server.session(NOBODY) as key:
             headers = {"Authorization": f"Bearer {key}"}

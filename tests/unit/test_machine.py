@@ -181,7 +181,7 @@ def _without_locks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_supported_by_a_file_of_the_holder(
+def test_a_holder_file_replaces_the_lock_where_flock_is_unsupported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     _without_locks(monkeypatch, code)

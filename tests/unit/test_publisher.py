@@ -425,7 +425,7 @@ async def test_a_learner_that_does_not_stop_sending_is_reported_with_the_cause(
         await lab.publisher.publish(1)
 
 
-async def test_pushes_that_reach_no_engine_are_fatal_only_after_some_in_a_row() -> None:
+async def test_pushes_that_reach_no_engine_are_fatal_only_after_several_in_a_row() -> None:
     lab = Lab()
     lab.publisher._max_failed_pushes = 2
     good = Receiver(opened())
@@ -450,7 +450,7 @@ async def test_pushes_that_reach_no_engine_are_fatal_only_after_some_in_a_row() 
         await lab.publisher.publish(9)
 
 
-async def test_a_write_that_takes_too_long_is_tried_again() -> None:
+async def test_a_write_that_takes_too_long_is_retried() -> None:
     lab = Lab(deadline_s=0.05)
     lab.publisher._max_failed_pushes = 3
     engine = Receiver(opened())

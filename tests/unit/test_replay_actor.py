@@ -17,7 +17,7 @@ def make_actor(**options: Any) -> Any:
     return actor.__ray_metadata__.modified_class(make_section(), PROMPTS, 0, **options)
 
 
-async def test_the_first_state_comes_back_with_other_claim_keys() -> None:
+async def test_the_initial_state_is_restored_with_new_claim_keys() -> None:
     replay = make_actor()
     first = (await replay.claim("a", 0, 4, 0.0)).claims
     await replay.commit([], 3)
@@ -33,7 +33,7 @@ async def test_the_first_state_comes_back_with_other_claim_keys() -> None:
     assert not {c.key for c in replaced} & {c.key for c in [*first, *again]}
 
 
-async def test_a_replay_that_does_not_answer_fails_no_engine() -> None:
+async def test_a_replay_actor_that_does_not_answer_does_not_fail_the_engine() -> None:
     told: list[tuple[object, ...]] = []
 
     def advance(*arguments: object) -> "asyncio.Future[None]":

@@ -118,7 +118,7 @@ def test_half_precision_loosens_the_verification() -> None:
     assert (weights.verify_tolerance, weights.verify_statistic) == (0.25, "mean")
 
 
-def test_a_range_of_actors_needs_its_minimum_and_engines_that_come_and_go() -> None:
+def test_a_range_of_actors_needs_only_its_minimum_and_excludes_ipc() -> None:
     changes = {"actors__num_actors": "{min: 2, max: 16}", "cluster__num_cpus": 8}
     assert config(**changes).cpus_needed == 3
     assert shares(3, **changes) == (1, 1, "nccl")

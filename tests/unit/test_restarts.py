@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_a_budget_is_used_up_by_one_restart_more_than_its_limit_within_the_window() -> None:
+def test_a_budget_is_used_up_by_one_restart_over_its_limit_within_the_window() -> None:
     clock = Clock()
     budget = RestartBudget(2, 100.0, clock=clock)
     assert [budget.count(), budget.is_used_up] == [1, False]
@@ -30,7 +30,7 @@ def test_a_budget_is_used_up_by_one_restart_more_than_its_limit_within_the_windo
     assert budget.count() == 1
 
 
-def test_a_budget_of_none_never_allows_a_restart() -> None:
+def test_a_budget_of_zero_never_allows_a_restart() -> None:
     clock = Clock()
     budget = RestartBudget(0, 100.0, clock=clock)
     assert not budget.is_used_up
@@ -39,7 +39,7 @@ def test_a_budget_of_none_never_allows_a_restart() -> None:
     assert budget.wait_s() == float("inf")
 
 
-def test_restarts_at_a_place_that_was_lost_are_forgiven() -> None:
+def test_restarts_on_a_lost_node_are_not_counted() -> None:
     budget = RestartBudget(0, 100.0, clock=Clock())
     budget.count("lost")
     assert budget.is_used_up
@@ -47,7 +47,7 @@ def test_restarts_at_a_place_that_was_lost_are_forgiven() -> None:
     assert [budget.num_counted, budget.is_used_up] == [0, False]
 
 
-def test_the_pause_grows_with_failures_in_a_row_only() -> None:
+def test_the_pause_grows_only_with_consecutive_failures() -> None:
     clock = Clock()
     budget = RestartBudget(100, 3600.0, clock=clock)
     pauses: list[float] = []
@@ -92,6 +92,6 @@ def test_every_error_of_a_lost_process_node_or_object_is_a_death(error: Exceptio
     [EngineError("no"), exceptions.TaskCancelledError(), exceptions.GetTimeoutError("no")],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_of_the_called_code_are_no_deaths(error: Exception) -> None:
+def test_errors_of_the_called_code_are_not_deaths(error: Exception) -> None:
     assert not is_death(error)
     assert not is_death(in_task(error))

@@ -113,7 +113,9 @@ async def until(condition: Any, *, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_full_actor_hears_of_closed_groups_and_plays_on(tokenizer_folder: Path) -> None:
+async def test_an_actor_without_free_slots_cancels_episodes_of_closed_groups(
+    tokenizer_folder: Path,
+) -> None:
     replay, script = Replay(group_time_limit_s=0.3, partial_groups="drop"), Hangs(4)
     async with running(make_worker(make_stage(tokenizer_folder, script), replay)):
         await until(lambda: len(replay.stored) >= 8)
@@ -121,7 +123,7 @@ async def test_a_full_actor_hears_of_closed_groups_and_plays_on(tokenizer_folder
     assert not any(t.stop_reason is StopReason.ERROR for t in replay.stored)
 
 
-async def test_a_full_actor_asks_seldom(tokenizer_folder: Path) -> None:
+async def test_an_actor_without_free_slots_polls_rarely(tokenizer_folder: Path) -> None:
     replay = Replay()
     async with running(make_worker(make_stage(tokenizer_folder, Hangs(99)), replay)):
         await asyncio.sleep(0.5)
@@ -154,7 +156,7 @@ async def test_the_death_of_an_idle_engine_ends_the_worker(tokenizer_folder: Pat
             await asyncio.wait_for(task, 10)
 
 
-async def test_an_engine_that_fails_every_request_is_given_up(tokenizer_folder: Path) -> None:
+async def test_an_engine_that_fails_every_request_is_declared_dead(tokenizer_folder: Path) -> None:
     replay = Replay(groups_per_step=16)
     kit = make_stage(tokenizer_folder, Fails(share=1.0, **SHORT))
     async with running(make_worker(kit, replay)) as task:
@@ -163,7 +165,7 @@ async def test_an_engine_that_fails_every_request_is_given_up(tokenizer_folder: 
     assert len(replay.stored) < MAX_FAILED_IN_ROW
 
 
-async def test_failures_beside_a_request_that_still_runs_end_no_engine(
+async def test_failures_do_not_end_an_engine_while_an_earlier_request_runs(
     tokenizer_folder: Path,
 ) -> None:
     class OneRuns(Fails):
@@ -183,7 +185,7 @@ async def test_failures_beside_a_request_that_still_runs_end_no_engine(
     assert [t.error_kind for t in played].count("engine") == 19
 
 
-async def test_groups_closed_while_actors_listen_are_scored(tokenizer_folder: Path) -> None:
+async def test_groups_closed_during_a_poll_are_scored(tokenizer_folder: Path) -> None:
     """The time limit closes a group with two of three episodes; nothing else happens then."""
 
     class GroupRewards:
@@ -208,7 +210,7 @@ async def test_groups_closed_while_actors_listen_are_scored(tokenizer_folder: Pa
         await until(lambda: scored.num_calls)
 
 
-async def test_one_prompt_that_every_engine_refuses_ends_none(tokenizer_folder: Path) -> None:
+async def test_a_prompt_that_every_engine_rejects_ends_no_engine(tokenizer_folder: Path) -> None:
     worker = make_worker(make_stage(tokenizer_folder, Fails(share=1.0, **SHORT)), Replay())
     played = await worker.evaluate(
         [PROMPTS[0]] * 3 * MAX_FAILED_IN_ROW, Sampling(max_tokens=4), 60.0
@@ -225,7 +227,7 @@ async def test_an_evaluation_on_a_dead_engine_has_no_episodes(tokenizer_folder: 
         await worker.run()
 
 
-async def test_an_evaluation_aborts_what_has_not_ended_in_time(tokenizer_folder: Path) -> None:
+async def test_an_evaluation_aborts_episodes_at_its_time_limit(tokenizer_folder: Path) -> None:
     script = Hangs(2)
     worker = make_worker(make_stage(tokenizer_folder, script), Replay())
     played = await worker.evaluate(PROMPTS[:8], Sampling(max_tokens=4), 2.0)
@@ -256,7 +258,9 @@ async def test_a_halt_does_not_wait_for_a_claim(tokenizer_folder: Path) -> None:
     await asyncio.wait_for(task, 1.0)  # without an error: the engine was closed after the halt
 
 
-async def test_a_worker_plays_again_after_the_replay_was_gone(tokenizer_folder: Path) -> None:
+async def test_a_worker_continues_after_the_replay_actor_was_replaced(
+    tokenizer_folder: Path,
+) -> None:
     replay = Replay()
     worker = make_worker(make_stage(tokenizer_folder, RandomTokens(**SHORT)), replay)
     put, claim = replay.actor.put, replay.actor.claim
@@ -359,7 +363,7 @@ async def test_an_episode_that_ignores_its_cancellation_loses_its_slot(
     is_over = True
 
 
-async def test_a_dead_actors_late_claim_gets_nothing(tokenizer_folder: Path) -> None:
+async def test_a_late_claim_of_a_dead_actor_returns_nothing(tokenizer_folder: Path) -> None:
     replay = Replay()
     await replay.actor.fail_actor("a")
     assert (await replay.claim("a", 0, 4, 0.05)).claims == []

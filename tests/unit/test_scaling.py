@@ -61,7 +61,7 @@ def test_a_run_that_does_not_answer_leaves_no_request(
         assert [path.name for path in folder.iterdir()] == [run_directory.LOCK_FILE]
 
 
-def test_a_request_that_nobody_waits_for_is_not_carried_out(tmp_path: Path) -> None:
+def test_an_expired_request_is_not_carried_out(tmp_path: Path) -> None:
     scaling._write(tmp_path / scaling.REQUEST_FILE, {"id": "x", "actors": 3, "at_s": 1.0})
     assert scaling._take(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +73,7 @@ def test_a_bad_number_is_refused(number: str, tmp_path: Path) -> None:
         scaling.request(str(tmp_path), number)
 
 
-def test_runs_that_do_not_run_or_exist_are_refused(tmp_path: Path) -> None:
+def test_missing_and_ended_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not running"):
         scaling.request(str(tmp_path), "actors=2")
     with pytest.raises(ConfigError, match="nowhere"):

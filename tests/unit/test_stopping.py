@@ -24,7 +24,7 @@ def write_checkpoint(folder: Path, *, step: int) -> None:
     (checkpoint / MANIFEST).write_text(json.dumps({"step": step, "files": {}}))
 
 
-def test_a_stop_names_the_checkpoint_that_exists(tmp_path: Path) -> None:
+def test_a_stop_reports_the_checkpoint_that_exists(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert isinstance(stopped(folder), StoppedEarly)
     (folder / "checkpoints" / "step_000007.partial").mkdir(parents=True)
@@ -36,7 +36,7 @@ def test_a_stop_names_the_checkpoint_that_exists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])
-def test_a_signal_before_the_loop_ends_the_run_at_once(
+def test_a_signal_before_the_loop_ends_the_run_immediately(
     has_checkpoint: bool, tmp_path: Path
 ) -> None:
     previous = signal.getsignal(signal.SIGTERM)
@@ -59,14 +59,14 @@ def test_a_signal_before_the_loop_ends_the_run_at_once(
     assert signal.getsignal(signal.SIGTERM) == previous
 
 
-def test_the_handler_of_ray_ends_the_run_in_the_same_way(tmp_path: Path) -> None:
+def test_the_signal_handler_of_ray_ends_the_run_in_the_same_way(tmp_path: Path) -> None:
     with pytest.raises(StoppedEarly), StopRequest(tmp_path).heard():
         raise SystemExit(signal.SIGTERM)
     with pytest.raises(SystemExit), StopRequest(tmp_path).heard():
         raise SystemExit(3)
 
 
-async def test_a_running_loop_hears_a_signal_and_the_deadline(tmp_path: Path) -> None:
+async def test_a_signal_and_the_deadline_stop_a_running_loop(tmp_path: Path) -> None:
     for stop_at_s in (None, time.time() + 0.05):
         stop = StopRequest(tmp_path)
         with stop.heard():

@@ -110,7 +110,7 @@ def test_a_stop_reaches_the_child_and_ends_the_supervisor_with_its_code(tmp_path
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
-def test_the_child_is_asked_to_stop_if_the_supervisor_is_killed(tmp_path: Path) -> None:
+def test_the_child_is_stopped_if_the_supervisor_is_killed(tmp_path: Path) -> None:
     import psutil
 
     process = _start(tmp_path)

@@ -77,7 +77,7 @@ def make_watchdog() -> Watchdog:
         ({"replay"}, ReplayDied, ["replay"]),
     ],
 )
-async def test_at_the_limit_the_role_that_is_silent_is_ended(
+async def test_a_role_that_does_not_answer_is_ended_at_the_limit(
     silent: set[str], death: type[Exception], ended: list[str], actors: Actors
 ) -> None:
     actors.silent = silent
@@ -86,7 +86,7 @@ async def test_at_the_limit_the_role_that_is_silent_is_ended(
     assert actors.ended == ended
 
 
-async def test_a_wait_for_nobody_ends_the_run(actors: Actors) -> None:
+async def test_a_wait_that_depends_on_no_actor_ends_the_run(actors: Actors) -> None:
     with pytest.raises(StalledError, match="watchdog_s"):
         await make_watchdog().wait("closing", never())
     assert actors.ended == []
@@ -107,7 +107,7 @@ async def test_an_answer_during_the_examination_counts(
     assert actors.ended == []
 
 
-async def test_a_wait_with_progress_goes_on(actors: Actors) -> None:
+async def test_a_wait_with_progress_continues(actors: Actors) -> None:
     written: list[int] = []
 
     def count() -> int:
@@ -122,7 +122,7 @@ async def test_a_wait_with_progress_goes_on(actors: Actors) -> None:
     assert len(written) > 12
 
 
-async def test_a_cancelled_wait_ends_its_call_but_no_shielded_one() -> None:
+async def test_a_cancelled_wait_cancels_its_call_unless_it_is_shielded() -> None:
     inner = asyncio.create_task(asyncio.sleep(0.2, "done"))
     waiting = asyncio.create_task(
         Watchdog(60, step=lambda: 0).wait("report", asyncio.shield(inner))
@@ -134,7 +134,7 @@ async def test_a_cancelled_wait_ends_its_call_but_no_shielded_one() -> None:
     assert await inner == "done"
 
 
-async def test_silent_actors_are_ended_alone(actors: Actors) -> None:
+async def test_only_actors_that_do_not_answer_are_ended(actors: Actors) -> None:
     actors.silent = {"r1"}
     watching = asyncio.create_task(make_watchdog().watch(ROLLOUT))
     await asyncio.sleep(8 * LIMIT_S)
@@ -153,7 +153,7 @@ async def test_actors_that_answer_again_are_left_alone(actors: Actors) -> None:
     assert actors.ended == []
 
 
-async def test_a_replay_that_fails_meanwhile_replaces_no_cause(tmp_path: Path) -> None:
+async def test_a_failing_replay_actor_does_not_hide_the_cause(tmp_path: Path) -> None:
     async def breaks() -> None:
         raise OSError(28, "No space left on device", "/x")
 
@@ -305,7 +305,7 @@ async def test_every_wait_of_the_loop_has_a_limit(
             await does(run)
 
 
-async def test_closing_goes_on_after_a_part_that_hangs(
+async def test_closing_continues_after_a_part_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actors: Actors
 ) -> None:
     monkeypatch.setattr(controllers, "CLOSE_TIMEOUT_S", LIMIT_S)
@@ -340,7 +340,9 @@ sleeps_for_long()
         (False, False, ["state "]),
     ],
 )
-def test_a_process_is_described_and_lives_on(registers: bool, stop: bool, words: list[str]) -> None:
+def test_a_process_is_described_and_keeps_running(
+    registers: bool, stop: bool, words: list[str]
+) -> None:
     program = PROGRAM.format(registers=registers)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         try:

@@ -62,7 +62,7 @@ async def refuse_after_the_death_of_the_core(engine: VllmEngine) -> None:
         await engine.generate([1, 2, 3], Sampling(max_tokens=2))
 
 
-async def test_pushed_weights_reach_every_rank_of_an_engine_and_its_end_every_request(
+async def test_pushed_weights_reach_every_rank_and_the_death_of_an_engine_every_request(
     tmp_path: Path,
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", is_tied=False)
