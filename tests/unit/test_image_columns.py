@@ -258,6 +258,7 @@ def test_a_checkpoint_that_reads_text_alone_is_refused_by_check_and_before_a_clu
         "model={kind: pretrained, path: owner/name}",
         "environment={kind: single_turn}",
         "learner.vision_learning_rate=1e-5",
+        f"run.dir={tmp_path / 'run'}",
     ]
     config = load([QUICKSTART], overrides)
 
