@@ -281,7 +281,7 @@ def scale(
         str, typer.Argument(metavar="actors=N", help="Number of rollout actors, such as actors=4.")
     ],
 ) -> None:
-    """Change the number of rollout actors of a running job, and wait for its answer."""
+    """Change the number of rollout actors of a running job, and print the result."""
     with _exit_codes():
         from raylearner.run import scaling
 

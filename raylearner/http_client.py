@@ -184,8 +184,8 @@ class HttpClient:
                 response.close()
                 target = response.headers.get("Location", "")[:SHOWN_CHARACTERS]
                 raise RequestFailed(
-                    f"answered status {response.status}, which names another address, {target!r}; it is"
-                    " not followed: correct the url",
+                    f"returned status {response.status}, a redirect to {target!r}; redirects are not"
+                    " followed: correct the url",
                     is_transient=False,
                     has_answered=True,
                     status=response.status,

@@ -94,7 +94,7 @@ def sweep(*folders: Path | str) -> None:
         remove(leftover.path)
     if found:
         logger.info(
-            "removed %d temporary files and folders of runs that were killed, %.1f MiB: %s",
+            "removed %d temporary files and folders of killed runs, %.1f MiB: %s",
             *(len(found), sum(each.num_bytes for each in found) / 2**20),
             ", ".join(str(each.path) for each in found[:3]) + ", .." * (len(found) > 3),
         )

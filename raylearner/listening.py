@@ -47,9 +47,12 @@ class Hosts:
         """Return status and reason to refuse a request with these headers, or None."""
         if len(hosts) != 1 or not self._has(_name(hosts[0])):
             named = repr(hosts[0][:80]) if hosts else "no host"
-            return UNKNOWN_HOST, f"the request names {named}, which is not this server"
+            return (
+                UNKNOWN_HOST,
+                f"the Host header names {named}, which is not a name of this server",
+            )
         if origin is not None and urlsplit(origin).netloc.lower() != hosts[0].strip().lower():
-            return FOREIGN_PAGE, "requests of web pages from elsewhere are not answered"
+            return FOREIGN_PAGE, "requests from other web pages are refused"
         return None
 
     def _has(self, name: str) -> bool:
@@ -147,7 +150,7 @@ class _Request:
 
 
 async def _answer(send: Send, status: int, reason: str) -> None:
-    """Answer in the form of the OpenAI API, whose clients are told not to try again."""
+    """Answer in the form of the OpenAI API, with a header that stops its clients from retrying."""
     error = {"message": reason, "type": "invalid_request_error", "param": None, "code": str(status)}
     body = json.dumps({"error": error}).encode()
     headers = [

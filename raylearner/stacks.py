@@ -23,7 +23,7 @@ _memory: int | None = None
 
 
 def register() -> None:
-    """Let other processes ask this one for its stacks. Safe to call twice."""
+    """Let other processes request the stacks of this one. Safe to call twice."""
     global _memory
     if _memory is None and hasattr(os, "memfd_create"):
         _memory = os.memfd_create(MEMORY_NAME)

@@ -37,9 +37,9 @@ class Outcome:
 
     case: str
     recovered_s: float | None = None
-    """Seconds from the fault until the run goes on as before; None where it does not."""
+    """Seconds from the fault until the run continues as before; None where it does not."""
     code: int | None = None
-    """Exit code, after SIGTERM where the run goes on; None where it does not end in time."""
+    """Exit code, after SIGTERM where the run continues; None where it does not end in time."""
     end_s: float = 0.0
     step: int = 0
     lost: int = 0
@@ -53,7 +53,7 @@ class Outcome:
         """Return a line of a Markdown table."""
         if self.skipped:
             return f"| {self.case} | skipped: {self.skipped} | | | |"
-        went = "ended" if self.recovered_s is None else f"goes on after {self.recovered_s:.1f} s"
+        went = "ended" if self.recovered_s is None else f"continues after {self.recovered_s:.1f} s"
         end = "does not end" if self.code is None else f"{self.code} after {self.end_s:.1f} s"
         left = ", ".join(self.left) or "nothing"
         return f"| {self.case} | {went} | {end} | {self.lost} lost, {self.twice} twice | {left} |"
@@ -73,7 +73,7 @@ class Case:
     disk: str = ""
     """Size of a file system for the run directory."""
     goes_on: bool = True
-    """Whether the run is to go on; otherwise it ends by itself with a code of `codes`."""
+    """Whether the run must continue; otherwise it ends by itself with a code of `codes`."""
     codes: tuple[int, ...] = (STOPPED,)
     at_step: int = STEPS_BEFORE
 

@@ -7,7 +7,7 @@ from raylearner import job_variables, network, stacks
 
 def prepare_process() -> None:
     """Set the variables that were passed to the job, exempt the cluster's nodes from proxies, and let
-    others ask for its stacks."""
+    others request its stacks."""
     job_variables.take()
     stacks.register()
     reach_nodes_directly()

@@ -2,7 +2,7 @@
 
 Consumes claims; produces trajectories. Waits for the replay to admit groups (unblocked by the
 learner's commit and by new weights of this engine) and for a free episode slot (unblocked by an
-episode), and hears meanwhile which episodes are no longer wanted. A finished episode waits briefly,
+episode), and receives meanwhile which episodes are no longer wanted. A finished episode waits briefly,
 to be sent together with others.
 """
 
@@ -210,7 +210,7 @@ class RolloutWorker:
         self._busy.set_busy(is_busy=True)
 
     async def _listen(self) -> None:
-        """Hear of episodes to cancel while all slots are taken and nothing is claimed."""
+        """Receive episodes to cancel while all slots are taken and nothing is claimed."""
         while True:
             await self._is_full.wait()
             host.shared().check()
@@ -232,7 +232,7 @@ class RolloutWorker:
         """Free the slot of a cancelled episode that does not end."""
         if not task.done():
             logger.warning(
-                "episode %s did not end within %g s of its cancellation; its slot is used for another",
+                "episode %s did not end within %g s of its cancellation; its slot is reused",
                 key,
                 CANCEL_LIMIT_S,
             )

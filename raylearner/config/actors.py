@@ -144,12 +144,12 @@ EngineSection = Annotated[
 
 
 class ActorRange(Section):
-    """Number of rollout actors on a cluster that grows and shrinks."""
+    """Range of the number of rollout actors, for a cluster that grows and shrinks."""
 
     min: PositiveInt = 1
     """Number of engines with which the run starts."""
     max: PositiveInt
-    """Maximum number of engines; they start as nodes and GPUs come."""
+    """Maximum number of engines; further ones start as nodes and GPUs become available."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -172,8 +172,8 @@ class ActorsSection(Section):
     """Rollout actors."""
 
     num_actors: NumActors = 2
-    """Number of rollout actors, each with one engine. With `{min, max}` the run starts with `min` engines, takes
-    in nodes and GPUs as they come, up to `max`, and goes on when they leave."""
+    """Number of rollout actors, each with one engine. With `{min, max}` the run starts with `min` engines,
+    adds engines up to `max` as nodes and GPUs become available, and continues when they leave."""
     engine: EngineSection
     """Engine of each actor."""
     max_concurrent_episodes: PositiveInt = 32
@@ -184,12 +184,12 @@ class ActorsSection(Section):
     """Number of GPUs per actor; a fraction puts several engines on one GPU, `auto` divides the GPUs of the
     cluster."""
     max_restarts: NaturalInt = 5
-    """Maximum number of dead actors that are replaced or tried again within `run.restart_window_s`;
-    beyond it the run goes on with the others, and ends with the cause when none is left. Actors that a lost
-    node or another's failed push took along do not count."""
+    """Maximum number of failed actors that are replaced within `run.restart_window_s`, failed replacements
+    included. Beyond it the run continues with the other actors, and ends with the cause when none is left.
+    Deaths caused by a lost node, or by the failed push of another engine, do not count."""
     start_timeout_s: PositiveFloat = 600.0
-    """Maximum time for an engine to start. Once the run has started, the wait for free resources does not
-    count."""
+    """Maximum time for an engine to start. Once the run has started, time spent waiting for free resources
+    does not count."""
 
     @property
     def is_elastic(self) -> bool:

@@ -180,8 +180,8 @@ def _transport(config: RunConfig, num_gpus: float, *, per_rank: float, per_actor
 def _refuse_elastic_places(config: RunConfig) -> None:
     if config.actors.is_elastic and config.weights.transport == "ipc":
         raise ConfigError(
-            "actors.num_actors: a range needs engines that come and go, but weights.transport 'ipc' reserves"
-            " their places beside learner ranks; set a number, or another transport"
+            "actors.num_actors: a range is not supported with weights.transport 'ipc', which reserves a place"
+            " for each engine beside a learner rank; set a number, or another transport"
         )
 
 
@@ -243,7 +243,7 @@ def check_credentials(config: RunConfig, environment: Mapping[str, str]) -> Iter
         if found := credentials.find(value, environment):
             yield Finding(
                 key,
-                f"contains {found}, which the run directory and trackers would show; read it from an"
+                f"contains {found}, which the run directory and trackers would store; read it from an"
                 " environment variable where it is used",
             )
 

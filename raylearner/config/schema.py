@@ -64,21 +64,22 @@ class RunSection(Section):
     checkpoint_every_steps: NaturalInt = 50
     """Writes a checkpoint every k steps and at the last one; 0: at the last one only."""
     checkpoint_every_s: PositiveFloat | None = None
-    """Also writes a checkpoint after the first step that ends this many seconds after the start of the last
-    one."""
+    """Also writes a checkpoint after the first step that ends at least this many seconds after the last one
+    was started."""
     max_checkpoint_failures: PositiveInt = 3
-    """Number of checkpoints in a row that cannot be written, as on a full disk, after which the run ends. The
-    last one is tried as often; the run fails without it."""
+    """Number of checkpoints in a row that cannot be written, for example on a full disk, after which the run
+    ends. The final one gets the same number of attempts; the run fails without it."""
     keep_last: PositiveInt = 2
     """Number of checkpoints kept; an older one is removed once a newer one is complete."""
     checkpoint_async: bool = True
     """Writes checkpoints while training continues, which pauses only to copy the state to host memory (12
     bytes per trained parameter); false pauses until all is on disk."""
     watchdog_s: PositiveFloat = 600.0
-    """Maximum time without progress of any episode, and of every other wait of the run: a learner step, the
-    replay actor, a checkpoint that does not grow, an actor that does not answer. Three times as long for
-    the first step, and at least `actors.start_timeout_s` for starting and restoring. Actors that are stuck
-    are then ended and replaced where that is possible; otherwise the run ends, naming them."""
+    """Maximum time without progress of any episode, and of every other wait of the run: for a learner step,
+    for the replay actor, for a checkpoint to grow, for an actor to respond. It is three times as long for
+    the first step, and at least `actors.start_timeout_s` for starting and restoring. At the limit, actors
+    that are stuck are killed and replaced; if that is not possible, the run ends with an error that names
+    them."""
     deadline: str | None = None
     """Time at which the machines become unavailable, as ISO 8601 or seconds since 1970. Default:
     RAYLEARNER_DEADLINE or SLURM_JOB_END_TIME of the environment.
@@ -86,11 +87,11 @@ class RunSection(Section):
     deadline_margin_s: PositiveFloat = 300.0
     """Time before the deadline at which the run writes a checkpoint and stops."""
     max_learner_restarts: NaturalInt = 2
-    """Maximum number of times within `restart_window_s` that a learner or replay actor that died is restored
-    from the last checkpoint, or from the start of the run where there is none."""
+    """Maximum number of rollbacks within `restart_window_s` after the death of a learner rank or the replay
+    actor: to the last checkpoint, or to the start of the run if there is none."""
     restart_window_s: PositiveFloat = 3600.0
-    """Window of time over which restarts are counted: those of rollout actors (`actors.max_restarts`), and of
-    learner and replay actor (`max_learner_restarts`)."""
+    """Time window in which restarts are counted: those of rollout actors (`actors.max_restarts`), and of the
+    learner and the replay actor (`max_learner_restarts`)."""
 
 
 class ClusterSection(Section):
@@ -134,8 +135,8 @@ class ReplaySection(Section):
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups dropped in a row for equal rewards; the run then ends with an error."""
     max_attempts: PositiveInt = 3
-    """Maximum number of actors that may die with an episode before it counts as failed. Of the episodes that an
-    actor dies with, only those count it that most actors died with before."""
+    """Maximum number of actors that may die while they play an episode, before it counts as failed. When an
+    actor dies, only those of its episodes with the most deaths so far count it."""
     max_error_fraction: Fraction = 0.5
     """Maximum fraction of failed episodes among the last `error_window`; the run ends above it."""
     max_tool_failure_fraction: Fraction = 0.9
@@ -162,8 +163,8 @@ class WeightsSection(Section):
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
     max_failed_pushes: PositiveInt = 3
-    """Number of pushes in a row that reach no engine, after which the run ends. The first push of a run must
-    reach one."""
+    """Number of weight pushes in a row that reach no engine, after which the run ends. The first push of a run
+    must reach an engine."""
     verify_tolerance: PositiveFloat | Literal["auto"] = "auto"
     """Maximum |learner - engine| log-probability on the probe prompts, in nats, for a weight update to count as verified; auto depends on precision: 1e-3 in float32 on CPUs, 0.05 on GPUs, 0.25 in half precision."""
     verify_statistic: Literal["auto", "max", "mean"] = "auto"
@@ -181,8 +182,8 @@ class EvaluationSection(Section):
     num_prompts: PositiveInt = 128
     """Number of prompts of one evaluation."""
     time_limit_s: PositiveFloat = 3600.0
-    """Maximum time of one evaluation. Episodes that have not ended then are aborted, count as not solved and
-    are reported as `unfinished`."""
+    """Maximum time of one evaluation. Unfinished episodes are then aborted, count as not solved and are
+    reported as `unfinished`."""
     sampling: SamplingSection = SamplingSection(temperature=0.0)
     """Sampling in evaluations. The temperature is 0 (greedy) by default; other keys default to those of `sampling`."""
 

@@ -173,10 +173,10 @@ def _shared_memory() -> Iterator[Finding]:
 def _leftovers() -> Iterator[Finding]:
     found = list(leftovers.find())
     if not found:
-        yield Finding("ok", "leftovers", "no files of runs that were killed")
+        yield Finding("ok", "leftovers", "no files of killed runs")
     for leftover in found:
-        advice = "the next `train` or `eval` on this machine removes it"
-        text = f"{_gib(leftover.num_bytes)} of a run that was killed: {leftover.path}"
+        advice = "the next `train` or `eval` on this machine will remove it"
+        text = f"{leftover.path} of a killed run, {_gib(leftover.num_bytes)}"
         yield Finding("note", "leftovers", text, advice)
 
 
@@ -211,9 +211,9 @@ def _sandbox() -> Iterator[Finding]:
     except ConfigError as error:
         changes = "; ".join(host.blockers())
         advice = (
-            f"{'try ' + changes + '; ' if changes else ''}until then runs with the code tool do not start:"
-            " name a code service by url, or set sandbox.isolation to none, which runs the model's code"
-            " unprotected"
+            f"{'try ' + changes + '; ' if changes else ''}until then runs with the code tool do not start;"
+            " alternatively set the url of a code service, or sandbox.isolation to none, which runs the"
+            " model's code unprotected"
         )
         yield Finding("note", "sandbox", str(error), advice)
 

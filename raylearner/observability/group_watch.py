@@ -1,4 +1,4 @@
-"""Warnings about groups that are played in vain: too stale to train, or not complete in time."""
+"""Warnings about groups that are lost: too stale to train, or not complete in time."""
 
 import logging
 from collections import deque
@@ -52,14 +52,14 @@ class GroupWatch:
             change = "" if config.on_stale == "mask" else "set replay.on_stale to mask, or "
             problem = (
                 f"their tokens are more than {config.max_staleness} policy versions old when they"
-                f" could train (replay.max_staleness, with replay.on_stale: {config.on_stale});"
-                f" {change}raise replay.max_staleness, or let fewer groups wait for each other with"
+                f" became ready to train (replay.max_staleness, with replay.on_stale: {config.on_stale});"
+                f" {change}raise replay.max_staleness, run fewer groups at a time with"
                 " replay.max_concurrent_groups, or shorten the episodes"
             )
         else:
             problem = (
-                f"they were not complete after {config.group_time_limit_s:g} s"
-                " (replay.group_time_limit_s); raise it, or play faster with more"
+                f"they did not complete within {config.group_time_limit_s:g} s"
+                " (replay.group_time_limit_s); raise it, increase"
                 " actors.num_actors, or shorten the episodes"
             )
         logger.warning(

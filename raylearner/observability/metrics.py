@@ -50,7 +50,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/logged/calls/<tool>/mean", "calls", "Mean number of calls of a tool, over the episodes that called it."),
     ("rollout/logged/failures/<tool>/mean", "calls", "Mean number of calls that failed in the tool or its service, over the same episodes, including failures shown to the policy."),
     ("rollout/logged_non_finite", "values", "Number of logged values that are NaN or infinite; they are left out of the means."),
-    ("rollout/actors", "actors", "Number of rollout actors that play, at the end of the step."),
+    ("rollout/actors", "actors", "Number of rollout actors that are playing at the end of the step."),
     ("rollout/restarts", "actors", "Number of rollout actors replaced since this process began."),
     # The replay buffer.
     ("buffer/size", "trajectories", "Number of trajectories in the buffer, of complete and running groups."),

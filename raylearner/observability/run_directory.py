@@ -132,7 +132,7 @@ def lock(folder: Path, *, is_new: bool) -> Iterator[None]:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise ConfigError(
-                    f"run.dir: {str(folder)!r} cannot be locked: {error.strerror}; choose another"
+                    f"run.dir: {str(folder)!r} cannot be locked: {error.strerror}; choose another directory"
                 ) from error
             stack.enter_context(_held(folder))
         try:
@@ -175,7 +175,9 @@ def _held(folder: Path) -> Iterator[None]:
                 ) from None
             path.unlink(missing_ok=True)
     else:
-        raise ConfigError(f"{str(folder)!r} was taken by another run meanwhile; choose another")
+        raise ConfigError(
+            f"{str(folder)!r} was taken by another run that started at the same time; choose another directory"
+        )
     try:
         yield
     finally:

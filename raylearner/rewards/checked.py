@@ -184,7 +184,7 @@ class _Process:
         except ConnectionError:
             line = b""
         except ValueError as error:
-            raise CheckFailed(f"the check {name!r} replied with a line without end") from error
+            raise CheckFailed(f"the check {name!r} sent an endless line") from error
         if not line:
             code = await self._child.wait()
             raise CheckFailed(f"the process of the check {name!r} ended with code {code}")
@@ -201,7 +201,7 @@ def _read_reply(name: str, line: bytes) -> dict[str, Any]:
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CheckFailed(f"the check {name!r} replied in a wrong form") from error
+        raise CheckFailed(f"the check {name!r} sent a malformed reply") from error
     if isinstance(reply, dict):
         found = cast(dict[str, Any], reply)
         value = found.get("value")
@@ -209,7 +209,7 @@ def _read_reply(name: str, line: bytes) -> dict[str, Any]:
             return {"error": found["error"]}
         if "value" in found and (value is None or (_is_number(value) and 0 <= value <= 1)):
             return {"value": None if value is None else float(value)}
-    raise CheckFailed(f"the check {name!r} replied in a wrong form")
+    raise CheckFailed(f"the check {name!r} sent a malformed reply")
 
 
 def _is_number(value: object) -> bool:

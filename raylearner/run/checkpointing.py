@@ -176,7 +176,7 @@ class CheckpointWriter:
             if self._num_failed_in_row >= limit:
                 raise CheckpointError(text) from error
             logger.warning(
-                "failure %d of at most %d in a row (run.max_checkpoint_failures), the run goes on: %s",
+                "failure %d of at most %d in a row (run.max_checkpoint_failures), the run continues: %s",
                 *(self._num_failed_in_row, limit, text),
             )
 
@@ -217,7 +217,11 @@ async def _gather(*calls: Awaitable[None]) -> None:
 def _describe_failure(folder: Path, error: BaseException) -> str:
     """Remove what was written of a checkpoint; return why it failed, and how many bytes were free."""
     place = folder.parent if folder.parent.is_dir() else folder.parent.parent
-    free = f"{shutil.disk_usage(place).free} bytes are free" if place.is_dir() else "it is gone"
+    free = (
+        f"{shutil.disk_usage(place).free} bytes are free"
+        if place.is_dir()
+        else "it no longer exists"
+    )
     shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)
     cause = getattr(error, "cause", error)  # Ray's error includes a traceback
     return (

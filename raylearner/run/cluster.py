@@ -82,12 +82,12 @@ def _start_local(**options: Any) -> Any:
             _end_failed_start(before)
             cause = summary(error)
         if number < NUM_STARTS:
-            logger.warning("Ray did not start, try %d of %d: %s", number, NUM_STARTS, cause)
+            logger.warning("Ray did not start, attempt %d of %d: %s", number, NUM_STARTS, cause)
             time.sleep(START_PAUSE_S)
     raise StartError(
-        f"Ray did not start in {NUM_STARTS} tries: {cause}; its logs are in"
-        f" {folder}/ray/session_latest/logs ({variable}); `python -m raylearner doctor` checks"
-        " the machine"
+        f"Ray did not start in {NUM_STARTS} attempts: {cause}; its logs are in"
+        f" {folder}/ray/session_latest/logs ({variable}); run `python -m raylearner"
+        " doctor` to check the machine"
     )
 
 

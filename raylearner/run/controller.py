@@ -132,8 +132,8 @@ class Controller:
     ) -> "Controller":
         """Start every actor, restore the checkpoint `latest` and publish the weights.
 
-        `stop` ends the run at the next step boundary, after a checkpoint. Raises `RunStopped` at once
-        where it is set meanwhile, since starting takes minutes. Nothing is left behind on failure.
+        `stop` ends the run at the next step boundary, after a checkpoint. Raises `RunStopped` immediately
+        if it is set meanwhile, since starting takes minutes. Nothing is left behind on failure.
         """
         starting = cls._start(config, folder, recorder, training, held_out, latest, stop)
         controller = await unless_set(stop, starting)
@@ -258,7 +258,7 @@ class Controller:
                 await self._recover(error)
                 return False
             logger.warning(
-                "the run is complete, with its last checkpoint; what failed after that is left out: %s",
+                "the run is complete with its last checkpoint; a failure after it is ignored: %s",
                 summary(error),
             )
         return True
@@ -334,7 +334,7 @@ class Controller:
             await self._unless_stopped(self._evaluations.run(self.step))
 
     async def _unless_stopped(self, evaluating: Coroutine[Any, Any, None]) -> None:
-        """Await an evaluation, which a stop breaks off."""
+        """Await an evaluation, which a stop aborts."""
 
         async def evaluate() -> bool:
             await evaluating

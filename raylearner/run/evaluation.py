@@ -128,12 +128,12 @@ class Evaluator:
         for actor_id, share, result in zip(actors, shares, results, strict=False):
             if isinstance(result, TimeoutError):
                 logger.warning(
-                    "%s did not end its evaluation in time and does not answer", actor_id
+                    "%s did not finish its evaluation in time and does not respond", actor_id
                 )
                 left.extend(share)
             elif isinstance(result, BaseException):
                 logger.warning(
-                    "%s failed during evaluation, and others play its %d prompts: %s",
+                    "%s failed during an evaluation; its %d prompts go to other actors: %s",
                     *(actor_id, len(share), summary(result)),
                 )
                 failed.add(actor_id)
@@ -159,8 +159,8 @@ class Evaluator:
         unfinished = self._find_unfinished(episodes)
         if unfinished:
             logger.warning(
-                "evaluation at step %d: %d of %d episodes had not ended after evaluation.time_limit_s=%g,"
-                " were aborted and count as not solved, for example those of prompts %s",
+                "evaluation at step %d: %d of %d episodes did not finish within evaluation.time_limit_s=%g;"
+                " they were aborted and count as not solved, for example prompts %s",
                 *(step, len(unfinished), len(self._prompts), self._config.time_limit_s),
                 ", ".join(prompt.prompt_id for prompt in unfinished[:MAX_NAMED]),
             )

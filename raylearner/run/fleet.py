@@ -101,7 +101,7 @@ class RolloutFleet:
 
     @property
     def waits_for_resources(self) -> bool:
-        """Whether no actor is left and the run may wait until nodes come."""
+        """Whether no actor is left and the run may wait for nodes."""
         is_unplaced = any(slot.stage is Stage.UNPLACED for slot in self._slots.kept)
         return self._section.is_elastic and not self.actors and is_unplaced
 
@@ -112,14 +112,14 @@ class RolloutFleet:
         """
         least, most = self._limits()
         if num_actors < least or (most is not None and num_actors > most):
-            limits = f"at least {least}" if most is None else f"{least} to {most}"
+            limits = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ConfigError(
-                f"actors={num_actors}: this run takes {limits} (actors.num_actors, weights.transport)"
+                f"actors={num_actors}: must be {limits} in this run (actors.num_actors, weights.transport)"
             )
         num_before = len(self._slots.kept)
         self._slots.add(num_actors - num_before)
         self._slots.release(num_before - num_actors)
-        return f"{num_actors} rollout actors instead of {num_before}; {len(self.actors)} play now"
+        return f"changing from {num_before} to {num_actors} rollout actors; {len(self.actors)} are playing now"
 
     def _limits(self) -> tuple[int, int | None]:
         """Return the least and the largest number of actors; None for no limit but the resources."""
@@ -132,7 +132,9 @@ class RolloutFleet:
 
     def fail_push(self, actor_id: str, error: BaseException) -> None:
         """Kill an actor whose engine failed a push, so that it is replaced."""
-        logger.warning("%s failed a weight push and will be replaced: %s", actor_id, error)
+        logger.warning(
+            "the weight push to %s failed, and the actor is replaced: %s", actor_id, error
+        )
         if isinstance(error, PushBroken):
             self._slots.excuse(actor_id)
         if actor := self.actors.get(actor_id):
@@ -164,7 +166,7 @@ class RolloutFleet:
         for actor_id, outcome in zip(actors, reports, strict=True):
             if isinstance(outcome, TimeoutError):
                 logger.warning(
-                    "%s did not answer for %g s: its activity and spans of this step are lost",
+                    "%s did not respond within %g s; its activity and spans of this step are missing",
                     actor_id,
                     DRAIN_TIMEOUT_S,
                 )

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 CALLS_BESIDE_EPISODES = 64
 """Concurrent calls of an actor for weights, evaluation and reports."""
 CONNECT_TIMEOUT_S = 20.0
-"""Maximum wait for an actor to hear of another replay actor."""
+"""Maximum wait for an actor to be connected to another replay actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class ActorLauncher:
         except Exception as error:
             ray.kill(actor)
             if limit.expired():
-                waited = "" if has_to_wait else f", the wait for {self.resources} included"
+                waited = "" if has_to_wait else f", including the wait for {self.resources}"
                 raise EngineError(
                     f"{actor_id}: the engine did not start within"
                     f" {actors.start_timeout_s:g} s (actors.start_timeout_s){waited}"
@@ -96,7 +96,7 @@ class ActorLauncher:
         return Launched(actor=actor, pid=pid, engine=engine)
 
     async def connect(self, actor: Any) -> None:
-        """Tell an actor the present replay actor, which may have died since the launch.
+        """Connect an actor to the current replay actor, which may have died since the launch.
 
         An actor that is dead or stuck is left to its own watch.
         """
@@ -105,7 +105,7 @@ class ActorLauncher:
         except Exception as error:
             if not is_end(error) and not isinstance(error, TimeoutError):
                 raise
-            logger.debug("an actor did not hear of its replay actor: %s", error)
+            logger.debug("an actor was not connected to the new replay actor: %s", error)
 
     def _create(self, actor_id: str) -> Any:
         actors = self._config.actors

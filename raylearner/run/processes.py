@@ -1,4 +1,4 @@
-"""The processes of actors on their nodes: found and described, also where they do not react.
+"""The processes of actors on their nodes: found and described, also where they do not respond.
 
 Waits for nothing without a limit, and never raises: it serves reports of what went wrong.
 """
@@ -18,7 +18,7 @@ from raylearner.errors import summary
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 5.0
-"""Maximum wait for an actor to answer the question whether it is there."""
+"""Maximum wait for an actor to answer a ping."""
 EXAMINE_TIMEOUT_S = 10.0
 """Maximum time to find out what one process is doing."""
 
@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        verdict = "answers" if self.answers else "does not answer"
+        verdict = "answers" if self.answers else "does not respond"
         return "\n    ".join([f"{self.name} {verdict}", *self.lines])
 
 
@@ -55,7 +55,7 @@ def end(actors: Mapping[str, Any]) -> None:
         try:
             ray.kill(actor)
         except Exception as error:
-            logger.warning("%s was not ended: %s", name, summary(error))
+            logger.warning("%s could not be killed: %s", name, summary(error))
 
 
 async def answers(actor: Any) -> bool:
@@ -78,7 +78,7 @@ async def _examine(name: str, actor: Any) -> Finding:
 
     does_answer, problem = await asyncio.gather(answers(actor), _bounded(look()))
     if problem is not None:
-        lines.append(f"nothing more is known: {problem}")
+        lines.append(f"its process could not be examined: {problem}")
     return Finding(name, does_answer, lines)
 
 
@@ -88,7 +88,7 @@ async def _bounded(call: Any) -> str | None:
         async with asyncio.timeout(EXAMINE_TIMEOUT_S):
             await call
     except TimeoutError:
-        return f"no answer of its node within {EXAMINE_TIMEOUT_S:g} s"
+        return f"no response from its node within {EXAMINE_TIMEOUT_S:g} s"
     except Exception as error:  # must not replace what is reported
         return summary(error)
     return None

@@ -1,4 +1,4 @@
-"""Recovery of a run whose learner or replay actor died: learner, ledger, buffer and records go back to one
+"""Recovery of a run whose learner or replay actor died: learner, ledger, buffer and records roll back to one
 checkpoint, or to the start of the run where none was written.
 
 Waits for new processes, for their state, and for its weights to reach the engines, each limited by the
@@ -117,7 +117,7 @@ class Recovery:
                 f" {error}"
             ) from error
         logger.warning(
-            "the %s died at step %d and is replaced, restart %d of %d within %g s; the run goes back"
+            "the %s died at step %d and is replaced, restart %d of %d within %g s; the run rolls back"
             " to step %d: %s",
             *(who, step, number, budget.limit, budget.window_s),
             0 if latest is None else latest.step,

@@ -1,6 +1,6 @@
 """Requests to a running job for another number of rollout actors, as files in its run directory.
 
-`request` writes one and waits for the answer; the run looks for it about each second.
+`request` writes one and waits for the answer; the run checks for it about once a second.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_FILE, ANSWER_FILE = "scale.json", "scale.answer.json"
 POLL_S = 1.0
-"""Interval at which a run looks for a request."""
+"""Interval at which a run checks for a request."""
 ANSWER_TIMEOUT_S = 15.0
 """Maximum wait for the answer of a run."""
 RUNS = Path("runs")
@@ -35,7 +35,7 @@ async def follow(folder: Path, resize: Callable[[int], str]) -> None:
                 answer = _carry_out(request, resize)
                 await asyncio.to_thread(_write, folder / ANSWER_FILE, answer)
         except OSError as error:
-            logger.warning("a request to scale was not read or answered: %s", error)
+            logger.warning("a scale request in %s could not be read or answered: %s", folder, error)
         await asyncio.sleep(POLL_S)
 
 
@@ -49,7 +49,7 @@ def request(run: str, assignment: str) -> str:
     folder = _find(run)
     if not run_directory.is_in_use(folder):
         raise ConfigError(
-            f"{str(folder)!r} is not running; start or resume it with actors.num_actors"
+            f"{str(folder)!r}: the run is not running; start or resume it with actors.num_actors=N"
         )
     key = uuid.uuid4().hex
     (folder / ANSWER_FILE).unlink(missing_ok=True)
@@ -65,15 +65,15 @@ def request(run: str, assignment: str) -> str:
         time.sleep(POLL_S / 5)
     (folder / REQUEST_FILE).unlink(missing_ok=True)
     raise RaylearnerError(
-        f"{str(folder)!r} did not answer within {ANSWER_TIMEOUT_S:g} s, so the request was withdrawn; a"
-        " run answers once it trains: see its log.txt and try again"
+        f"{str(folder)!r}: no response within {ANSWER_TIMEOUT_S:g} s, so the request was withdrawn; a run"
+        " responds once it trains: check its log.txt and try again"
     )
 
 
 def _parse(assignment: str) -> int:
     key, _, value = assignment.partition("=")
     if key != "actors" or not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise ConfigError(f"{assignment!r}: must be actors=N with a whole number N >= 1")
+        raise ConfigError(f"{assignment!r}: must be actors=N, where N is a whole number >= 1")
     return int(value)
 
 
@@ -85,7 +85,9 @@ def _find(run: str) -> Path:
     running = [path for path in folders if run_directory.is_in_use(path)]
     found = max(running or folders, key=lambda path: path.stat().st_mtime, default=None)
     if found is None:
-        raise ConfigError(f"{run!r}: neither a run directory nor a run in {str(RUNS)!r}")
+        raise ConfigError(
+            f"{run!r}: no such run; give a run directory or the name of a run in {str(RUNS)!r}"
+        )
     return found
 
 
@@ -99,7 +101,7 @@ def _carry_out(request: dict[str, Any], resize: Callable[[int], str]) -> dict[st
 
 
 def _take(folder: Path) -> dict[str, Any] | None:
-    """Return a request once; None without one, or if nobody waits for its answer any more."""
+    """Return a request once; None without one, or if it has expired."""
     request = _read(folder / REQUEST_FILE)
     if request is None:
         return None

@@ -1,8 +1,8 @@
 """Slots of a fleet: each keeps one rollout actor alive.
 
 The task of a slot waits for resources, starts an actor and its engine, brings it the current weights and
-lets it play; when it ends, the task returns its samples, counts, waits, and begins again. The other slots
-go on meanwhile.
+lets it play; when it ends, the task returns its samples, counts, waits, and starts over. The other slots
+continue meanwhile.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Slots:
         self._slots: list[Slot] = []
         self._num_started = self.num_restarts = 0
         self._not_at_fault: set[str] = set()
-        self._has_started = self._is_stopping = self._has_told_unplaced = False
+        self._has_started = self._is_stopping = self._has_logged_unplaced = False
         self._may_play = asyncio.Event()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
@@ -178,7 +178,7 @@ class Slots:
             raise self._failure
 
     async def _run_slot(self, slot: Slot) -> None:
-        """Fill the slot until it is released; keep a failure that ends the run for who waits."""
+        """Fill the slot until it is released; keep a failure that ends the run for the waiting caller."""
         try:
             while not slot.is_released:
                 slot.actor_id = f"rollout-{self._num_started}"
@@ -201,10 +201,10 @@ class Slots:
         def place(node: str) -> None:
             slot.stage, slot.node = Stage.STARTING, node
             if all(other.stage is not Stage.UNPLACED for other in self._slots):
-                self._has_told_unplaced = False
+                self._has_logged_unplaced = False
 
         slot.stage, slot.node = Stage.UNPLACED, ""
-        notice = asyncio.get_running_loop().call_later(UNPLACED_NOTICE_S, self._tell_unplaced)
+        notice = asyncio.get_running_loop().call_later(UNPLACED_NOTICE_S, self._log_unplaced)
         try:
             launched = await self._launcher.launch(
                 slot.actor_id, on_placed=place, has_to_wait=self._has_started
@@ -235,7 +235,9 @@ class Slots:
                 await self._on_join(slot.actor_id, receiver(slot.actor))
                 break
             except LearnerDied as error:  # the controller rolls back meanwhile
-                logger.warning("%s waits for the learner: %s", slot.actor_id, summary(error))
+                logger.warning(
+                    "%s waits until the learner is restored: %s", slot.actor_id, summary(error)
+                )
                 await asyncio.sleep(RETRY_S)
         self.actors[slot.actor_id] = slot.actor
         slot.stage, slot.joined_at_s = Stage.PLAYING, time.monotonic()
@@ -261,7 +263,7 @@ class Slots:
     async def _empty(self, slot: Slot, cause: Exception) -> None:
         """Return the samples of an actor that ended, and count it as a failure where it was one.
 
-        Raises `RaylearnerError` where no restart is left and no other slot can go on.
+        Raises `RaylearnerError` where no restart is left and no other slot can continue.
         """
         actor_id, has_played = slot.actor_id, slot.stage is Stage.PLAYING
         if slot.is_released and slot.actor is not None:
@@ -276,11 +278,13 @@ class Slots:
             # The controller sees the death of the replay actor itself.
             logger.debug("the samples of %s were not returned: %s", actor_id, error)
         if slot.is_released:
-            logger.info("%s ended as requested; %d play", actor_id, len(self.actors))
+            logger.info(
+                "%s ended as requested; %d rollout actors are playing", actor_id, len(self.actors)
+            )
             return
         self.num_restarts += 1
         if has_played:
-            self._tell_too_few()
+            self._log_too_few()
         is_at_fault = await self._is_at_fault(slot, cause)
         self._not_at_fault.discard(actor_id)
         is_new = has_played and time.monotonic() - slot.joined_at_s > ROW_S
@@ -298,7 +302,7 @@ class Slots:
             f"restart {self._budget.num_counted} of {self._budget.limit} within"
             f" {self._budget.window_s:g} s"
             if is_at_fault
-            else "which is no failure of its own",
+            else "not counted as a restart",
             summary(cause),
         )
         await asyncio.sleep(pause_s)
@@ -325,7 +329,8 @@ class Slots:
             others = [other for other in self.kept if other.stage is not Stage.GIVEN_UP]
             if (not others or not self._has_started) and time.monotonic() >= ends_at_s:
                 raise RaylearnerError(
-                    f"{slot.actor_id} died, {used} and no other can go on; last cause: {summary(cause)}"
+                    f"{slot.actor_id} died, {used}, and no other rollout actor can continue; last cause:"
+                    f" {summary(cause)}"
                 )
             await asyncio.sleep(min(self._budget.wait_s(), NODE_POLL_S))
             self._budget.forgive(await asyncio.to_thread(lost_nodes))
@@ -344,23 +349,23 @@ class Slots:
         if self._colocation is not None:
             self._colocation.forget(slot.actor_id)
 
-    def _tell_unplaced(self) -> None:
+    def _log_unplaced(self) -> None:
         """Log once for all of them that actors wait for resources."""
         num_unplaced = sum(slot.stage is Stage.UNPLACED for slot in self._slots)
-        if num_unplaced and not self._has_told_unplaced:
-            self._has_told_unplaced = True
+        if num_unplaced and not self._has_logged_unplaced:
+            self._has_logged_unplaced = True
             logger.info(
-                "%d rollout actors wait until %s are free for each; %d play",
+                "%d rollout actors wait for %s each; %d are playing",
                 *(num_unplaced, self._launcher.resources, len(self.actors)),
             )
 
-    def _tell_too_few(self) -> None:
+    def _log_too_few(self) -> None:
         least, num_left = self._config.actors.min_actors, len(self.actors)
         if num_left == 0:
             logger.warning("no rollout actor is left; the run waits until one has started")
         elif num_left < least and self._config.actors.is_elastic:
             logger.warning(
-                "%d of at least %d rollout actors are left (actors.num_actors.min); the run goes on"
+                "%d of at least %d rollout actors are left (actors.num_actors.min); the run continues"
                 " with these until others join",
                 *(num_left, least),
             )
@@ -394,7 +399,7 @@ async def _run(slot: Slot) -> None:
         except RayTaskError as error:
             if not is_death(error):
                 raise
-            text = "%s plays again once that is replaced, tried every %g s: %s"
+            text = "%s waits until the process that it called is replaced, retrying every %g s: %s"
             logger.log(level, text, slot.actor_id, RETRY_S, summary(error))
         level = logging.DEBUG
         await asyncio.sleep(RETRY_S)

@@ -1,6 +1,6 @@
 """The request to stop a run: by SIGTERM, from the first line of a run to its last, or by a deadline.
 
-While no event loop of the run listens, as when Ray starts, the request ends the run at once.
+While no event loop of the run is active, as when Ray starts, the request ends the run immediately.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Hears requests to stop; `event` is set by the first one."""
+    """Receives requests to stop; `event` is set by the first one."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run directory, which may not exist yet."""
@@ -30,10 +30,10 @@ class StopRequest:
         self._is_requested = False
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Hear SIGTERM during the block. Raises `RunStopped` where no loop listens."""
+    def handled(self) -> Iterator[None]:
+        """Handle SIGTERM during the block. Raises `RunStopped` if no loop is active."""
         previous = signal.getsignal(signal.SIGTERM)
-        self.hear()
+        self.handle()
         try:
             yield
         except SystemExit as end:
@@ -44,8 +44,8 @@ class StopRequest:
         finally:
             signal.signal(signal.SIGTERM, previous)
 
-    def hear(self) -> None:
-        """Hear SIGTERM, also after Ray replaced the handler."""
+    def handle(self) -> None:
+        """Handle SIGTERM, also after Ray replaced the handler."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def listen(self, stop_at_s: float | None) -> None:
@@ -57,13 +57,15 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._request)
-        elif not self._is_requested:  # a second signal must not break off the clean-up
+        elif not self._is_requested:  # a second signal must not interrupt the clean-up
             self._is_requested = True
             raise SystemExit(signal.SIGTERM)
 
     def _request(self) -> None:
         if not self.event.is_set():
-            logger.info("stop requested: the run ends at the next step, or at once if none runs")
+            logger.info(
+                "stop requested: the run ends after the current step, or immediately if none is running"
+            )
             self.event.set()
 
 
@@ -75,8 +77,8 @@ def stopped(folder: Path) -> RunStopped:
             f"stopped on request at step {latest.step}; resume with --resume {folder}"
         )
     if not folder.exists():
-        return StoppedEarly("stopped on request before the run started; give the command again")
+        return StoppedEarly("stopped on request before the run started; run the command again")
     return StoppedEarly(
-        f"stopped on request: {folder} holds no checkpoint; start again with"
+        f"stopped on request before the first checkpoint of {folder}; start again with"
         f" --resume {folder} {RESTART_OPTION}, or in another run.dir"
     )

@@ -1,6 +1,6 @@
 """`train --retries N`: runs the training as a child process and resumes it after a failure.
 
-Waits for the child; forwards stop signals to it, and never retries a run that was asked to stop.
+Waits for the child; forwards stop signals to it, and never retries a run that was stopped on request.
 """
 
 import ctypes
@@ -57,14 +57,14 @@ class Supervisor:
                 budget.count()
                 if budget.is_used_up:
                     logger.error(
-                        "the run %s and its %d retries of an hour are used up",
+                        "the run %s; all %d retries within an hour (--retries) are used up",
                         _ending(code),
                         self.retries,
                     )
                     return _exit_code(code)
                 pause_s = budget.backoff_s()
                 logger.warning(
-                    "the run %s; it is resumed in %.0f s, retry %d of %d within an hour",
+                    "the run %s; it will be resumed in %.0f s, retry %d of %d within an hour",
                     *(_ending(code), pause_s, budget.num_counted, self.retries),
                 )
                 self.sleep(pause_s)

@@ -45,7 +45,7 @@ def run(
     """
     assert config.run.dir is not None, "the command line names a directory"
     stop = StopRequest(Path(config.run.dir).absolute())
-    with stop.heard():
+    with stop.handled():
         _run(config, stop, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint)
 
 
@@ -97,7 +97,7 @@ def _run(
             latest = stack.enter_context(run_directory.lock(folder, is_new=True))
         cluster.connect(config.cluster)
         stack.callback(cluster.disconnect)
-        stop.hear()
+        stop.handle()
         config = cluster.resolve(config)
         cluster.check_supply(config)
         cluster.check_variables(config)

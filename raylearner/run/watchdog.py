@@ -1,7 +1,7 @@
 """Limits of all waits of the controller, and what happens at a limit.
 
 At a limit the actors that the wait depends on are examined: whether they answer, their process, node and
-stacks. Actors that can be replaced are then ended, which the error of their role tells; otherwise the
+stacks. Actors that can be replaced are then ended, and the error of their role is raised; otherwise the
 run ends. An answer that arrives meanwhile counts.
 """
 
@@ -37,7 +37,7 @@ class Role:
     actors: Callable[[], Mapping[str, Any]]
     """Handles of the running actors by name; each has a method `ping`."""
     death: type[RaylearnerError]
-    """Error by which the controller hears that these actors were ended."""
+    """Error that is raised in the controller when these actors were ended."""
 
 
 class Watchdog:
@@ -67,7 +67,7 @@ class Watchdog:
         calling = asyncio.ensure_future(call)
         try:
             if not await self._ends(calling, limit_s, progress):
-                text = f"{label} did not end within {limit_s:g} s at step {self._step()} (run.watchdog_s)"
+                text = f"{label} did not finish within {limit_s:g} s at step {self._step()} (run.watchdog_s)"
                 error = await self._examine(text, roles, is_needed=lambda: not calling.done())
                 if error is not None:
                     if roles:
@@ -104,12 +104,12 @@ class Watchdog:
                     await self.end_silent({name: actors[name]})
 
     async def end_silent(self, actors: Mapping[str, Any]) -> list[str]:
-        """End those of these actors that do not answer, which their own watch hears; return their names."""
+        """End those of these actors that do not answer, which their own watch handles; return their names."""
         findings = await processes.examine(actors)
         silent = [finding for finding in findings if not finding.answers]
         for finding in silent:
             logger.warning(
-                "no answer within %g s at step %d (run.watchdog_s); it is ended and replaced: %s",
+                "no response within %g s at step %d (run.watchdog_s); the actor is killed and replaced: %s",
                 *(self.limit_s, self._step(), finding.text),
             )
         processes.end({finding.name: actors[finding.name] for finding in silent})
@@ -143,7 +143,7 @@ class Watchdog:
     ) -> RaylearnerError | None:
         """Return the error of the role that is stuck, after ending its actors.
 
-        Without a silent actor it is the first role, or nobody if it `must_be_silent`. None also if this is
+        Without a silent actor it is the first role, or none if it `must_be_silent`. None also if this is
         not needed any more after the examination.
         """
         actors = {role.name: dict(role.actors()) for role in roles}
@@ -151,7 +151,7 @@ class Watchdog:
             name: await processes.examine(members) for name, members in actors.items() if members
         }
         if not is_needed():
-            logger.warning("%s, but it has ended meanwhile", text)
+            logger.warning("%s, but has finished since", text)
             return None
         stuck = next(
             (r for r in roles if any(not f.answers for f in findings.get(r.name, ()))), None
@@ -163,7 +163,7 @@ class Watchdog:
         role = stuck or next(iter(roles), None)
         if role is None:
             return StalledError(message)
-        logger.warning("%s\n  %s is ended", message, role.name)
+        logger.warning("%s\n  killing %s", message, role.name)
         processes.end(actors[role.name])
         return role.death(message)
 
@@ -197,7 +197,9 @@ async def describe_stall(replay: Any, folder: Path, *, text: str) -> StalledErro
             lines = await replay.describe.remote()
             await replay.save.remote(str(folder))
     except Exception as error:
-        return StalledError(f"{text}; the replay actor cannot describe it: {summary(error)}")
+        return StalledError(
+            f"{text}; the replay actor could not report its state: {summary(error)}"
+        )
     return StalledError("\n  ".join([f"{text}; the ledger is in {folder}:", *lines]))
 
 

@@ -33,12 +33,12 @@ def blockers(proc: Path = Path("/proc"), *, user: int | None = None) -> list[str
 
 def _blockers(proc: Path, user: int) -> Iterator[str]:
     if _read(proc / "sys/user/max_user_namespaces") == "0":
-        yield "`sysctl -w user.max_user_namespaces=15000` (it is 0)"
+        yield "`sysctl -w user.max_user_namespaces=15000` (now 0)"
     if user != 0 and _read(proc / "sys/kernel/unprivileged_userns_clone") == "0":
-        yield "`sysctl -w kernel.unprivileged_userns_clone=1` (it is 0)"
+        yield "`sysctl -w kernel.unprivileged_userns_clone=1` (now 0)"
     if user != 0 and _read(proc / "sys/kernel/apparmor_restrict_unprivileged_userns") == "1":
         yield (
-            "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (it is 1), or an AppArmor profile"
+            "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (now 1), or an AppArmor profile"
             " for bwrap with `userns,`"
         )
     status = dict(

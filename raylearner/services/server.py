@@ -72,7 +72,7 @@ def serve(make: Callable[[], FastAPI], options: argparse.Namespace) -> int:
     sys.stdout.flush()
     if address[0] not in LOOPBACK:
         logger.warning(
-            "the service listens on %s: everyone who can reach this machine can use it, without a key",
+            "the service listens on %s without authentication: anyone who can reach this address can use it",
             address[0],
         )
     config = uvicorn.Config(

@@ -193,9 +193,9 @@ class Publisher:
             if self._num_failed_in_row >= limit:
                 raise
             log.warning(
-                "push %d of at most %d in a row failed (weights.max_failed_pushes), %s: %s",
+                "a weight push failed, number %d of at most %d in a row (weights.max_failed_pushes); %s: %s",
                 *(self._num_failed_in_row, limit),
-                "it is tried again" if self._members else "replaced engines get the weights",
+                "it is retried" if self._members else "replacement engines will load the weights",
                 error,
             )
             if self._members and self._waiting is None:

@@ -52,7 +52,7 @@ def test_a_signal_before_the_loop_ends_the_run_immediately(
             send()  # a second one does not break off the clean-up
             cleaned.append(True)
 
-    with pytest.raises(RunStopped) as caught, StopRequest(tmp_path).heard():
+    with pytest.raises(RunStopped) as caught, StopRequest(tmp_path).handled():
         work()
     assert isinstance(caught.value, StoppedEarly) is not has_checkpoint
     assert cleaned == [True]
@@ -60,16 +60,16 @@ def test_a_signal_before_the_loop_ends_the_run_immediately(
 
 
 def test_the_signal_handler_of_ray_ends_the_run_in_the_same_way(tmp_path: Path) -> None:
-    with pytest.raises(StoppedEarly), StopRequest(tmp_path).heard():
+    with pytest.raises(StoppedEarly), StopRequest(tmp_path).handled():
         raise SystemExit(signal.SIGTERM)
-    with pytest.raises(SystemExit), StopRequest(tmp_path).heard():
+    with pytest.raises(SystemExit), StopRequest(tmp_path).handled():
         raise SystemExit(3)
 
 
 async def test_a_signal_and_the_deadline_stop_a_running_loop(tmp_path: Path) -> None:
     for stop_at_s in (None, time.time() + 0.05):
         stop = StopRequest(tmp_path)
-        with stop.heard():
+        with stop.handled():
             stop.listen(stop_at_s)
             if stop_at_s is None:
                 send()

@@ -272,7 +272,7 @@ def _refuse_unsupported(fields: Json) -> None:
 
 def _messages(value: object) -> tuple[ChatMessage, ...]:
     if isinstance(value, list) and len(cast(list[object], value)) > MAX_MESSAGES:
-        raise _bad(f"messages must be at most {MAX_MESSAGES}", "messages")
+        raise _bad(f"messages must have at most {MAX_MESSAGES} entries", "messages")
     try:
         messages = read_dialogue(value)
     except DialogueError as error:

@@ -40,7 +40,7 @@ class ChatServer:
         self.base_url = f"http://{HOST}:{bound.getsockname()[1]}/v1"
         """The `base_url` for OpenAI clients."""
         self._sessions: dict[bytes, ChatSession] = {}
-        """By the digest of their key: how long a look-up takes tells nothing about the keys."""
+        """By the digest of their key: the time of a look-up reveals nothing about the keys."""
         config = uvicorn.Config(
             Guard(app=self._app(), hosts=Hosts.of(HOST)),
             log_config=None,
