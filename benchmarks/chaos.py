@@ -40,6 +40,8 @@ NUM_LAST = 20
 REFERENCE_STEPS = 60
 
 QUICKSTART = (
+    "run.num_steps=100000",
+    "learner.num_ranks=2",
     "run.checkpoint_every_steps=5",
     "run.watchdog_s=45",
     "weights.deadline_s=30",
