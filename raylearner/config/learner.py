@@ -115,9 +115,9 @@ class LearnerSection(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations recomputed by the backward: none, all but matrix products and attention, or all.
     """
-    compile: bool = False
-    """Compiles each transformer block except those of a vision tower: minutes at the start, faster steps
-    after."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compiles each transformer block except those of a vision tower: about a minute at the start, faster
+    steps after. `auto` compiles on GPUs if the run is long enough to gain from it."""
     reshard: bool = True
     """Frees a block's gathered weights after its forward; false gathers once less per micro-batch and keeps
     2 more bytes per parameter."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from raylearner import credentials
+from raylearner.config import speed
 from raylearner.config.problems import Finding
 from raylearner.config.schema import RunConfig, TransformersEngine, VllmEngine
 from raylearner.config.section import number
@@ -61,6 +62,15 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
         and "device" not in engine.model_fields_set
     ):
         engine = engine.model_copy(update={"device": "cuda"})
+    if isinstance(engine, VllmEngine):
+        is_eager = speed.is_eager(config, gpus_per_actor=per_actor)
+        engine = engine.model_copy(update={"eager": is_eager})
+    learner = config.learner.model_copy(
+        update={
+            "gpus_per_rank": per_rank,
+            "compile": speed.should_compile(config, gpus_per_rank=per_rank),
+        }
+    )
     weights = config.weights
     if weights.transport == "auto":
         transport = _transport(config, num_gpus, per_rank=per_rank, per_actor=per_actor)
@@ -74,7 +84,7 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
         weights = weights.model_copy(update={"verify_tolerance": tolerance})
     resolved = config.model_copy(
         update={
-            "learner": config.learner.model_copy(update={"gpus_per_rank": per_rank}),
+            "learner": learner,
             "actors": config.actors.model_copy(
                 update={"gpus_per_actor": per_actor, "engine": engine}
             ),
@@ -82,7 +92,7 @@ def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
         }
     )
     _refuse_impossible(resolved)
-    return Resolved(resolved, tuple(decisions))
+    return Resolved(resolved, (*decisions, *speed.decisions(config, resolved)))
 
 
 def _rewards_gpus(config: RunConfig, num_gpus: float) -> int:

@@ -1,14 +1,16 @@
 """What `auto` becomes: shares that fit, transports that work there, explicit numbers untouched."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from minimal import QUICKSTART
 
+from raylearner.config import speed
 from raylearner.config.loader import load
 from raylearner.config.resources import resolve
-from raylearner.config.schema import RunConfig
+from raylearner.config.schema import RunConfig, VllmEngine
 from raylearner.errors import ConfigError
 
 
@@ -125,3 +127,44 @@ def test_a_range_of_actors_needs_only_its_minimum_and_excludes_ipc() -> None:
     assert shares(1, **changes)[2] == "shared_files"
     with pytest.raises(ConfigError, match=r"actors\.num_actors"):
         shares(2, **changes, weights__transport="ipc")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "eager", "compiles"),
+    [
+        (0, {}, True, False),
+        (3, {}, False, False),  # a tiny model
+        (3, {"actors__engine__eager": "true", "learner__compile": "true"}, True, True),
+        (0, {"actors__engine__eager": "false", "learner__compile": "true"}, False, True),
+    ],
+)
+def test_graphs_and_compilation_follow_device_and_size_and_explicit_values_stay(
+    num_gpus: int, changes: dict[str, Any], eager: bool, compiles: bool
+) -> None:
+    resolved = resolve(config(**changes), num_gpus=num_gpus)
+    engine = resolved.config.actors.engine
+    assert isinstance(engine, VllmEngine)
+    assert (engine.eager, resolved.config.learner.compile) == (eager, compiles)
+    lines = [line for line in resolved.decisions if "compile" in line or "eager" in line]
+    assert len(lines) == (2 if num_gpus and not changes else 0)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_parameters", "compiles"),
+    [
+        (10, None, False),
+        (100, None, True),
+        # 8 groups of 8 episodes of at most 160 tokens a step: 5120 tokens at half length.
+        (100, 10**8, False),  # 3.1e14 operations
+        (100, 2 * 10**10, True),  # 6.1e16
+    ],
+)
+def test_a_learner_compiles_if_the_run_is_long_enough(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int, num_parameters: int | None, compiles: bool
+) -> None:
+    size = None if num_parameters is None else SimpleNamespace(num_parameters=num_parameters)
+    monkeypatch.setattr(speed.ModelSize, "of", lambda folder: size)
+    changes = {"model": "{kind: pretrained, path: some/model}", "run__num_steps": num_steps}
+    resolved = resolve(config(**changes), num_gpus=3)
+    assert resolved.config.learner.compile is compiles
+    assert any("the learner" in line for line in resolved.decisions)

@@ -40,7 +40,7 @@ def engine_arguments(
         "scheduling_policy": "priority",
         "gpu_memory_utilization": config.memory_fraction,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "enforce_eager": config.eager,
+        "enforce_eager": config.eager is not False,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

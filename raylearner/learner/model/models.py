@@ -71,7 +71,7 @@ class Models:
                 attention=config.attention,
                 is_head_exact=config.head_dtype == "float32",
                 activation_checkpointing=config.activation_checkpointing,
-                should_compile=config.compile,
+                should_compile=config.compile is True,
                 should_reshard=config.reshard,
                 should_offload=config.offload,
                 is_tower_frozen=config.vision_tower == "frozen",
