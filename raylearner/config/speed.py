@@ -68,4 +68,4 @@ def decisions(config: RunConfig, resolved: RunConfig) -> Iterator[str]:
         if resolved.learner.compile:
             yield f"the learner compiles its model, about a minute in the first step, for {why}"
         else:
-            yield f"the learner does not compile its model: {why} gain less than that takes"
+            yield f"the learner does not compile its model: {why} would save less time than compiling takes"

@@ -133,7 +133,7 @@ def _torchvision() -> Iterator[Finding]:
         return
     is_fine, output = _probe("import torchvision; torchvision.ops.nms")
     if is_fine:
-        yield Finding("ok", "torchvision", f"{version} imports beside this torch")
+        yield Finding("ok", "torchvision", f"{version} imports with this torch")
     else:
         advice = (
             "run `bash launch/setup.sh`, which lets it import beside a CPU torch, or install the build"
@@ -198,7 +198,7 @@ def _disk() -> Iterator[Finding]:
 def _sockets() -> Iterator[Finding]:
     problems = machine.socket_path_errors(has_vllm=True)
     if not problems:
-        yield Finding("ok", "sockets", "temporary directories are short enough for them")
+        yield Finding("ok", "sockets", "paths of temporary directories are short enough")
     for problem in problems:
         yield Finding("problem", "sockets", problem)
 

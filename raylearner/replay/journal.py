@@ -97,7 +97,9 @@ class Journal:
                 await asyncio.to_thread(_save, path, batch)
         except OSError as error:
             self._pending.clear()
-            logger.warning("episodes were not written to the replay's journal: %s", error)
+            logger.warning(
+                "finished episodes could not be written to the replay journal: %s", error
+            )
         finally:
             self._writing = None
 
@@ -135,7 +137,7 @@ def _read(folder: Path) -> list[Episode]:
         try:
             metadata, arrays, images = snapshot.read(path)
         except CheckpointError as error:  # its writer died
-            logger.info("skipped: %s", error)
+            logger.info("skipped a damaged batch of the replay journal: %s", error)
             continue
         for segment in snapshot.trajectories(metadata["trajectories"], arrays, images):
             episodes.setdefault(segment.episode_key, {})[segment.segment] = segment

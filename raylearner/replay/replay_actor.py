@@ -188,7 +188,10 @@ class ReplayActor:
         snapshot.restore(self._buffer, *state, num_lost=num_lost)
         if self._journal is not None:
             num_kept = self._journal.put_back(self._buffer, episodes)
-            logger.info("%d episodes since the checkpoint are kept, from the journal", num_kept)
+            logger.info(
+                "restored %d episodes finished since the checkpoint from the replay journal",
+                num_kept,
+            )
         self._wake()
 
     def _wake(self) -> None:

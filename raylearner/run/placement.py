@@ -45,8 +45,8 @@ class RankPlaces:
         if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
             remove_placement_group(group)
             raise ConfigError(
-                f"learner.num_ranks: within {RESERVE_TIMEOUT_S:g} s the cluster had no {num_ranks} x"
-                f" {bundle} free on its nodes; {advice}"
+                f"learner.num_ranks: the nodes of the cluster did not have {num_ranks} x {bundle} free within"
+                f" {RESERVE_TIMEOUT_S:g} s; {advice}"
             )
         return cls(config, group)
 

@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        verdict = "answers" if self.answers else "does not respond"
+        verdict = "responds" if self.answers else "does not respond"
         return "\n    ".join([f"{self.name} {verdict}", *self.lines])
 
 

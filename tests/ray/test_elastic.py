@@ -52,7 +52,7 @@ def pid_of(log: Path, actor: int) -> int | None:
     return int(found[1]) if found else None
 
 
-def test_replacements_that_are_killed_or_refuse_to_start_are_tried_again(
+def test_replacements_that_are_killed_or_fail_to_start_are_retried(
     launcher: Launcher,
 ) -> None:
     """Of the replacements the first raises and the second ends its process; the third plays."""
@@ -92,7 +92,7 @@ def test_replacements_that_are_killed_or_refuse_to_start_are_tried_again(
     assert len(list(tries.iterdir())) == 5
 
 
-def test_a_run_outlives_a_node_fills_its_slot_on_the_next_and_scales(
+def test_a_run_survives_a_lost_node_uses_the_next_one_and_scales(
     launcher: Launcher, cluster: Cluster
 ) -> None:
     """Each node has room for one engine: that of the shared cluster, and one that is lost and returns."""

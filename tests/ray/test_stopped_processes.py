@@ -49,7 +49,7 @@ def test_a_stopped_actor_is_reported_and_replaced(name: str, launcher: Launcher)
     assert "--resume" in finish(process, code=143)
 
 
-def test_sigterm_ends_a_start_without_promising_a_checkpoint(launcher: Launcher) -> None:
+def test_sigterm_during_startup_ends_the_run_without_a_checkpoint(launcher: Launcher) -> None:
     log = launcher.folder / "run" / "log.txt"
     process = launcher.start("run", LONG)
     wait_for(lambda: log.exists() and "starting 1 learner" in log.read_text(), what="the start")

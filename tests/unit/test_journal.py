@@ -20,7 +20,7 @@ async def written(journal: Journal) -> None:
         await journal._writing
 
 
-async def test_episodes_of_groups_that_ran_at_the_checkpoint_come_back_after_a_death(
+async def test_valid_episodes_since_the_checkpoint_are_restored_after_a_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journals, "MAX_DELAY_S", 0.0)
@@ -44,7 +44,7 @@ async def test_episodes_of_groups_that_ran_at_the_checkpoint_come_back_after_a_d
     assert keys == {c.key[:2] for c in claims[2:]}, "only the others are played again"
 
 
-async def test_batches_are_bounded_and_end_with_the_second_checkpoint_after_them(
+async def test_batches_are_limited_and_removed_at_the_second_checkpoint_after_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journals, "MAX_BATCH", 2)
