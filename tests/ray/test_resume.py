@@ -134,7 +134,7 @@ def test_a_learner_without_a_checkpoint_and_a_replay_actor_are_replaced(
     log, metrics = folder / "log.txt", folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 1, what="a step")
     os.kill(started(log, "learner-0"), signal.SIGKILL)
-    wait_for(lambda: "goes back to step 0" in log.read_text(), what="the first rollback")
+    wait_for(lambda: "rolls back to step 0" in log.read_text(), what="the first rollback")
     wait_for(lambda: bool(checkpoints(folder)), what="the first checkpoint")
     (replay,) = [
         running
