@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,8 @@ class Chaos:
         self._faults = list(faults)
         self._say = say
         self._began_s = time.monotonic()
+        self._usual = state_of(run).counts
+        """Processes by role of the undisturbed run; later there may be more, which are ending."""
         self.injected: list[Injected] = []
 
     def play(self, *, duration_s: float | None) -> None:
@@ -195,6 +197,7 @@ class Chaos:
     def _inject(self, name: str) -> Injected:
         run = self._run
         before = state_of(run)
+        before = replace(before, counts=before.counts & self._usual)
         fault = Injected(fault=name, at_s=before.began_s - self._began_s, step=before.step)
         try:
             victims = FAULTS[name](run, self._generator)

@@ -186,7 +186,12 @@ def second_node(run: FaultRun, *, num_cpus: int = 2) -> Iterator[psutil.Process]
         *("--node-ip-address=127.0.0.1", f"--num-cpus={num_cpus}"),
         "--object-store-memory=100000000",
     ]
-    environment = {**os.environ, "RAY_TMPDIR": str(run.folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "RAY_TMPDIR": str(run.folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+    }
     with (run.folder / "node.txt").open("ab") as output:
         node = subprocess.Popen(
             command,
