@@ -25,6 +25,7 @@ from raylearner.errors import (
     LearnerError,
     RaylearnerError,
     WeightTransferError,
+    summary,
 )
 from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.learner_actor import LearnerActor
@@ -70,6 +71,7 @@ class LearnerGroup:
         self._is_stepping = False
         self._ranks: list[Any] = []
         self._policy_version: PolicyVersion = 0
+        self._cause: BaseException | None = None  # of the end of all ranks
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -234,11 +236,16 @@ class LearnerGroup:
         self._kill()
         await asyncio.to_thread(shutil.rmtree, self._spec.weights_folder, ignore_errors=True)
 
+    def check(self) -> None:
+        """Raise `LearnerDied` after a call in the background found a rank dead and ended all."""
+        if not self._ranks:
+            cause = "start or restart it first" if self._cause is None else summary(self._cause)
+            raise LearnerDied(f"the learner has no running ranks: {cause}")
+
     @property
     def _living(self) -> list[Any]:
         """Return the ranks. Raises `LearnerDied` after another call found one dead and ended all."""
-        if not self._ranks:
-            raise LearnerDied("the learner has no running ranks: start or restart it first")
+        self.check()
         return self._ranks
 
     def _kill(self) -> None:
@@ -252,7 +259,11 @@ class LearnerGroup:
         )
 
     async def _gather(self, calls: Sequence[Any]) -> list[Any]:
-        """Return all results; on the first failure kill every rank and raise the likeliest cause."""
+        """Return all results; on the first failure kill every rank and raise the likeliest cause.
+
+        Ranks that replaced them meanwhile are left alone.
+        """
+        ranks = self._ranks
         waiting = [asyncio.ensure_future(_resolve(call)) for call in calls]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -267,8 +278,11 @@ class LearnerGroup:
             for rank, w in enumerate(waiting)
             if w.done() and not w.cancelled() and (error := w.exception()) is not None
         ]
-        self._kill()
-        raise _find_cause(errors)
+        cause = _find_cause(errors)
+        if self._ranks is ranks:
+            self._kill()
+            self._cause = cause
+        raise cause
 
 
 def _merge(updates: Sequence[WeightUpdate | None]) -> WeightUpdate:

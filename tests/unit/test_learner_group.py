@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylearner.config.schema import LearnerSection, WeightsSection
 from raylearner.errors import CheckpointError, LearnerDied, RaylearnerError, WeightTransferError
+from raylearner.learner import learner_group
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
 
@@ -88,3 +89,36 @@ async def test_a_rank_that_cannot_write_ends_no_rank() -> None:
     with pytest.raises(CheckpointError, match="rank 1"):
         await group.save(Path("none"))
     assert group._ranks is ranks
+
+
+async def test_a_late_failure_of_dead_ranks_leaves_those_that_replaced_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(learner_group, "ray", SimpleNamespace(kill=killed.append))
+    group = make_group()
+    group._ranks = ["old"]
+    call = asyncio.get_running_loop().create_future()
+    writing = asyncio.create_task(group._gather([call]))
+    await asyncio.sleep(0)
+    group._kill()
+    group._ranks = ["new"]
+    call.set_exception(DIED)
+    with pytest.raises(LearnerDied):
+        await writing
+    assert killed == ["old"]
+    group.check()
+
+
+async def test_a_death_that_a_call_in_the_background_found_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learner_group, "ray", SimpleNamespace(kill=lambda _: None))
+    group = make_group()
+    group._ranks = ["rank"]
+    call = asyncio.get_running_loop().create_future()
+    call.set_exception(DIED)
+    with pytest.raises(LearnerDied):
+        await group._gather([call])
+    with pytest.raises(LearnerDied, match="learner rank 0 died"):
+        group.check()
