@@ -16,14 +16,15 @@ from raylearner.observability.spans import Span
 from raylearner.run import scaling
 from raylearner.run.launching import ActorLauncher
 from raylearner.run.placement import Colocation, answer
-from raylearner.run.slots import OnJoin, OnLoss, Slots, Stage, receiver
+from raylearner.run.slot import Stage
+from raylearner.run.slots import OnJoin, OnLoss, Slots, receiver
 from raylearner.types import Prompt, Trajectory
 from raylearner.weights.push import Receive
 
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 20.0
-"""Maximum wait of a step's report for an actor."""
+"""Maximum wait of a step's report, or of a rollback, for an actor."""
 
 
 class RolloutFleet:
@@ -132,13 +133,16 @@ class RolloutFleet:
 
     def fail_push(self, actor_id: str, error: BaseException) -> None:
         """Kill an actor whose engine failed a push, so that it is replaced."""
+        actor = self.actors.get(actor_id)
+        if actor is None:
+            logger.debug("%s failed a weight push after its end: %s", actor_id, error)
+            return
         logger.warning(
             "the weight push to %s failed, and the actor is replaced: %s", actor_id, error
         )
         if isinstance(error, PushBroken):
             self._slots.excuse(actor_id)
-        if actor := self.actors.get(actor_id):
-            ray.kill(actor)
+        ray.kill(actor)
 
     def receiver(self, actor_id: str) -> Receive:
         return receiver(self.actors[actor_id])
@@ -189,8 +193,11 @@ class RolloutFleet:
         await self._slots.use_replay(replay)
 
     async def abort(self) -> None:
-        """End every running episode, before a ledger without them is restored."""
+        """End every running episode, before a ledger without them is restored.
+
+        Episodes of an actor that does not answer in time are void all the same.
+        """
+        calls = (answer(actor.abort.remote()) for actor in self.actors.values())
         await asyncio.gather(
-            *(answer(actor.abort.remote()) for actor in self.actors.values()),
-            return_exceptions=True,
+            *(asyncio.wait_for(call, DRAIN_TIMEOUT_S) for call in calls), return_exceptions=True
         )

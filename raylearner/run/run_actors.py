@@ -120,8 +120,8 @@ class RunActors:
         self._is_closed = True
         await clean_up(
             sys.exception(),
+            self.publisher.close,  # first, since a push to engines that end would fail
             self.fleet.stop,
-            self.publisher.close,
             self.learner.close,
             self._replay.close,
             self._rewards.close,
@@ -153,6 +153,11 @@ class RunActors:
         self.publisher = self._make_publisher(is_first=False)
         self._add_engines()
         await self.publish()
+
+    def check(self) -> None:
+        """Raise what ended a push in the background, and `LearnerDied` where no rank runs."""
+        self.publisher.raise_failure()
+        self.learner.check()
 
     async def publish(self) -> None:
         """Publish the learner's version; return once every engine has it or failed."""
@@ -209,7 +214,10 @@ class RunActors:
             self.publisher.add(actor_id, self.fleet.receiver(actor_id))
 
     async def _forget(self, actor_id: str, *, is_failure: bool) -> None:
-        self.publisher.remove(actor_id)
+        if is_failure:
+            self.publisher.remove(actor_id)
+        else:
+            await self.publisher.dismiss(actor_id)
         returned = await self.replay.fail_actor.remote(actor_id, is_failure=is_failure)
         logger.info("%d running samples of %s return to pending", returned, actor_id)
 

@@ -10,8 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Protocol
 
 import ray
@@ -31,6 +29,7 @@ from raylearner.errors import (
 from raylearner.run.launching import ActorLauncher, is_end, lost_nodes
 from raylearner.run.placement import Colocation, answer
 from raylearner.run.restarts import ROW_S, RestartBudget, backoff_s
+from raylearner.run.slot import Slot, Stage
 from raylearner.weights.push import Receive
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
@@ -52,37 +51,6 @@ class OnLoss(Protocol):
     """Return the samples of an actor that is gone, and take it out of the publisher."""
 
     async def __call__(self, actor_id: str, *, is_failure: bool) -> None: ...
-
-
-class Stage(StrEnum):
-    """What happens in a slot."""
-
-    UNPLACED = "waits for resources"
-    STARTING = "starts, or gets the current weights"
-    PLAYING = "plays"
-    RESTING = "waits before the next try"
-    GIVEN_UP = "waits until the budget allows a restart"
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One place of the fleet, with the actor that is in it now."""
-
-    actor_id: str = ""
-    actor: Any = None
-    """The actor, once its engine has started."""
-    stage: Stage = Stage.UNPLACED
-    node: str = ""
-    joined_at_s: float = 0.0
-    num_in_row: int = 0
-    """Number of failures in a row."""
-    release: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where the slot ends with its actor."""
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def is_released(self) -> bool:
-        return self.release.is_set()
 
 
 class Slots:
@@ -138,6 +106,8 @@ class Slots:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for slot in self._slots:  # those included that started meanwhile
+            self._kill(slot)
         self._slots.clear()
         self.actors.clear()
 
@@ -245,7 +215,7 @@ class Slots:
 
     async def _play(self, slot: Slot) -> None:
         """Return when the actor's loop ended, or had to, since the slot was released."""
-        running = asyncio.ensure_future(_run(slot))
+        running = asyncio.ensure_future(self._run(slot))
         releasing = asyncio.ensure_future(slot.release.wait())
         try:
             await asyncio.wait([running, releasing], return_when=asyncio.FIRST_COMPLETED)
@@ -260,16 +230,33 @@ class Slots:
             running.cancel()
             releasing.cancel()
 
+    async def _run(self, slot: Slot) -> None:
+        """Let an actor play; again where it failed since another process died, which is replaced."""
+        level = logging.WARNING
+        while True:
+            try:
+                return await slot.actor.run.remote()
+            except RayTaskError as error:
+                if not is_death(error):
+                    raise
+                text = (
+                    "%s waits until the process that it called is replaced, retrying every %g s: %s"
+                )
+                logger.log(level, text, slot.actor_id, RETRY_S, summary(error))
+                level = logging.DEBUG
+            await asyncio.sleep(RETRY_S)
+            await self._launcher.connect(slot.actor)  # it may not have heard of the present replay
+
     async def _empty(self, slot: Slot, cause: Exception) -> None:
         """Return the samples of an actor that ended, and count it as a failure where it was one.
 
         Raises `RaylearnerError` where no restart is left and no other slot can continue.
         """
         actor_id, has_played = slot.actor_id, slot.stage is Stage.PLAYING
-        if slot.is_released and slot.actor is not None:
+        if slot.is_released:
             self.actors.pop(actor_id, None)
-            await self._stop(slot.actor)
-        self._kill(slot)
+        else:
+            self._kill(slot)
         try:
             await self._on_loss(actor_id, is_failure=not slot.is_released)
         except Exception as error:
@@ -278,6 +265,9 @@ class Slots:
             # The controller sees the death of the replay actor itself.
             logger.debug("the samples of %s were not returned: %s", actor_id, error)
         if slot.is_released:
+            if slot.actor is not None:  # no push needs it any more
+                await self._stop(slot.actor)
+            self._kill(slot)
             logger.info(
                 "%s ended as requested; %d rollout actors are playing", actor_id, len(self.actors)
             )
@@ -388,18 +378,3 @@ def receiver(actor: Any) -> Receive:
         return await actor.receive.remote(update)
 
     return receive
-
-
-async def _run(slot: Slot) -> None:
-    """Let an actor play; again where it failed since another process died, which is replaced."""
-    level = logging.WARNING
-    while True:
-        try:
-            return await slot.actor.run.remote()
-        except RayTaskError as error:
-            if not is_death(error):
-                raise
-            text = "%s waits until the process that it called is replaced, retrying every %g s: %s"
-            logger.log(level, text, slot.actor_id, RETRY_S, summary(error))
-        level = logging.DEBUG
-        await asyncio.sleep(RETRY_S)

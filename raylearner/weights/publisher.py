@@ -81,6 +81,7 @@ class Publisher:
         self._last: _Written | None = None
         self._stale: list[_Written] = []
         self._metrics: dict[str, float] = {}
+        self._is_closed = False
 
     @property
     def members(self) -> frozenset[str]:
@@ -111,6 +112,11 @@ class Publisher:
         self._members.pop(actor_id, None)
         if self._push is not None:
             self._push.remove(actor_id)
+
+    async def dismiss(self, actor_id: str) -> None:
+        """Remove an engine that ends on request, after the push in flight, which others may share."""
+        async with self._lock:
+            self._members.pop(actor_id, None)
 
     async def admit(self, actor_id: str, receive: Receive) -> None:
         """Bring a joiner to the current version, then add it. Raises what `receive` raises."""
@@ -152,18 +158,30 @@ class Publisher:
             await asyncio.wait([self._running])
             self._raise_failure()
 
+    def raise_failure(self) -> None:
+        """Raise the error of a push in the background that has ended."""
+        if not self.is_publishing:
+            self._raise_failure()
+
     async def break_off(self) -> None:
-        """Release every engine from its push after the learner's death, then close."""
+        """Release every engine from its push after the learner's death, then close.
+
+        No call of the transport is left when this returns.
+        """
+        self._is_closed = True
         if self._push is not None:
             await self._push.leave_learner()
         await self.close()
+        async with self._lock:  # an admission that had begun
+            pass
 
     async def close(self) -> None:
         """Stop publishing and discard all updates."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-            self._running = None
+        self._is_closed = True
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         self._members.clear()
         self._replace_last(None)
         await self._discard_stale()
@@ -234,6 +252,8 @@ class Publisher:
         self, actor_id: str, receive: Receive, policy_version: PolicyVersion
     ) -> None:
         async with self._lock:
+            if self._is_closed:
+                return  # the next publisher brings the weights
             update = await self._write(policy_version, (actor_id,))
             push = self._make_push(update, {actor_id: receive}, on_failed=lambda *_: None)
             try:

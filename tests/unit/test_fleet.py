@@ -351,3 +351,53 @@ async def test_every_actor_is_connected_to_the_new_replay_actor() -> None:
         fleet.launcher.actors["rollout-0"].die()
         await fleet.until("1", "2")
         assert fleet.launcher.connected["rollout-2"] == "another"
+
+
+async def test_an_actor_that_did_not_hear_of_another_replay_hears_before_it_plays_again() -> None:
+    async with playing(Fleet(max_restarts=0)) as fleet:
+        actor = fleet.launcher.actors["rollout-0"]
+        dead, actor.ended = actor.ended, asyncio.get_running_loop().create_future()
+        fleet.launcher.replay = "another"
+        dead.set_exception(RayTaskError("claim", "", ActorDiedError()).as_instanceof_cause())
+        await reach(lambda: actor.calls == ["run", "run"])
+        assert fleet.launcher.connected == {"rollout-0": "another", "rollout-1": "replay"}
+
+
+async def test_an_actor_is_stopped_only_after_it_is_taken_out_of_pushes() -> None:
+    async with playing(Fleet(2)) as fleet:
+        may_leave, actor = asyncio.Event(), fleet.launcher.actors["rollout-1"]
+
+        async def lose(actor_id: str, *, is_failure: bool) -> None:
+            await may_leave.wait()
+
+        fleet._slots._on_loss = lose
+        fleet.resize(1)
+        await reach(lambda: "halt" in actor.calls)
+        await asyncio.sleep(0.02)
+        assert (fleet.names, actor.calls) == (["0"], ["run", "halt"])
+        may_leave.set()
+        await reach(lambda: actor.calls == ["run", "halt", "stop"])
+
+
+async def test_an_actor_that_starts_while_the_fleet_stops_is_killed() -> None:
+    fleet = Fleet(RANGE)
+    fleet.launcher.room = asyncio.Semaphore(1)
+    async with playing(fleet):
+        may_end, last = asyncio.Event(), fleet.launcher.actors["rollout-0"]
+
+        async def stop() -> None:
+            fleet.launcher.room.release()
+            await may_end.wait()
+            last.die()
+
+        last.stop = remote(stop)
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+    assert fleet.launcher.actors["rollout-1"].ended.done()
+
+
+async def test_a_push_that_fails_after_the_end_of_its_engine_promises_no_replacement(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with playing(Fleet()) as fleet:
+        fleet.fail_push("rollout-7", WeightTransferError("stopped"))
+    assert "is replaced" not in caplog.text

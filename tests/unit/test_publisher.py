@@ -471,3 +471,47 @@ async def test_the_first_push_of_a_run_must_reach_an_engine() -> None:
     lab.publisher.add("bad", Receiver(opened(), REFUSED).receive)
     with pytest.raises(WeightTransferError, match="refused"):
         await lab.publisher.publish(0)
+
+
+async def test_joiners_of_a_publisher_that_is_broken_off_begin_no_other_write() -> None:
+    lab = Lab(is_collective=True)
+    lab.add("a")
+    await lab.publisher.publish(1)
+    lab.write_gate.clear()
+    joining = [
+        asyncio.create_task(lab.publisher.admit(name, make_receiver().receive)) for name in "bc"
+    ]
+    await until(lambda: len(lab.groups) == 2)
+    breaking = asyncio.create_task(lab.publisher.break_off())
+    await asyncio.sleep(0.01)
+    assert not breaking.done(), "a write of the first joiner is under way"
+    lab.write_gate.set()
+    await asyncio.gather(breaking, *joining)
+    assert lab.groups == [("a",), ("b",)]
+
+
+async def test_an_engine_that_ends_on_request_breaks_no_push_that_others_share() -> None:
+    lab = Lab(is_collective=True)
+    a, b = lab.add("a", is_open=False), lab.add("b", is_open=False)
+    lab.publisher.start(1)
+    await until(lambda: a.is_receiving and b.is_receiving)
+    dismissing = asyncio.create_task(lab.publisher.dismiss("b"))
+    await asyncio.sleep(0.01)
+    assert not dismissing.done()
+    a.gate.set()
+    b.gate.set()
+    await dismissing
+    await lab.publisher.finish()
+    assert (lab.failed, lab.publisher.members) == ({}, {"a"})
+
+
+async def test_the_error_of_a_push_in_the_background_is_raised_on_request() -> None:
+    lab = Lab()
+    receiver = await start_stuck(lab)
+    lab.publisher.raise_failure()
+    receiver.error = REFUSED
+    receiver.gate.set()
+    await until(lambda: not lab.publisher.is_publishing)
+    with pytest.raises(WeightTransferError, match="reached none"):
+        lab.publisher.raise_failure()
+    lab.publisher.raise_failure()
