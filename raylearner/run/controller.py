@@ -87,7 +87,7 @@ class Controller:
             roles=self._roles,
             watchdog=self._watchdog,
         )
-        self._is_compiled = False
+        self._has_begun = self._is_compiled = False
         self._reports = StepReporter(
             config, recorder, actors=actors, watchdog=self._watchdog, tracer=tracer
         )
@@ -222,10 +222,10 @@ class Controller:
         parts: dict[str, Callable[[], Awaitable[None]]] = {
             "the report of the last step": self._reports.finish,
             "the checkpoint in flight": self._checkpoints.cancel,
-            "the actors": self._actors.close,
         }
         if self._evaluations is not None:
             parts["the evaluation in flight"] = self._evaluations.cancel
+        parts["the actors"] = self._actors.close
 
         async def close(label: str) -> None:
             await self._wait(f"closing {label}", parts[label](), limit_s=CLOSE_TIMEOUT_S)
@@ -241,15 +241,16 @@ class Controller:
     async def run(self) -> None:
         """Train to the last step, then close. Raises `RunStopped` after a requested stop."""
         async with self._lifecycle():
-            if self.step == 0:
-                await self._evaluate()
             while not await self._finish():
                 pass
 
     async def _finish(self) -> bool:
-        """Make all steps and publish the last weights; return False after a rollback."""
+        """Evaluate a new run, make all steps and publish the last weights; return False after a rollback."""
         num_steps = self._config.run.num_steps
         try:
+            if self.step == 0 and not self._has_begun:
+                await self._evaluate()
+            self._has_begun = True
             while self.step < num_steps:
                 await self._make_step()
             await self._publish("last", self._actors.publish_last())
@@ -280,7 +281,9 @@ class Controller:
                 num_mini_batches=config.learner.num_mini_batches,
                 should_mask_truncated=config.learner.mask_truncated,
             )
-        await self._wait("putting engines to sleep", actors.sleep_engines())
+        # A stuck engine is ended at the limit, by its own watch.
+        sleep_limit_s = 2 * self._watchdog.limit_s
+        await self._wait("putting engines to sleep", actors.sleep_engines(), limit_s=sleep_limit_s)
         # The first step after a start compiles.
         limit_s = self._watchdog.limit_s * (1.0 if self._is_compiled else PATIENCE)
         with self._tracer.span("step", step=self.step + 1):
@@ -358,10 +361,16 @@ class Controller:
             logger.warning("the checkpoint in flight is lost: %s", summary(error))
 
     async def _recover(self, error: LearnerDied | ReplayDied) -> None:
-        """Go back to the last checkpoint, or to the start of the run."""
+        """Go back to the last checkpoint, or to the start of the run. A stop ends the run at once: what there
+        is to keep is on disk.
+        """
         await self._reports.finish()
         await self._checkpoints.cancel()
         if self._evaluations is not None:
             await self._evaluations.cancel()
         self._is_compiled = False
-        self.step = await self._recovery.roll_back(error, step=self.step)
+        rolling_back = self._recovery.roll_back(error, step=self.step)
+        step = await unless_set(self._stop_requested, rolling_back)
+        if step is None:
+            raise stopped(self._folder)
+        self.step = step

@@ -271,6 +271,8 @@ class Evaluations:
         """Cancel the evaluation in flight; its actor gets no weights from here."""
         running, self._running = self._running, None
         if running is not None:
+            if not running.done():
+                logger.warning("the evaluation in flight is broken off and lost")
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 

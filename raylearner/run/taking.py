@@ -51,7 +51,8 @@ class Taker:
     async def take(self, step: int) -> Take | None:
         """Return the groups of a step, or None after a requested stop.
 
-        Raises `TooManyFailures`, `StalledError`, and the deaths of actors that do not answer.
+        Raises `TooManyFailures`, `StalledError`, the deaths of actors that do not answer, and what ended
+        a push in the background.
         """
         try:
             with self._tracer.span("take"):
@@ -83,6 +84,7 @@ class Taker:
             )
             if take is not None or self._stop.is_set():
                 return take
+            self._actors.check()  # without weights engines may have nothing to play
             current = await self._watchdog.wait(
                 "the replay actor's report of progress",
                 asked(self._actors.replay.progress.remote()),

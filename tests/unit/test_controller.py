@@ -74,6 +74,7 @@ def make_controller(
         fleet=NAME(play=lambda _: None, actors={}, waits_for_resources=False),
         sleep_engines=nothing,
         close=nothing,
+        check=lambda: None,
     )
     tracer: Any = NAME(span=lambda *_, **__: nullcontext(), drain=list)
     made = Controller(
@@ -314,3 +315,72 @@ async def test_a_call_that_is_given_up_has_ended() -> None:
     event.set()
     assert await unless_set(event, never()) is None
     assert await unless_set(asyncio.Event(), taken()) == NAME(groups=[])
+
+
+async def test_a_learner_that_died_in_the_background_is_found_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        raise LearnerDied("in the push of version 1")
+
+    made = make_controller(tmp_path)
+    made._actors.check = check  # type: ignore[method-assign]
+    async with asyncio.timeout(5):
+        with pytest.raises(LearnerDied, match="version 1"):
+            await made._make_step()
+
+
+async def test_a_stop_ends_a_recovery_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_controller(tmp_path)
+    (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
+    Incidents(made, NAME(step=3, folder=tmp_path), monkeypatch)
+    made._watchdog.limit_s = made._recovery._watchdog.limit_s = 60.0
+    made._actors.restart_learner = never  # type: ignore[method-assign]
+    asyncio.get_running_loop().call_later(0.05, made._stop_requested.set)
+    async with asyncio.timeout(5):
+        with pytest.raises(RunStopped, match="step 3"):
+            await made._recover(LearnerDied("x"))
+
+
+async def test_a_death_in_the_first_evaluation_is_recovered_from(tmp_path: Path) -> None:
+    made = make_controller(tmp_path)
+    made.step = 0
+    deaths: list[Exception] = [LearnerDied("rank 0")]
+    evaluated: list[int] = []
+    recovered: list[Exception] = []
+
+    async def run(step: int) -> None:
+        if deaths:
+            raise deaths.pop()
+        evaluated.append(step)
+
+    async def make_step() -> None:
+        made.step += 1
+
+    async def recover(error: Any) -> None:
+        recovered.append(error)
+
+    made._evaluations = NAME(run=run, cancel=nothing)  # type: ignore[assignment]
+    made._make_step = make_step  # type: ignore[method-assign]
+    made._recover = recover  # type: ignore[method-assign]
+    made._actors.publish_last = nothing  # type: ignore[method-assign]
+    await made.run()
+    assert (evaluated, len(recovered), made.step) == ([0], 1, 5)
+
+
+async def test_an_evaluation_ends_before_the_actors_that_play_it(tmp_path: Path) -> None:
+    made = make_controller(tmp_path)
+    closed: list[str] = []
+
+    async def cancel() -> None:
+        closed.append("evaluation")
+
+    async def close() -> None:
+        closed.append("actors")
+
+    made._evaluations = NAME(cancel=cancel)  # type: ignore[assignment]
+    made._actors.close = close  # type: ignore[method-assign]
+    await made.close()
+    assert closed == ["evaluation", "actors"]
