@@ -135,10 +135,15 @@ class CheckpointWriter:
         self._metrics["checkpoint/stall_s"] = time.monotonic() - started
 
     async def _wait(self) -> None:
-        running, self._running = self._running, None
+        running = self._running
         if running is not None:
             async with self._counting_failures(self._running_step):
-                await running
+                try:
+                    # A cancelled loop does not cancel the write, which the end of the run waits for.
+                    await asyncio.shield(running)
+                finally:
+                    if running.done():
+                        self._running = None
                 self.completed, self._num_failed_in_row = self._running_step, 0
 
     async def cancel(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from raylearner.config.loader import load
 from raylearner.config.report import resolved_yaml
 from raylearner.config.schema import RunSection
 from raylearner.errors import CheckpointError, ConfigError, LearnerDied, LearnerError, ReplayDied
+from raylearner.learner.checkpoint import directory
 from raylearner.learner.checkpoint.directory import (
     create_checkpoint,
     find_latest,
@@ -402,3 +404,37 @@ def test_changes_that_a_checkpoint_does_not_allow_are_refused(
         resumed(tmp_path / "run", override, "run.num_steps=7")
     assert f"{key}: " in str(caught.value)
     assert "run.num_steps" not in str(caught.value)
+
+
+async def test_a_cancelled_wait_leaves_the_write_to_be_finished(tmp_path: Path) -> None:
+    learner = FakeLearner()
+    saver = make_saver(tmp_path, learner)
+    await saver.start(1)
+    waiting = asyncio.create_task(saver.start(2))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    learner.may_write.set()
+    await saver.wait()
+    assert (names(tmp_path), saver.completed) == (["step_000001"], 1)
+
+
+async def test_after_a_cancellation_a_checkpoint_changes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end, finish = threading.Event(), threading.Event(), directory._finish
+
+    def slowly(*arguments: Any) -> None:
+        began.set()
+        may_end.wait(5)
+        finish(*arguments)
+
+    monkeypatch.setattr(directory, "_finish", slowly)
+    learner = FakeLearner()
+    learner.may_write.set()
+    saver = make_saver(tmp_path, learner)
+    await saver.start(1)
+    await asyncio.to_thread(began.wait, 5)
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    await saver.cancel()
+    assert names(tmp_path) == ["step_000001"]

@@ -37,13 +37,19 @@ class Checkpoint:
 async def create_checkpoint(checkpoints: Path, *, step: int) -> AsyncIterator[Path]:
     """Yield an empty directory to fill; on a clean exit it atomically becomes `step_NNNNNN`.
 
-    A crash at any moment leaves earlier checkpoints as they were and at most a `.partial` behind.
+    A crash at any moment leaves earlier checkpoints as they were and at most a `.partial` behind. After a
+    cancellation nothing changes any more: it is complete, or will never be.
     """
     folder = checkpoints / f"step_{step:06d}"
     partial = folder.with_name(folder.name + PARTIAL)
     await asyncio.to_thread(_start, partial)
     yield partial
-    await asyncio.to_thread(_finish, partial, folder, step)
+    finishing = asyncio.ensure_future(asyncio.to_thread(_finish, partial, folder, step))
+    try:
+        await asyncio.shield(finishing)
+    except asyncio.CancelledError:
+        await asyncio.wait([finishing])
+        raise
 
 
 def find_latest(checkpoints: Path, *, should_hash: bool = True) -> Checkpoint | None:
