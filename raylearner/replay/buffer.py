@@ -138,8 +138,8 @@ class ReplayBuffer:
     def put(self, episode: Sequence[Trajectory]) -> str:
         """Store one episode, all segments or none, and return the outcome.
 
-        `accepted`; `duplicate` of an accepted one; `late`: its group is complete, or its sample was
-        claimed again; `refused: <rule>`: its sample is played again. Arrays are copied.
+        `accepted`; `duplicate` of an accepted one; `late`: its group is complete, its sample was
+        claimed again, or a restore discarded its claim; `refused: <rule>`: its sample is played again. Arrays are copied.
         """
         self.close_expired()
         self.num_changes += 1
@@ -149,7 +149,8 @@ class ReplayBuffer:
         group_id, index, attempt = first.episode_key
         group = self.ledger.find(group_id)
         if group is None or not 0 <= index < len(group.samples):
-            if group is None and 0 <= group_id < self.ledger.next_group_id:
+            was_issued = 0 <= group_id < self.ledger.next_group_id
+            if group is None and (was_issued or 0 <= attempt < self.ledger.first_attempt):
                 return self._count_late(episode)
             return self._refuse(None, f"the claim {first.episode_key} was never issued")
         sample = group.samples[index]

@@ -58,7 +58,7 @@ class Ledger:
         self.next_group_id = 0
         self._prompts = PromptSource(prompts, seed, sampler=sampler)
         self._seed = seed
-        self._first_attempt = 0
+        self.first_attempt = 0  # lower ones were issued under discarded states
         self._last_attempt = -1  # the highest attempt ever issued
         self._pending = PendingSamples()
         self._held_order: list[int] = []
@@ -265,7 +265,7 @@ class Ledger:
         metadata = {
             "policy_version": self.policy_version,
             "next_group_id": self.next_group_id,
-            "first_attempt": self._first_attempt,
+            "first_attempt": self.first_attempt,
             "last_attempt": self._last_attempt,
             "seed": self._seed,
             "prompts": prompts,
@@ -299,7 +299,7 @@ class Ledger:
         self.release()
         self._pending = PendingSamples(self.running.values())
         has_history = self._last_attempt >= 0 or num_lost > 0
-        self._first_attempt = metadata["first_attempt"]
+        self.first_attempt = metadata["first_attempt"]
         last_attempt = metadata["last_attempt"] + num_lost * ATTEMPTS_PER_LEDGER
         self._last_attempt = max(self._last_attempt, last_attempt)
         if has_history:
@@ -323,7 +323,7 @@ class Ledger:
             policy_version=self.policy_version,
             admitted_at_s=now_s,
             samples=[
-                SampleRecord(attempt=self._first_attempt, is_greedy=index >= size)
+                SampleRecord(attempt=self.first_attempt, is_greedy=index >= size)
                 for index in range(size + self.config.play_greedy)
             ],
         )
@@ -355,7 +355,7 @@ class Ledger:
     def _reissue(self, group: GroupRecord, index: int) -> None:
         sample = group.samples[index]
         sample.state, sample.claimant, sample.version = SampleState.PENDING, None, None
-        sample.attempt = max(sample.attempt + 1, self._first_attempt)
+        sample.attempt = max(sample.attempt + 1, self.first_attempt)
         self.counts.reissued += 1
         self._pending.push(group.group_id, index)
 
@@ -365,12 +365,12 @@ class Ledger:
 
     def _renumber(self) -> None:
         """Continue with attempts that were never issued under any state."""
-        self._first_attempt = self._last_attempt + 1
+        self.first_attempt = self._last_attempt + 1
         self._reissue_running()
         for group in self.running.values():
             for sample in group.samples:
                 if sample.state is SampleState.PENDING:
-                    sample.attempt = max(sample.attempt, self._first_attempt)
+                    sample.attempt = max(sample.attempt, self.first_attempt)
 
     def _cancel(self, group: GroupRecord, index: int, sample: SampleRecord) -> None:
         assert sample.claimant is not None

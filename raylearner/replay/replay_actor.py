@@ -72,6 +72,7 @@ class ReplayActor:
         self._engine_versions: dict[str, int] = {}
         self._cut: snapshot.Snapshot | None = None
         self._journal = None if journal is None else Journal(Path(journal))
+        self._saving = asyncio.Lock()
         self._initial = snapshot.take_snapshot(self._buffer)
 
     def __repr__(self) -> str:
@@ -166,9 +167,13 @@ class ReplayActor:
             self._journal.cut(self._buffer)
 
     async def save(self, folder: str) -> None:
-        """Write the kept state, or that of this moment; later calls are not part of it."""
+        """Write the kept state, or that of this moment; later calls are not part of it.
+
+        A save that was given up by its caller ends before the next one begins.
+        """
         cut, self._cut = self._cut or snapshot.take_snapshot(self._buffer), None
-        await asyncio.to_thread(cut.save, Path(folder))
+        async with self._saving:
+            await asyncio.to_thread(cut.save, Path(folder))
 
     async def load(self, folder: str | None, num_lost: int = 0) -> None:
         """Replace the state by a saved one, or by the initial one; running episodes become late.

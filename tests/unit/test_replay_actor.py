@@ -1,15 +1,19 @@
 """The replay actor and its callers, without Ray: its first state again, and a push that it cannot fail."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from episodes import make_trajectory
 from replays import PROMPTS, make_episode, make_section
 
 from raylearner.actors.rollout_actor import RolloutActor
 from raylearner.observability.spans import Tracer
 from raylearner.replay.replay_actor import ReplayActor
+from raylearner.replay.snapshot import Snapshot
 
 
 def make_actor(**options: Any) -> Any:
@@ -71,3 +75,31 @@ async def test_a_replacement_has_the_episodes_since_the_checkpoint(tmp_path: Pat
     assert await replaced.put([make_episode(again[0])]) == ["accepted"]
     take = await replaced.take(1, 0, 0.0)
     assert len(take.groups[0].trajectories) == 2
+
+
+async def test_episodes_of_discarded_claims_are_late_and_no_errors() -> None:
+    """Also where their groups were not admitted yet in the restored state."""
+    replay = make_actor()
+    claims = (await replay.claim("a", 0, 4, 0.0)).claims
+    episodes = [[make_trajectory([-1, 0], claim=claim)] for claim in claims]
+    for restored in (replay, make_actor()):
+        await restored.load(None, int(restored is not replay))
+        assert await restored.put(episodes) == ["late"] * 4
+        never = make_trajectory([-1, 0], group_id=99, attempt=1 << 40)
+        assert "never issued" in (await restored.put([[never]]))[0]
+
+
+async def test_a_save_that_was_given_up_ends_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def save(_: Snapshot, folder: Path) -> None:
+        events.append(f"begin {folder.name}")
+        time.sleep(0.05)
+        events.append(f"end {folder.name}")
+
+    monkeypatch.setattr(Snapshot, "save", save)
+    replay = make_actor()
+    await asyncio.gather(*(replay.save(str(tmp_path / name)) for name in "ab"))
+    assert events == ["begin a", "end a", "begin b", "end b"]
