@@ -80,16 +80,20 @@ class RolloutWorker:
         self._slot_freed, self._is_full = asyncio.Event(), asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
-        self._is_claiming = False
+        self._is_claiming = self._is_halted = False
         self._void: set[Key] = set()  # cancelled before the reply with their claim arrived
         self._num_episodes = self._num_tokens = 0
         self._busy = _BusyClock(kit.tracer)
 
     async def run(self) -> None:
-        """Play until `halt`, again after an error other than `EngineDead`. Raises errors that are not the failure of one episode: `EngineDead`, after
-        which nothing is sent that the dead engine failed, and `UserCodeStuck` when too many calls of
-        user code in this process never ended.
+        """Play until `halt`, again after an error other than `EngineDead`.
+
+        Raises errors that are not the failure of one episode: `EngineDead`, after which nothing is sent
+        that the dead engine failed, and `UserCodeStuck` when too many calls of user code in this process
+        never ended.
         """
+        for key, task in list(self._running.items()):  # ones that ignored their cancellation
+            self._free(key, task)
         self._is_claiming = False
         self._void.clear()
         self._is_full.clear()
@@ -105,7 +109,7 @@ class RolloutWorker:
                 task.cancel()
             await asyncio.wait(tasks, timeout=END_LIMIT_S)
         failure = self._failure
-        if failure is None:
+        if failure is None or (self._is_halted and not isinstance(failure, EngineDead)):
             return
         await self._outbox.flush(END_LIMIT_S)
         if not isinstance(failure, EngineDead):
@@ -115,6 +119,7 @@ class RolloutWorker:
 
     def halt(self) -> None:
         """End `run`; running episodes are cancelled and not reported."""
+        self._is_halted = True
         self._ended.set()
 
     async def evaluate(

@@ -368,3 +368,45 @@ async def test_a_late_claim_of_a_dead_actor_returns_nothing(tokenizer_folder: Pa
     await replay.actor.fail_actor("a")
     assert (await replay.claim("a", 0, 4, 0.05)).claims == []
     assert len((await replay.claim("b", 0, 4, 0.05)).claims) == 4
+
+
+async def test_an_episode_that_ignores_its_end_holds_no_slot_when_the_actor_plays_again(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = False
+
+    async def play(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
+        while not is_over:
+            try:
+                await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                continue
+        raise AssertionError
+
+    monkeypatch.setattr(rollout_worker, "play_episode", play)
+    monkeypatch.setattr(rollout_worker, "END_LIMIT_S", 0.05)
+    replay = Answers()
+    worker = make_worker(make_stage(tokenizer_folder, RandomTokens(**SHORT)), replay, num_slots=1)
+    playing = asyncio.create_task(worker.run())
+    await until(lambda: len(replay.calls) == 1)
+    replay.answer(0, make_claim(group_id=0))
+    await until(lambda: len(replay.calls) == 2)
+    worker._fail(ConnectionError("the replay died"))
+    with pytest.raises(ConnectionError):
+        await playing
+    async with running(worker):
+        await until(lambda: len(replay.calls) == 3)
+        assert replay.calls[2][0] == 1, "the slot is free"
+    is_over = True
+
+
+async def test_a_halt_beside_another_failure_is_not_forgotten(tokenizer_folder: Path) -> None:
+    replay = Answers()
+    worker = make_worker(make_stage(tokenizer_folder, RandomTokens(**SHORT)), replay)
+    playing = asyncio.create_task(worker.run())
+    await until(lambda: len(replay.calls) == 1)
+    worker._fail(ConnectionError("the replay died"))
+    worker.halt()
+    async with asyncio.timeout(5):
+        await playing
+        await worker.run()
