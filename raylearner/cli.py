@@ -368,7 +368,10 @@ def _supervise(
     options = [] if resume is None else ["--resume", str(resume)]
     options += [RESTART_OPTION] * restart_if_no_checkpoint
     supervisor = Supervisor(
-        folder=Path(config.run.dir), first=["train", *options, *given], retries=retries
+        folder=Path(config.run.dir),
+        first=["train", *options, *given],
+        overrides=[] if resume is None else arguments,
+        retries=retries,
     )
     raise typer.Exit(supervisor.run())
 

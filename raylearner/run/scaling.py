@@ -34,8 +34,8 @@ async def follow(folder: Path, resize: Callable[[int], str]) -> None:
             if request is not None:
                 answer = _carry_out(request, resize)
                 await asyncio.to_thread(_write, folder / ANSWER_FILE, answer)
-        except OSError as error:
-            logger.warning("a scale request in %s could not be read or answered: %s", folder, error)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("a scale request in %s could not be read or answered: %r", folder, error)
         await asyncio.sleep(POLL_S)
 
 
@@ -102,7 +102,11 @@ def _carry_out(request: dict[str, Any], resize: Callable[[int], str]) -> dict[st
 
 def _take(folder: Path) -> dict[str, Any] | None:
     """Return a request once; None without one, or if it has expired."""
-    request = _read(folder / REQUEST_FILE)
+    try:
+        request = _read(folder / REQUEST_FILE)
+    except ValueError:  # not written by `request`
+        (folder / REQUEST_FILE).unlink(missing_ok=True)
+        raise
     if request is None:
         return None
     (folder / REQUEST_FILE).unlink(missing_ok=True)

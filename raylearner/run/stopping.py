@@ -56,7 +56,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._request)
+            if not self._loop.is_closed():  # nothing must break off the end of the cluster
+                self._loop.call_soon_threadsafe(self._request)
         elif not self._is_requested:  # a second signal must not interrupt the clean-up
             self._is_requested = True
             raise SystemExit(signal.SIGTERM)

@@ -26,6 +26,8 @@ WINDOW_S = 3600.0
 FINAL_CODES = (0, 2, 130, 143)
 """Exit codes after which nothing is retried: success, invalid input, interrupted, stopped on request."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNAL_POLL_S = 0.5
+"""Maximum time for a pause to hear of a signal."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,11 +39,14 @@ class Supervisor:
     """The run directory."""
     first: Sequence[str]
     """Arguments of the first training; later ones resume the run directory."""
+    overrides: Sequence[str] = field(default=(), kw_only=True)
+    """Changes that every resume repeats, since the first may fail before they are in the run directory."""
     retries: int
     """Maximum number of retries within an hour."""
     environment: Mapping[str, str] | None = None
     program: Sequence[str] = (sys.executable, "-m", "raylearner")
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] | None = None
+    """Takes the pauses, if given."""
     _child: "subprocess.Popen[bytes] | None" = None
     _signals: list[int] = field(default_factory=list[int])
 
@@ -67,11 +72,12 @@ class Supervisor:
                     "the run %s; it will be resumed in %.0f s, retry %d of %d within an hour",
                     *(_ending(code), pause_s, budget.num_counted, self.retries),
                 )
-                self.sleep(pause_s)
+                (self.sleep or self._pause)(pause_s)
                 if self._signals:
                     return 128 + self._signals[0]
                 if (self.folder / "config.yaml").is_file():
-                    arguments = ["train", "--resume", str(self.folder), RESTART_OPTION]
+                    resume = ["--resume", str(self.folder), RESTART_OPTION]
+                    arguments = ["train", *resume, *self.overrides]
                 else:  # it was killed before it wrote anything
                     run_directory.remove_unused(self.folder)
 
@@ -86,6 +92,12 @@ class Supervisor:
         if self._signals:  # one that arrived meanwhile
             self._child.send_signal(self._signals[-1])
         return self._child.wait()
+
+    def _pause(self, pause_s: float) -> None:
+        """Sleep until a signal arrives."""
+        ends_at_s = time.monotonic() + pause_s
+        while not self._signals and (left_s := ends_at_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, SIGNAL_POLL_S))
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:

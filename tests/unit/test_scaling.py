@@ -78,3 +78,13 @@ def test_missing_and_ended_runs_are_refused(tmp_path: Path) -> None:
         scaling.request(str(tmp_path), "actors=2")
     with pytest.raises(ConfigError, match="nowhere"):
         scaling.request("nowhere", "actors=2")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+async def test_a_file_that_is_no_request_ends_no_others(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "run"
+    async with running(folder, lambda number: f"{number} actors"):
+        (folder / scaling.REQUEST_FILE).write_text(text)
+        await asyncio.sleep(0.1)
+        answer = await asyncio.to_thread(scaling.request, str(folder), "actors=2")
+    assert answer == "2 actors"

@@ -76,3 +76,15 @@ async def test_a_signal_and_the_deadline_stop_a_running_loop(tmp_path: Path) -> 
                 send()
             async with asyncio.timeout(5):
                 await stop.event.wait()
+
+
+def test_a_signal_after_the_loop_does_not_break_off_the_end_of_the_cluster(tmp_path: Path) -> None:
+    stop = StopRequest(tmp_path)
+
+    async def train() -> None:
+        stop.listen(None)
+
+    with stop.handled():
+        asyncio.run(train())
+        send()
+        time.sleep(0.01)

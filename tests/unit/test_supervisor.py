@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -118,3 +119,30 @@ def test_the_child_is_stopped_if_the_supervisor_is_killed(tmp_path: Path) -> Non
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     child.wait(30)
+
+
+def test_every_resume_repeats_the_overrides_of_a_run_that_was_resumed(tmp_path: Path) -> None:
+    """The first may fail before it has written them into the run directory."""
+    (tmp_path / "config.yaml").touch()
+    supervisor = Supervisor(
+        folder=tmp_path,
+        first=["train", "--resume", str(tmp_path), "run.num_steps=9"],
+        overrides=["run.num_steps=9"],
+        retries=1,
+        environment={"FOLDER": str(tmp_path), "CODES": "1 0"},
+        program=[sys.executable, "-c", CHILD],
+        sleep=lambda _: None,
+    )
+    assert supervisor.run() == 0
+    second = (tmp_path / "calls").read_text().splitlines()[1]
+    assert second == f"train --resume {tmp_path} --restart-if-no-checkpoint run.num_steps=9"
+
+
+def test_a_stop_ends_a_pause(tmp_path: Path) -> None:
+    supervisor = Supervisor(folder=tmp_path, first=[], retries=1)
+    timer = threading.Timer(0.1, supervisor._signals.append, [signal.SIGTERM])
+    timer.start()
+    started = time.monotonic()
+    supervisor._pause(60.0)
+    assert 0.05 < time.monotonic() - started < 10
+    timer.join()
