@@ -357,4 +357,4 @@ async def test_a_redirect_to_another_address_is_refused_and_not_followed(
 )
 async def test_malicious_replies_are_errors(judge: JudgeServer, content: bytes) -> None:
     judge.answer = lambda _: Response(content, media_type="application/json")
-    assert "chat completion" in await failure(judge, http={"retries": 0})
+    assert "chat completion" in await failure(judge, http={"retries": 0, "timeout_s": 30})
