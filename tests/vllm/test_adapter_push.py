@@ -92,15 +92,18 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapter
 async def test_each_token_has_the_logprob_of_its_own_adapter(lab: AdapterLab) -> None:
     await lab.push(1)
     prompt = [VOCABULARY.index(c) for c in "user: what is 1 + 1? " * 8]
-    running = [asyncio.create_task(lab.engine.generate(prompt, RUNNING)) for _ in range(8)]
-    await asyncio.sleep(0.2)
-    receipts, version = [], 1
-    while not all(task.done() for task in running):
-        version += 1
-        receipts.append(await lab.push(version))
+    receipts, version, completions = [], 1, []
+    for _ in range(5):  # on a busy machine a push may miss all requests
+        running = [asyncio.create_task(lab.engine.generate(prompt, RUNNING)) for _ in range(8)]
+        await asyncio.sleep(0.2)
+        while not all(task.done() for task in running):
+            version += 1
+            receipts.append(await lab.push(version))
+        completions = await asyncio.gather(*running)
+        if any(len(np.unique(c.policy_versions)) >= 2 for c in completions):
+            break
     for payload in lab.payloads[:-1]:
         discard_files(payload)  # nothing may need them any more
-    completions = await asyncio.gather(*running)
     assert any(len(np.unique(c.policy_versions)) >= 2 for c in completions)
     assert max(lab.gap(prompt, c) for c in completions) < 1e-4
     assert max(receipt.logprob_error for receipt in receipts) < 1e-4
