@@ -62,6 +62,13 @@ def list_segments(folder: Path, pids: Iterable[int]) -> None:
     (folder / SEGMENTS).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
 
 
+def remove_segments(pids: Iterable[int]) -> None:
+    """Remove the names of segments that these processes, which are about to end, have mapped. Never raises."""
+    for name in {name for pid in pids for name in _mapped_segments(pid)}:
+        with suppress(OSError):
+            (SHARED_MEMORY / name).unlink()
+
+
 def remove(folder: Path) -> None:
     """Remove an owned file or folder and its listed segments. Never raises."""
     for segment in _segments(folder):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from engines import start_vllm
 
+from raylearner import leftovers
 from raylearner.actors.engines import vllm_process
 from raylearner.errors import EngineError
 
@@ -93,9 +94,15 @@ async def test_a_failed_start_names_its_cause_and_no_process_outlives_its_owner(
         await asyncio.sleep(0.1)
         children = owner.children(recursive=True)
     assert len(children) >= 2
+    segments: set[str] = set()
+    while not segments:
+        assert time.monotonic() < deadline, "the worker has mapped no shared memory"
+        await asyncio.sleep(0.1)
+        segments = {name for child in children for name in leftovers._mapped_segments(child.pid)}
 
     owner.kill()
     deadline = time.monotonic() + WAIT_S
     while left := [child for child in children if not is_gone(child)]:
         assert time.monotonic() < deadline, f"outlived their owner: {left}"
         await asyncio.sleep(0.1)
+    assert not [name for name in segments if (leftovers.SHARED_MEMORY / name).exists()]

@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from raylearner import leftovers
 from raylearner.actors.engines.vllm_process import OWNER_VARIABLE
 from raylearner.leftovers import start_time
 from raylearner.weights.trace import Trace
@@ -184,8 +185,10 @@ def _end_with_owner(pid: int, born: int) -> None:
             poll.poll()
     # The core is this worker's parent, unless the owner itself is: then this process is the core.
     parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid not in (None, pid) and parent.pid == os.getppid():
-        os.kill(parent.pid, signal.SIGKILL)
+    is_core = parent is not None and parent.pid not in (None, pid) and parent.pid == os.getppid()
+    leftovers.remove_segments([os.getpid(), os.getppid()] if is_core else [os.getpid()])
+    if is_core:
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
