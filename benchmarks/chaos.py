@@ -45,6 +45,7 @@ QUICKSTART = (
     "run.checkpoint_every_steps=5",
     "run.watchdog_s=45",
     "weights.deadline_s=30",
+    "actors.start_timeout_s=120",
     "actors.max_restarts=1000",
     "run.max_learner_restarts=1000",
     "evaluation.num_prompts=16",
