@@ -114,7 +114,11 @@ def train(
         resume = run_directory.resolve(resume) if resume is not None else None
         config = _with_run_dir(_load(arguments or [], resume, environment=os.environ), resume)
         if retries:
-            _supervise(config, arguments or [], resume, restart_if_no_checkpoint, retries=retries)
+            from raylearner.run.supervisor import Supervisor
+
+            options = [RESTART_OPTION] * restart_if_no_checkpoint
+            supervisor = Supervisor.of_run(config, [*options, *(arguments or [])], resume, retries)
+            raise typer.Exit(supervisor.run())
         from raylearner.run import training
 
         training.run(config, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint)
@@ -210,14 +214,11 @@ def submit(
 ) -> None:
     """Start a run or a sweep as a Ray job, with the current directory as its working directory."""
     with _exit_codes():
-        if sweep_file is not None and retries:
+        if sweep_file is not None and (arguments or resume is not None or retries):
             raise ConfigError(
-                f"--sweep {sweep_file}: cannot be combined with --retries; a sweep retries its trials itself"
-            )
-        if sweep_file is not None and (arguments or resume is not None):
-            raise ConfigError(
-                f"--sweep {sweep_file}: cannot be combined with --resume, other files or "
-                "overrides; write those into `base` and `overrides` of the sweep file"
+                f"--sweep {sweep_file}: cannot be combined with --resume, --retries, other files or "
+                "overrides; write those into `base` and `overrides` of the sweep file; a sweep retries"
+                " failed trials itself"
             )
         _require_resume(restart_if_no_checkpoint, resume)
         from raylearner.jobs import submission
@@ -350,30 +351,6 @@ def _load(
     config = load(files, overrides, environment=environment)
     stop_time_s(config.run, environment or {})
     return config
-
-
-def _supervise(
-    config: RunConfig,
-    arguments: list[str],
-    resume: Path | None,
-    restart_if_no_checkpoint: bool,
-    *,
-    retries: int,
-) -> NoReturn:
-    """Train in a child process, which is resumed after failures, and exit with its code."""
-    from raylearner.run.supervisor import Supervisor
-
-    assert config.run.dir is not None, "the run has a directory"
-    given = [*arguments, f"run.dir={config.run.dir}"] if resume is None else arguments
-    options = [] if resume is None else ["--resume", str(resume)]
-    options += [RESTART_OPTION] * restart_if_no_checkpoint
-    supervisor = Supervisor(
-        folder=Path(config.run.dir),
-        first=["train", *options, *given],
-        overrides=[] if resume is None else arguments,
-        retries=retries,
-    )
-    raise typer.Exit(supervisor.run())
 
 
 def _require_resume(restart_if_no_checkpoint: bool, resume: Path | None) -> None:

@@ -22,8 +22,8 @@ _FORMS = "encoded bytes, a path, a data URL, or a list of these"
 def read_images(value: object, *, folders: Sequence[Path], where: str) -> tuple[bytes, ...]:
     """Read the encoded images of one cell. Raises `ConfigError`.
 
-    The first of `folders` is the base of paths, and all of them may hold images: whoever writes rows
-    does not choose what other files of this machine are read.
+    The first of `folders` is the base of paths, and all of them may hold images: the
+    author of a row cannot have other files of this machine read.
     """
     if value is None or value == "":
         return ()

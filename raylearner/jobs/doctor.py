@@ -204,7 +204,7 @@ def _sockets() -> Iterator[Finding]:
 
 
 def _sandbox() -> Iterator[Finding]:
-    """Only runs with the code tool need it, so that its absence is no problem in itself."""
+    """Only runs with the code tool need it, so its absence alone is not a problem."""
     try:
         Sandbox()
         yield Finding("ok", "sandbox", host.describe())

@@ -185,7 +185,7 @@ class Ledger:
     def fail_actor(self, actor_id: str, *, is_failure: bool = True) -> list[GroupRecord]:
         """Give back all running samples of `actor_id`; return the group of each.
 
-        One of them may have caused the death, and the others are innocent: only those with the most
+        One of them may have caused the death, and the others did not: only those with the most
         failures so far get another. On its last attempt a sample is alone with such (see `claim`).
         """
         self._cancelled.pop(actor_id, None)

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
+from raylearner.config.schema import RunConfig
 from raylearner.observability import run_directory
 from raylearner.observability.run_directory import RESTART_OPTION
 from raylearner.run.restarts import RestartBudget
@@ -27,7 +29,7 @@ FINAL_CODES = (0, 2, 130, 143)
 """Exit codes after which nothing is retried: success, invalid input, interrupted, stopped on request."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNAL_POLL_S = 0.5
-"""Maximum time for a pause to hear of a signal."""
+"""Maximum time for a pause to end after a signal."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -49,6 +51,19 @@ class Supervisor:
     """Takes the pauses, if given."""
     _child: "subprocess.Popen[bytes] | None" = None
     _signals: list[int] = field(default_factory=list[int])
+
+    @classmethod
+    def of_run(
+        cls, config: RunConfig, arguments: Sequence[str], resume: Path | None, retries: int
+    ) -> Self:
+        """Supervise the training of `config`, which `arguments` of `train` describe."""
+        assert config.run.dir is not None, "the run has a directory"
+        if resume is None:
+            first = ["train", *arguments, f"run.dir={config.run.dir}"]
+        else:
+            first = ["train", "--resume", str(resume), *arguments]
+        overrides = [] if resume is None else [a for a in arguments if a != RESTART_OPTION]
+        return cls(folder=Path(config.run.dir), first=first, overrides=overrides, retries=retries)
 
     def run(self) -> int:
         """Return the exit code of the last child; 128 + N for one that signal N killed."""

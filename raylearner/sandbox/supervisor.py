@@ -81,7 +81,7 @@ class Tree:
         return total + (sum(map(_proportional_bytes, pids)) if total <= most else 0)
 
     def _sockets(self, tcp_bytes: int) -> int:
-        """Bound the memory that sockets hold, which is no process's; 0 where others share them."""
+        """Bound the memory of sockets, which belongs to no single process; 0 if others share them."""
         if not self._is_init:
             return 0
         used = tcp = 0

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.faults.scripts import number_of_process
 from raylearner.actors.engines.scripted import RandomTokens
 from raylearner.errors import EngineDead, EngineError
 from raylearner.types import Sampling
@@ -80,13 +81,7 @@ class StartsBadly(RandomTokens):
     """After `good` starts one raises and one ends its process; files in `folder` count the starts."""
 
     def __init__(self, *, folder: str, good: int, **arguments: int) -> None:
-        number = len(list(Path(folder).iterdir()))
-        while True:
-            try:
-                (Path(folder) / str(number)).open("x").close()
-                break
-            except FileExistsError:
-                number += 1
+        number = number_of_process(folder)
         if number == good:
             raise ValueError("no engine today")
         if number == good + 1:
