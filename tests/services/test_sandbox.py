@@ -205,10 +205,10 @@ def test_no_process_outlives_a_killed_run(tmp_path: Path) -> None:
     script = (
         "import asyncio; from raylearner.sandbox.sandbox import Sandbox\n"
         "code = 'import os, time; open(\"/dev/stdout\"); os.fork(); time.sleep(77.125)'\n"
-        "asyncio.run(Sandbox().run(code))"
+        "print(asyncio.run(Sandbox().run(code)))"
     )
     run = subprocess.Popen([sys.executable, "-c", script])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
 
     def boxed() -> set[int]:
         found = set[int]()
@@ -218,9 +218,17 @@ def test_no_process_outlives_a_killed_run(tmp_path: Path) -> None:
                     found.add(int(folder.name))
         return found
 
-    while not boxed() and time.monotonic() < deadline:
+    def programs() -> int:
+        commands = [Path(f"/proc/{pid}/cmdline") for pid in boxed()]
+        with contextlib.suppress(OSError):
+            return sum(b"--" not in command.read_bytes().split(b"\0") for command in commands)
+        return 0
+
+    # The test of isolation comes first and is one process; the program itself forks.
+    while programs() < 2:
+        assert run.poll() is None, f"ended before its program was seen, exit code {run.returncode}"
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert boxed()
     run.send_signal(signal.SIGKILL)
     run.wait()
     while boxed() and time.monotonic() < deadline:
