@@ -9,6 +9,7 @@ import time
 import torch
 
 from benchmarks.gpu.common import Result, model_folder, parser
+from raylearner.config.memory import Kept
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
@@ -44,7 +45,7 @@ def main() -> None:
             chunk_tokens=2048,
             should_compile=arguments.compile,
             activation_checkpointing=arguments.checkpointing,
-            should_reshard=not arguments.keep,
+            kept=Kept(weights=arguments.keep, gradients=arguments.keep),
         ),
         random_seed=0,
     )

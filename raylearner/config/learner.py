@@ -118,9 +118,9 @@ class LearnerSection(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compiles each transformer block except those of a vision tower: about a minute at the start, faster
     steps after. `auto` compiles on GPUs if the run is long enough to gain from it."""
-    reshard: bool = True
-    """Frees a block's gathered weights after its forward; false gathers once less per micro-batch and keeps
-    2 more bytes per parameter."""
+    reshard: bool | Literal["auto"] = "auto"
+    """Frees a block's gathered weights after its forward; false gathers once per update rather than twice per
+    micro-batch and keeps 2 more bytes per parameter. `auto` keeps them where they fit into memory."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Number of tokens whose logits are in memory at once."""
     max_kl: PositiveFloat | None = None

@@ -27,6 +27,10 @@ GATHERED_BLOCKS = 2
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)\.(?:weight|bias)$")
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
 
+KEPT_SHARE = 0.8
+"""Share of free memory up to which a learner keeps what it could free and make again: activations are
+estimated to a third."""
+
 Linears = tuple[tuple[str, int, int], ...]
 """Linear layers of all blocks: name within the block, inputs, outputs."""
 
@@ -88,6 +92,21 @@ class ModelSize:
             for name, inputs, outputs in (*self.linears, *of_tower)
             if targets == "all-linear" or name.rpartition(".")[2] in targets
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a rank keeps from the first micro-batch of an update to the last, to save time."""
+
+    weights: bool = False
+    """Gathered weights: each is gathered once per update."""
+    gradients: bool = False
+    """Gradients of whole parameters: they are reduced over ranks once per update."""
+
+    def __str__(self) -> str:
+        weights = "gathered once per update" if self.weights else "gathered for every micro-batch"
+        gradients = "once per update" if self.gradients else "after every micro-batch"
+        return f"weights are {weights}, gradients reduced {gradients}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +173,27 @@ class MemoryEstimate:
         )
 
 
-def estimate_of(config: LearnerSection, folder: Path) -> MemoryEstimate | None:
+def choose_kept(config: LearnerSection, folder: Path, *, free: int) -> Kept:
+    """Return what a rank with `free` bytes for the model in `folder` keeps: the most that fits.
+
+    Gradients of a model of unknown size are not kept. `learner.reshard` decides about weights, if it is set.
+    """
+    reshards = config.reshard
+    options = [
+        Kept(weights=weights, gradients=gradients)
+        for gradients in (True, False)
+        for weights in ((True, False) if reshards == "auto" else (not reshards,))
+    ]
+    for kept in options:
+        found = estimate_of(config, folder, kept=kept)
+        if found is not None and found.total <= KEPT_SHARE * free:
+            return kept
+    return options[-1]
+
+
+def estimate_of(
+    config: LearnerSection, folder: Path, *, kept: Kept | None = None
+) -> MemoryEstimate | None:
     """Return the estimate for the model in `folder` with its critic and reference.
 
     None if the size of the model is unknown; a critic or reference of unknown size is left out.
@@ -169,7 +208,7 @@ def estimate_of(config: LearnerSection, folder: Path) -> MemoryEstimate | None:
     if kl is not None and kl.coefficient > 0 and not isinstance(kl.reference, AdapterOffReference):
         path = kl.reference.path if isinstance(kl.reference, FrozenReference) else None
         reference = size if path is None else ModelSize.of(Path(path))
-    return estimate(config, size, critic=critic, reference=reference)
+    return estimate(config, size, critic=critic, reference=reference, kept=kept)
 
 
 def estimate(
@@ -178,8 +217,13 @@ def estimate(
     *,
     critic: ModelSize | None = None,
     reference: ModelSize | None = None,
+    kept: Kept | None = None,
 ) -> MemoryEstimate:
-    """Return the estimate for a policy of that size, with a separate critic and reference."""
+    """Return the estimate for a policy of that size, with a separate critic and reference.
+
+    Without `kept` it is the least that the configuration permits.
+    """
+    kept = kept or Kept(weights=config.reshard is False)
     shards = config.shard_size or config.num_ranks
     compute = BYTES[config.compute_dtype]
     master = 8 if config.compute_dtype == "float64" else 4
@@ -195,14 +239,21 @@ def estimate(
         trained += critic.num_trained(is_tower_frozen=is_tower_frozen)
     of_reference = 0 if reference is None else reference.num_parameters
     whole = GATHERED_BLOCKS * size.num_block + size.num_rest
-    if not config.reshard:
+    if kept.weights:
         whole = size.num_parameters
     unreduced = size.num_block * compute + size.num_rest * master if config.lora is None else 0
-    kept = _kept_per_token(size, config.activation_checkpointing)
+    if kept.gradients:
+        of_policy = (
+            trained
+            if critic is None
+            else trained - critic.num_trained(is_tower_frozen=is_tower_frozen)
+        )
+        unreduced = of_policy * master + size.num_block * compute
+    per_token = _kept_per_token(size, config.activation_checkpointing)
     if size.tower is not None and not is_tower_frozen:
         # Upper bound: a micro-batch of image tokens only.
         of_patch = _kept_per_token(size.tower, config.activation_checkpointing)
-        kept += size.tower.patches_per_token * of_patch
+        per_token += size.tower.patches_per_token * of_patch
     tokens = math.ceil(config.max_tokens_per_micro_batch / config.context_parallel_size)
     chunk = min(config.logprob_chunk_tokens, tokens)
     return MemoryEstimate(
@@ -210,7 +261,7 @@ def estimate(
         moments=2 * trained * master // shards,
         gradients=trained * master // shards,
         gathered=whole * compute + unreduced,
-        activations=tokens * compute * kept,
+        activations=tokens * compute * per_token,
         logits=LOGIT_COPIES * chunk * size.vocab_size * master,
         is_offloaded=config.offload,
     )

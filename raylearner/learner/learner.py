@@ -181,6 +181,7 @@ class Learner:
     def restore(self, folder: Path) -> None:
         """Restore exactly what `save` wrote, on any number of ranks. Raises `CheckpointError`."""
         try:
+            self.models.discard_gradients()
             self._progress = restore_progress(folder / "learner")
             self.models.restore(folder, self._progress)
         except CheckpointError as error:
@@ -235,6 +236,7 @@ class Learner:
         shares: list[Tensor] = []
         measured: list[Metrics] = []
         chosen = self._choose(batch, mini_batch, number=number)
+        last = mini_batch.micro_batches[-1]
         for prepared, tokens in zip(mini_batch.micro_batches, chosen, strict=True):
             with self._tracer.span("forward", tokens=len(prepared.micro.tokens.input_ids)):
                 scores = self.models.policy(prepared.micro.tokens, self._spec.temperature)
@@ -249,7 +251,7 @@ class Learner:
                     selected=tokens,
                 )
             with self._tracer.span("backward"):
-                share.backward()
+                self.models.policy.backward(share, is_last=prepared is last)
             shares.append(share.detach())
             measured.append(metrics)
             if number < len(batch.mini_batches):
@@ -269,15 +271,15 @@ class Learner:
     def _critic_gradients(
         self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, measured: list[Metrics]
     ) -> list[Tensor] | None:
-        if self.models.critic is None:
+        if (critic := self.models.critic) is None:
             return None
         shares: list[Tensor] = []
         for prepared in mini_batch.micro_batches:
-            state_values = self.models.critic.state_values(prepared.micro.tokens)
+            state_values = critic.state_values(prepared.micro.tokens)
             share, metrics = critic_share(
                 self._config, prepared, state_values, batch=batch, mini_batch=mini_batch
             )
-            share.backward()
+            critic.backward(share, is_last=prepared is mini_batch.micro_batches[-1])
             shares.append(share.detach())
             measured.append(metrics)
         return shares

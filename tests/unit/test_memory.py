@@ -1,6 +1,7 @@
 """Memory of a learner rank, from nothing but headers of files."""
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from raylearner.config import report
 from raylearner.config.learner import LearnerSection, LoraSection
-from raylearner.config.memory import GIB, ModelSize, estimate, estimate_of
+from raylearner.config.memory import GIB, Kept, ModelSize, choose_kept, estimate, estimate_of
 from raylearner.config.schema import RunConfig
 
 CONFIG = {
@@ -195,3 +196,26 @@ def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> N
     assert offloaded.refusal(found.gathered, free_on_host=found.state) is None
     assert "host memory" in str(offloaded.refusal(GIB, free_on_host=found.state - 1))
     assert "offload" not in str(offloaded.refusal(0, free_on_host=GIB))
+
+
+def test_the_most_is_kept_that_fits_into_four_fifths_of_free_memory(folder: Path) -> None:
+    for layer in (2, 3):
+        names = {f"model.layers.{layer}.{name}": shape for name, shape in BLOCK.items()}
+        write(folder / f"model-{layer + 2}.safetensors", names)
+    section, size = LearnerSection(num_ranks=2), size_of(folder)
+
+    def least(kept: Kept) -> int:
+        return math.ceil(estimate(section, size, kept=kept).total / 0.8)
+
+    everything, gradients = Kept(weights=True, gradients=True), Kept(gradients=True)
+    assert choose_kept(section, folder, free=least(everything)) == everything
+    assert choose_kept(section, folder, free=least(everything) - 2) == gradients
+    assert choose_kept(section, folder, free=least(Kept()) - 2) == Kept()
+    frees = section.model_copy(update={"reshard": True})
+    assert choose_kept(frees, folder, free=GIB) == gradients
+    holds = section.model_copy(update={"reshard": False})
+    assert choose_kept(holds, folder, free=0) == Kept(weights=True)
+    assert choose_kept(section, folder / "nowhere", free=GIB) == Kept()
+    unreduced = 4 * size.num_parameters + 2 * NUM_BLOCK
+    found = estimate(section, size, kept=everything)
+    assert found.gathered == 2 * size.num_parameters + unreduced

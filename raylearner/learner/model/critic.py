@@ -41,11 +41,18 @@ class Critic:
         assert scores.state_values is not None
         return scores.state_values
 
+    def backward(self, share: Tensor, *, is_last: bool) -> None:
+        """Add a micro-batch's gradients, as `PackedModel.backward` does."""
+        self._model.backward(share, is_last=is_last)
+
+    def discard_gradients(self) -> None:
+        self._model.discard_gradients()
+
     @torch.no_grad()
     def score(self, tokens: PackedTokens) -> Tensor:  # [T]
         """Return the same without gradients."""
         values = self.state_values(tokens)
-        self._model.reshard()
+        self._model.reshard_all()
         return values
 
     def save(self, folder: Path, save: Save) -> None:

@@ -158,6 +158,7 @@ def load_sharded(
         should_compile=options.should_compile,
         banned_token_ids=_banned(config, folder) if banned_token_ids is None else banned_token_ids,
         context=options.context,
+        kept=options.kept,
     )
     if has_value_head:
         model.add_value_head(dtype)
@@ -167,7 +168,7 @@ def load_sharded(
         mesh,
         compute_dtype=compute_dtype,
         wanted_attention=options.attention,
-        should_reshard=options.should_reshard,
+        should_reshard=not options.kept.weights,
         should_offload=options.should_offload,
     )
     device = torch.device(mesh.device_type)
@@ -188,6 +189,7 @@ def load_sharded(
         lora.initialize(model.causal_lm, adapters, seed=adapter_seed)
     eager = partial(attention.use_eager, causal_lm, backend)
     refuse_unfaithful(model, folder, eager=eager, compute_dtype=compute_dtype, device=device)
+    model.reshard_all()  # the optimizer takes the shards
     return model
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.image_checks import TEXT_ONLY
-from raylearner.config.memory import estimate_of
+from raylearner.config.memory import Kept, choose_kept, estimate_of
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint.state import Progress, Save, restore_tensors, save_tensors
@@ -60,7 +60,7 @@ class Models:
         Raises `ConfigError` naming the key of a path that does not load or does not fit into memory.
         """
         folder = model_directory(model_path)
-        _check_memory(config, folder, device_type=mesh.device_type)
+        kept = _plan_memory(config, folder, device_type=mesh.device_type)
         load = partial(
             load_sharded,
             mesh=mesh,
@@ -72,7 +72,7 @@ class Models:
                 is_head_exact=config.head_dtype == "float32",
                 activation_checkpointing=config.activation_checkpointing,
                 should_compile=config.compile is True,
-                should_reshard=config.reshard,
+                kept=kept,
                 should_offload=config.offload,
                 is_tower_frozen=config.vision_tower == "frozen",
                 context=context,
@@ -124,6 +124,12 @@ class Models:
             reference=reference,
             reader=ImageReader.from_pretrained(str(folder)),
         )
+
+    def discard_gradients(self) -> None:
+        """Forget updates that were broken off."""
+        self.policy.discard_gradients()
+        if self.critic is not None:
+            self.critic.discard_gradients()
 
     def save(self, folder: Path, progress: Progress, save: Save) -> None:
         """Write shards under `learner/`, `critic/` and, if it changes, `reference/`, and what others load
@@ -190,24 +196,33 @@ def _vision_rates(
     return dict.fromkeys(tower.parameters(), rate)
 
 
-def _check_memory(config: LearnerSection, folder: Path, *, device_type: str) -> None:
-    """Log the memory estimate. Raises `ConfigError` if not even an empty micro-batch would fit.
+def _plan_memory(config: LearnerSection, folder: Path, *, device_type: str) -> Kept:
+    """Log the memory estimate, and return what every rank keeps between micro-batches.
 
-    Memory of engines on the same GPU counts if they have started.
+    Raises `ConfigError` if not even an empty micro-batch would fit. Memory of engines on the same GPU
+    counts if they have started; if they have not, a rank keeps what fits into its own share.
     """
-    estimate = estimate_of(config, folder)
-    if estimate is None:
-        return
     on_host = _free_on_host()
-    free = torch.cuda.mem_get_info()[0] if device_type == "cuda" else on_host
+    free, share = on_host, on_host // config.num_ranks
+    if device_type == "cuda":
+        free, whole = torch.cuda.mem_get_info()
+        is_shared = config.gpus_per_rank != "auto" and config.gpus_per_rank < 1
+        share = min(free, int(whole * config.gpus_per_rank)) if is_shared else free
+    least = torch.tensor([share], device=device_type)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)  # all ranks must make the same collectives
+    kept = choose_kept(config, folder, free=int(least.item()))
+    estimate = estimate_of(config, folder, kept=kept)
+    if estimate is None:
+        return kept
     refusal = estimate.refusal(free, free_on_host=on_host)
     if refusal is not None:
         raise ConfigError(f"model.path: {folder}: {refusal}")
     if dist.get_rank() == 0:
-        log.info("learner memory: %s", estimate)
+        log.info("learner memory: %s; %s", estimate, kept)
         advice = estimate.advice(free)
         if advice is not None:
             log.warning("learner memory: %s", advice)
+    return kept
 
 
 def _free_on_host() -> int:

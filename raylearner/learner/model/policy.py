@@ -5,7 +5,7 @@ Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidd
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
+from raylearner.config.memory import Kept
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.model import attention, lora
 from raylearner.learner.model.attention import Backend
@@ -60,8 +61,7 @@ class ModelOptions:
     is_head_exact: bool = True
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     should_compile: bool = False
-    should_reshard: bool = True
-    """Whether to free a block's gathered weights between its forward and backward."""
+    kept: Kept = field(default_factory=Kept)
     should_offload: bool = False
     """Whether shards live in host memory, with their gradients and optimizer state."""
     is_tower_frozen: bool = False
@@ -85,11 +85,12 @@ class PackedModel(nn.Module):
         should_compile: bool = False,
         banned_token_ids: Sequence[int] = (),
         context: ContextGroup | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """`banned_token_ids` are the tokens that engines must not sample."""
         super().__init__()
         self.banned_token_ids = tuple(banned_token_ids)
-        self._context = context
+        self._context, self._kept = context, kept or Kept()
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
         self._is_head_exact, self._should_compile = is_head_exact, should_compile
@@ -178,8 +179,34 @@ class PackedModel(nn.Module):
     def score(self, tokens: PackedTokens, temperature: float = 1.0, **options: bool) -> Scores:
         """Run `forward` without gradients, and free gathered parameters afterwards."""
         scores = self(tokens, temperature, **options)
-        self.reshard()
+        self.reshard_all()
         return scores
+
+    def backward(self, share: Tensor, *, is_last: bool = True) -> None:
+        """Add a micro-batch's gradients to those of its update; with the last one, all are reduced.
+
+        Every rank must call it as often. Between the calls of an update, weights must not change.
+        """
+        if isinstance(self, FSDPModule):
+            self.set_reshard_after_backward(is_last or not self._kept.weights)
+            is_reduced = is_last or not self._kept.gradients
+            self.set_requires_gradient_sync(is_reduced)
+            self.set_is_last_backward(is_reduced)
+        share.backward()
+
+    def discard_gradients(self) -> None:
+        """Forget an update that was broken off, with gradients that were not reduced yet."""
+        if isinstance(self, FSDPModule):
+            self.reset_iter_state()
+        for group in (g for m in self._units() for g in m._get_fsdp_state()._fsdp_param_groups):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
+        self.zero_grad()
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (module for module in self.modules() if isinstance(module, FSDPModule))
 
     def _bias(self, head: nn.Module, *, has_bans: bool) -> Tensor | None:  # [V]
         bias: Tensor | None = getattr(head, "bias", None)
@@ -191,11 +218,10 @@ class PackedModel(nn.Module):
         bans[banned] = BAN_BIAS
         return bans if bias is None else bias + bans
 
-    def reshard(self) -> None:
+    def reshard_all(self) -> None:
         """Free gathered parameters, as a backward would; they must not survive an update."""
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in self._units():
+            unit.reshard()
 
     @contextmanager
     def plain_blocks(self) -> Iterator[None]:
