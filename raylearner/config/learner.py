@@ -121,8 +121,9 @@ class LearnerSection(Section):
     reshard: bool | Literal["auto"] = "auto"
     """Frees a block's gathered weights after its forward; false gathers once per update rather than twice per
     micro-batch and keeps 2 more bytes per parameter. `auto` keeps them where they fit into memory."""
-    logprob_chunk_tokens: PositiveInt = 1024
-    """Number of tokens whose logits are in memory at once."""
+    logprob_chunk_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Number of tokens whose logits are in memory at once. `auto` takes 1,024 on CPUs, and on GPUs the
+    largest power of two, at most 8,192, whose logits fit into a tenth of free memory."""
     max_kl: PositiveFloat | None = None
     """Maximum KL divergence of the policy from the proximal one (k3, nats per token) for further updates on
     the same trajectories; beyond it, the rest of the updates is skipped. The first is always made."""

@@ -22,6 +22,14 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_HEADER_BYTES = 100_000_000
 LOGIT_COPIES = 4
 """Number of float32 copies of a chunk's logits during the computation of their gradient."""
+COMPILED_LOGIT_COPIES = 2
+"""The same if the compiler fuses that: the logits, and their gradient."""
+CHUNK_TOKENS = 1024
+"""Tokens of a chunk of the head on CPUs, and of a model of unknown size."""
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
+"""Tokens of a chunk on GPUs: the first that fits. Larger ones save nothing."""
+LOGITS_SHARE = 0.1
+"""Share of free memory for logits."""
 GATHERED_BLOCKS = 2
 """Number of gathered blocks: the one that computes, and the one that is prefetched."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)\.(?:weight|bias)$")
@@ -173,6 +181,17 @@ class MemoryEstimate:
         )
 
 
+def choose_chunk(config: LearnerSection, folder: Path, *, free: int, is_gpu: bool) -> int:
+    """Return the number of tokens whose logits a device with `free` bytes holds at once."""
+    if config.logprob_chunk_tokens != "auto":
+        return config.logprob_chunk_tokens
+    size = ModelSize.of(folder)
+    if size is None or not is_gpu:
+        return CHUNK_TOKENS
+    of_token = _bytes_of_logits(config, size)
+    return next((n for n in CHUNKS if n * of_token <= LOGITS_SHARE * free), CHUNKS[-1])
+
+
 def choose_kept(config: LearnerSection, folder: Path, *, free: int) -> Kept:
     """Return what a rank with `free` bytes for the model in `folder` keeps: the most that fits.
 
@@ -255,16 +274,23 @@ def estimate(
         of_patch = _kept_per_token(size.tower, config.activation_checkpointing)
         per_token += size.tower.patches_per_token * of_patch
     tokens = math.ceil(config.max_tokens_per_micro_batch / config.context_parallel_size)
-    chunk = min(config.logprob_chunk_tokens, tokens)
+    chunk = config.logprob_chunk_tokens
+    chunk = min(CHUNK_TOKENS if chunk == "auto" else chunk, tokens)
     return MemoryEstimate(
         masters=((held + of_reference) * master + frozen * compute) // shards,
         moments=2 * trained * master // shards,
         gradients=trained * master // shards,
         gathered=whole * compute + unreduced,
         activations=tokens * compute * per_token,
-        logits=LOGIT_COPIES * chunk * size.vocab_size * master,
+        logits=chunk * _bytes_of_logits(config, size),
         is_offloaded=config.offload,
     )
+
+
+def _bytes_of_logits(config: LearnerSection, size: ModelSize) -> int:
+    """Return the bytes that the head needs for each token of a chunk."""
+    copies = COMPILED_LOGIT_COPIES if config.compile is True else LOGIT_COPIES
+    return copies * size.vocab_size * (8 if config.compute_dtype == "float64" else 4)
 
 
 def _kept_per_token(size: ModelSize | TowerSize, checkpointing: str) -> int:

@@ -1,11 +1,13 @@
 """Chunked log-probabilities and entropy equal the unchunked ones, and so do their gradients."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from raylearner.learner.model import logprobs
 from raylearner.learner.model.logprobs import chunked_logprobs
 
 
@@ -61,8 +63,8 @@ def test_tokens_that_cannot_be_sampled_leave_entropy_and_gradients_finite() -> N
 def test_nothing_scored_still_reaches_every_input() -> None:
     hidden = torch.randn(0, 6, requires_grad=True)
     weight = torch.randn(23, 6, requires_grad=True)
-    logprobs, entropy = chunked_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64))
-    (logprobs.sum() + entropy.sum()).backward()
+    found, entropy = chunked_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    (found.sum() + entropy.sum()).backward()
     assert weight.grad is not None
     assert not weight.grad.any()
 
@@ -70,9 +72,9 @@ def test_nothing_scored_still_reaches_every_input() -> None:
 def test_bfloat16_states_give_float32_values() -> None:
     hidden = torch.randn(5, 8).bfloat16().requires_grad_()
     weight = torch.randn(9, 8).bfloat16().requires_grad_()
-    logprobs, _ = chunked_logprobs(hidden, weight, torch.arange(5), chunk_tokens=2)
-    logprobs.sum().backward()
-    assert logprobs.dtype == torch.float32
+    found, _ = chunked_logprobs(hidden, weight, torch.arange(5), chunk_tokens=2)
+    found.sum().backward()
+    assert found.dtype == torch.float32
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.bfloat16
 
@@ -93,3 +95,27 @@ def test_entropy_of_known_distributions(temperature: float) -> None:
     # (1/2, 1/4, 1/4): 1.5 bits. (1/5, 3/5, 1/5): log 5 - 0.6 log 3.
     expected = [1.5 * math.log(2), math.log(5) - 0.6 * math.log(3)]
     torch.testing.assert_close(entropy, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_the_backward_makes_the_logits_of_all_chunks_again_but_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    make = logprobs._logits
+
+    def counted(hidden: Tensor, *rest: Any) -> Tensor:
+        made.append(len(hidden))
+        return make(hidden, *rest)
+
+    monkeypatch.setattr(logprobs, "_logits", counted)
+    hidden = torch.randn(11, 6, requires_grad=True)
+    found, _ = chunked_logprobs(
+        hidden, torch.randn(23, 6), torch.randint(23, (11,)), chunk_tokens=4
+    )
+    found.sum().backward(retain_graph=True)
+    assert made == [4, 4, 3, 4, 4]
+    first = hidden.grad
+    hidden.grad = None
+    found.sum().backward()
+    assert made == [4, 4, 3, 4, 4, 3, 4, 4]
+    torch.testing.assert_close(hidden.grad, first)

@@ -10,7 +10,15 @@ import pytest
 
 from raylearner.config import report
 from raylearner.config.learner import LearnerSection, LoraSection
-from raylearner.config.memory import GIB, Kept, ModelSize, choose_kept, estimate, estimate_of
+from raylearner.config.memory import (
+    GIB,
+    Kept,
+    ModelSize,
+    choose_chunk,
+    choose_kept,
+    estimate,
+    estimate_of,
+)
 from raylearner.config.schema import RunConfig
 
 CONFIG = {
@@ -196,6 +204,22 @@ def test_a_model_without_room_is_refused_with_what_would_help(folder: Path) -> N
     assert offloaded.refusal(found.gathered, free_on_host=found.state) is None
     assert "host memory" in str(offloaded.refusal(GIB, free_on_host=found.state - 1))
     assert "offload" not in str(offloaded.refusal(0, free_on_host=GIB))
+
+
+def test_logits_take_a_tenth_of_a_gpus_memory(folder: Path) -> None:
+    section = LearnerSection()
+    of_token = 4 * 100 * 4
+
+    def chosen(free: float, section: LearnerSection = section, *, is_gpu: bool = True) -> int:
+        return choose_chunk(section, folder, free=math.ceil(free), is_gpu=is_gpu)
+
+    assert chosen(GIB) == 8192
+    assert chosen(8192 * of_token * 10 - 1) == 4096
+    assert chosen(8192 * of_token * 5, section.model_copy(update={"compile": True})) == 8192
+    assert chosen(0) == 256
+    assert chosen(GIB, is_gpu=False) == 1024
+    assert chosen(0, section.model_copy(update={"logprob_chunk_tokens": 7})) == 7
+    assert estimate(section, size_of(folder)).logits == 1024 * of_token
 
 
 def test_the_most_is_kept_that_fits_into_four_fifths_of_free_memory(folder: Path) -> None:

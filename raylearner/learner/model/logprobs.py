@@ -1,7 +1,8 @@
 """Log-probabilities and entropy of scored tokens, without logits of all of them at once.
 
 Legend: `N` scored tokens, `H` hidden width, `V` vocab. Logits exist for one chunk of tokens at a
-time, in the forward and again in the backward; memory is linear in `N` apart from one chunk.
+time, in the forward and again in the backward; memory is linear in `N` apart from one chunk. The last
+chunk's logits stay for the backward, which begins with them: it needs their memory anyway.
 
 liger-kernel's fused linear losses save the same memory, but each returns one loss whose gradient is
 computed in the forward: no log-probabilities and no entropy that an objective could use.
@@ -56,8 +57,8 @@ def chunked_squared_probs(
     squares = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        logits = _logits(hidden[chunk], weight, bias, is_exact=True)
-        squares[chunk] = torch.softmax(logits / temperature, -1).square().sum(1)
+        logits = _logits(hidden[chunk], weight, is_exact=True)
+        squares[chunk] = torch.softmax(_scores(logits, bias, temperature), -1).square().sum(1)
     return squares
 
 
@@ -65,46 +66,65 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, is_exact: bool
-) -> Tensor:  # [n, V]
+def _logits(hidden: Tensor, weight: Tensor, is_exact: bool) -> Tensor:  # [n, V]
+    """Return logits without their bias."""
     accurate = _accurate(hidden.dtype)
     if not is_exact or hidden.dtype == accurate:
-        return torch.nn.functional.linear(hidden, weight, bias).to(accurate)
+        return (hidden @ weight.t()).to(accurate)
     if hidden.is_cuda:
-        logits = torch.mm(hidden, weight.t(), out_dtype=accurate)
-    else:
-        logits = torch.mm(hidden.to(accurate), weight.to(accurate).t())
-    return logits if bias is None else logits.add_(bias)
+        return torch.mm(hidden, weight.t(), out_dtype=accurate)
+    return torch.mm(hidden.to(accurate), weight.to(accurate).t())
+
+
+def _scores(logits: Tensor, bias: Tensor | None, temperature: float) -> Tensor:  # [n, V]
+    """Return new logits of the distribution. The compiler fuses this with what comes after."""
+    return logits / temperature if bias is None else (logits + bias).div_(temperature)
 
 
 def _measure(
     logits: Tensor,  # [n, V]
+    bias: Tensor | None,  # [V]
     targets: Tensor,  # [n]
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and log-sum of exponentials: `[n]` each."""
-    scores = logits / temperature
-    total = scores.logsumexp(1)
-    logprobs = scores.gather(1, targets[:, None]).squeeze(1) - total
-    scores = (scores - total[:, None]).clamp(min=LOWEST_SCORE)
-    return logprobs, -(scores.exp() * scores).sum(1), total
+    """Return log-probability, entropy and log-sum of exponentials: `[n]` each.
+
+    With s the scores below their maximum and Z the sum of exp(s), the entropy is
+    log Z - sum(exp(s) s) / Z: two passes over the logits.
+    """
+    scores = _scores(logits, bias, temperature)
+    peak = scores.amax(1, keepdim=True)
+    scores = scores.sub_(peak)
+    of_targets = scores.gather(1, targets[:, None]).squeeze(1)
+    scores = scores.clamp_(min=LOWEST_SCORE)
+    exponentials = scores.exp()
+    total = exponentials.sum(1)
+    log_total = total.log()
+    entropy = log_total - exponentials.mul_(scores).sum(1) / total
+    return of_targets - log_total, entropy, peak.squeeze(1) + log_total
 
 
 def _grad_logits(
     logits: Tensor,  # [n, V]
+    bias: Tensor | None,  # [V]
     targets: Tensor,  # [n]
     total: Tensor,  # [n]
     entropy: Tensor,  # [n]
     grad_logprobs: Tensor,  # [n]
     grad_entropy: Tensor,  # [n]
     temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:  # [n, V]
-    """Return gradients: d logp/dz = onehot - p; dH/dz = -p (log p + H); z are logits / temperature."""
-    scores = (logits / temperature - total[:, None]).clamp(min=LOWEST_SCORE)
-    factor = (scores + entropy[:, None]) * grad_entropy[:, None] + grad_logprobs[:, None]
-    grad = -(scores.exp() * factor) / temperature
-    return grad.scatter_add(1, targets[:, None], (grad_logprobs / temperature)[:, None])
+    """Return gradients: d logp/dz = onehot - p; dH/dz = -p (log p + H); z are logits / temperature.
+
+    Computed as precisely as the logits, and returned in `dtype`.
+    """
+    scores = _scores(logits, bias, temperature).sub_(total[:, None]).clamp_(min=LOWEST_SCORE)
+    probs = scores.exp()
+    factor = scores.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+    grad = probs.mul_(factor).neg_().div_(temperature)
+    of_targets = grad.gather(1, targets[:, None]) + (grad_logprobs / temperature)[:, None]
+    return grad.to(dtype).scatter_(1, targets[:, None], of_targets.to(dtype))
 
 
 @cache
@@ -112,12 +132,17 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply with sums in full precision: bfloat16 would lose the contributions of single chunks."""
-    accurate = _accurate(left.dtype)
-    if left.is_cuda and left.dtype != accurate:
-        return torch.mm(left, right, out_dtype=accurate)
-    return left @ right
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` in place to a `total` of full precision.
+
+    Sums of half precision are not rounded on GPUs: bfloat16 would lose the contributions of single chunks.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -136,15 +161,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
         entropy, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         measure = _compiled(_measure) if should_compile else _measure
+        logits = None
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[chunk], weight, bias, is_exact)
+            logits = _logits(hidden[chunk], weight, is_exact)
             logprobs[chunk], entropy[chunk], total[chunk] = measure(
-                logits, targets[chunk], temperature
+                logits, bias, targets[chunk], temperature
             )
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, total)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.is_exact, ctx.should_compile = is_exact, should_compile
+        ctx.last_logits = logits
         return logprobs, entropy
 
     @staticmethod
@@ -158,23 +185,29 @@ class _ChunkedLogprobs(torch.autograd.Function):
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # a head may be frozen
         grad_weight = weight.new_zeros(weight.shape, dtype=accurate) if needs_weight else None
         grad_bias = weight.new_zeros(len(bias), dtype=accurate) if needs_bias else None
-        for start in range(0, len(hidden), ctx.chunk_tokens):
+        logits, ctx.last_logits = ctx.last_logits, None
+        for start in reversed(range(0, len(hidden), ctx.chunk_tokens)):
             chunk = slice(start, start + ctx.chunk_tokens)
+            if logits is None:
+                logits = _logits(hidden[chunk], weight, ctx.is_exact)
             grad_logits = grad_of(
-                _logits(hidden[chunk], weight, bias, ctx.is_exact),
+                logits,
+                bias,
                 targets[chunk],
                 total[chunk],
                 entropy[chunk],
                 grad_logprobs[chunk],
                 grad_entropy[chunk],
                 ctx.temperature,
+                accurate if needs_bias else hidden.dtype,
             )
+            logits = None
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk] = grad_logits @ weight
+                grad_logits = grad_logits.to(hidden.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight += _product(grad_logits.t(), hidden[chunk])
+                add_product(grad_weight, grad_logits.t(), hidden[chunk])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raylearner.config.image_checks import TEXT_ONLY
-from raylearner.config.memory import Kept, choose_kept, estimate_of
+from raylearner.config.memory import Kept, choose_chunk, choose_kept, estimate_of
 from raylearner.config.schema import LearnerSection
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint.state import Progress, Save, restore_tensors, save_tensors
@@ -60,14 +60,14 @@ class Models:
         Raises `ConfigError` naming the key of a path that does not load or does not fit into memory.
         """
         folder = model_directory(model_path)
-        kept = _plan_memory(config, folder, device_type=mesh.device_type)
+        chunk_tokens, kept = _plan_memory(config, folder, device_type=mesh.device_type)
         load = partial(
             load_sharded,
             mesh=mesh,
             dtype=torch.float64 if config.compute_dtype == "float64" else torch.float32,
             compute_dtype=DTYPES[config.compute_dtype],
             options=ModelOptions(
-                chunk_tokens=config.logprob_chunk_tokens,
+                chunk_tokens=chunk_tokens,
                 attention=config.attention,
                 is_head_exact=config.head_dtype == "float32",
                 activation_checkpointing=config.activation_checkpointing,
@@ -196,33 +196,40 @@ def _vision_rates(
     return dict.fromkeys(tower.parameters(), rate)
 
 
-def _plan_memory(config: LearnerSection, folder: Path, *, device_type: str) -> Kept:
-    """Log the memory estimate, and return what every rank keeps between micro-batches.
+def _plan_memory(config: LearnerSection, folder: Path, *, device_type: str) -> tuple[int, Kept]:
+    """Log the memory estimate, and return what it leaves room for on every rank: tokens of a chunk of
+    logits, and what is kept between micro-batches.
 
     Raises `ConfigError` if not even an empty micro-batch would fit. Memory of engines on the same GPU
     counts if they have started; if they have not, a rank keeps what fits into its own share.
     """
     on_host = _free_on_host()
+    is_gpu = device_type == "cuda"
     free, share = on_host, on_host // config.num_ranks
-    if device_type == "cuda":
+    if is_gpu:
         free, whole = torch.cuda.mem_get_info()
         is_shared = config.gpus_per_rank != "auto" and config.gpus_per_rank < 1
         share = min(free, int(whole * config.gpus_per_rank)) if is_shared else free
     least = torch.tensor([share], device=device_type)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)  # all ranks must make the same collectives
-    kept = choose_kept(config, folder, free=int(least.item()))
+    share = int(least.item())
+    chunk_tokens = choose_chunk(config, folder, free=share, is_gpu=is_gpu)
+    config = config.model_copy(update={"logprob_chunk_tokens": chunk_tokens})
+    kept = choose_kept(config, folder, free=share)
     estimate = estimate_of(config, folder, kept=kept)
     if estimate is None:
-        return kept
+        return chunk_tokens, kept
     refusal = estimate.refusal(free, free_on_host=on_host)
     if refusal is not None:
         raise ConfigError(f"model.path: {folder}: {refusal}")
     if dist.get_rank() == 0:
-        log.info("learner memory: %s; %s", estimate, kept)
+        log.info(
+            "learner memory: %s; %s, logits in chunks of %d tokens", estimate, kept, chunk_tokens
+        )
         advice = estimate.advice(free)
         if advice is not None:
             log.warning("learner memory: %s", advice)
-    return kept
+    return chunk_tokens, kept
 
 
 def _free_on_host() -> int:

@@ -90,6 +90,7 @@ class PackedModel(nn.Module):
         """`banned_token_ids` are the tokens that engines must not sample."""
         super().__init__()
         self.banned_token_ids = tuple(banned_token_ids)
+        self._bans: Tensor | None = None
         self._context, self._kept = context, kept or Kept()
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
@@ -210,13 +211,15 @@ class PackedModel(nn.Module):
 
     def _bias(self, head: nn.Module, *, has_bans: bool) -> Tensor | None:  # [V]
         bias: Tensor | None = getattr(head, "bias", None)
-        weight = head.get_parameter("weight")
-        banned = [token for token in self.banned_token_ids if token < len(weight)]
-        if not banned or not has_bans:
+        if not self.banned_token_ids or not has_bans:
             return bias
-        bans = weight.new_zeros(len(weight))
-        bans[banned] = BAN_BIAS
-        return bans if bias is None else bias + bans
+        weight = head.get_parameter("weight")
+        is_same = self._bans is not None and self._bans.device == weight.device
+        if self._bans is None or not is_same or self._bans.dtype != weight.dtype:
+            banned = torch.tensor(self.banned_token_ids)
+            bans = torch.zeros(len(weight)).index_fill_(0, banned[banned < len(weight)], BAN_BIAS)
+            self._bans = bans.to(weight.device, weight.dtype)
+        return self._bans if bias is None else bias + self._bans
 
     def reshard_all(self) -> None:
         """Free gathered parameters, as a backward would; they must not survive an update."""
