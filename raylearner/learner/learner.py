@@ -12,10 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,18 +30,19 @@ from raylearner.learner.checkpoint.state import (
     save_hashes,
     save_progress,
 )
+from raylearner.learner.gradients import choose_tokens, critic_gradients
 from raylearner.learner.model import mesh
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.model.models import Models
 from raylearner.learner.objective.episodes import EpisodeTable
 from raylearner.learner.objective.kl import KlController
-from raylearner.learner.objective.objective import (
-    critic_share,
-    loss_share,
-    off_policy_metrics,
-    select_update_tokens,
+from raylearner.learner.objective.objective import loss_share, off_policy_metrics
+from raylearner.learner.objective.prepare import (
+    PreparedBatch,
+    PreparedMicroBatch,
+    PreparedMiniBatch,
+    prepare,
 )
-from raylearner.learner.objective.prepare import PreparedBatch, PreparedMiniBatch, prepare
 from raylearner.learner.optimizer import learning_rate_at
 from raylearner.learner.spec import LearnerSpec, StepOutput
 from raylearner.learner.update import (
@@ -55,7 +54,7 @@ from raylearner.learner.update import (
     write_rows,
 )
 from raylearner.observability.spans import Tracer
-from raylearner.types import PolicyVersion, TrajectoryKey
+from raylearner.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class Learner:
         )
         self._progress = Progress()
         self._saver = AsyncSaver()
-        self._start_logprobs: dict[TrajectoryKey, NDArray[np.float32]] = {}
+        self._start_logprobs: list[tuple[PreparedMicroBatch, Tensor]] = []
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -127,7 +126,7 @@ class Learner:
                 f"is at {self.policy_version}"
             )
         started = time.monotonic()
-        self._start_logprobs = {}
+        self._start_logprobs = []
         with self._tracer.span("prepare"):
             prepared_batch = self._prepare(batch)
         updates: list[Update] = []
@@ -157,7 +156,7 @@ class Learner:
             is_skipped=is_skipped,
             metrics=metrics,
             advantages=mean_advantages(prepared_batch),
-            logprobs=self._start_logprobs,
+            logprobs=split_by_trajectory(self._start_logprobs),
         )
 
     def save(self, folder: Path, *, should_defer: bool = False) -> None:
@@ -209,33 +208,46 @@ class Learner:
         if self.models.reader is not None:
             shown = [micro.tokens.images for mini_batch in mini_batches for micro, _ in mini_batch]
             self.models.reader.expect(images for images in shown if images is not None)
-        return prepare(
-            self._config,
-            mini_batches,
-            table=EpisodeTable.of(
-                batch,
-                self._config.reward,
-                reward_weights=self._spec.reward_weights,
-                device=self._device,
-            ),
-            layout=self._layout,
-            kl_coefficient=self._kl_controller.coefficient,
-            seed=self._step_seed,
-            score=lambda micro: policy.score(
-                micro.tokens, self._spec.temperature, needs_squared_probs=needs_squared_probs
-            ),
-            score_reference=None
-            if reference is None
-            else lambda micro: reference.score(micro.tokens, temperature=self._spec.temperature),
-            state_values=None if critic is None else lambda micro: critic.score(micro.tokens),
-            dtype=self._dtype,
+        table = EpisodeTable.of(
+            batch,
+            self._config.reward,
+            reward_weights=self._spec.reward_weights,
+            device=self._device,
         )
+        with self.models.scoring():
+            return prepare(
+                self._config,
+                mini_batches,
+                table=table,
+                layout=self._layout,
+                kl_coefficient=self._kl_controller.coefficient,
+                seed=self._step_seed,
+                score=lambda micro: policy.score(
+                    micro.tokens, self._spec.temperature, needs_squared_probs=needs_squared_probs
+                ),
+                score_reference=None
+                if reference is None
+                else lambda micro: reference.score(
+                    micro.tokens, temperature=self._spec.temperature
+                ),
+                state_values=None if critic is None else lambda micro: critic.score(micro.tokens),
+                dtype=self._dtype,
+            )
 
     def _train(self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, *, number: int) -> Update:
         """Update the policy from a mini-batch, unless it has moved further than `max_kl`."""
         shares: list[Tensor] = []
         measured: list[Metrics] = []
-        chosen = self._choose(batch, mini_batch, number=number)
+        chosen = choose_tokens(
+            self._spec,
+            self.models.policy,
+            batch,
+            mini_batch,
+            layout=self._layout,
+            policy_version=self.policy_version,
+            is_first=number == 0,
+            seed=self._step_seed * 1_009 + number,
+        )
         last = mini_batch.micro_batches[-1]
         for prepared, tokens in zip(mini_batch.micro_batches, chosen, strict=True):
             with self._tracer.span("forward", tokens=len(prepared.micro.tokens.input_ids)):
@@ -257,7 +269,7 @@ class Learner:
             if number < len(batch.mini_batches):
                 start = prepared.start_logprobs
                 start = scores.logprobs if start is None else start
-                self._start_logprobs |= split_by_trajectory(prepared, start)
+                self._start_logprobs.append((prepared, start.detach()))
                 measured.append(
                     off_policy_metrics(
                         self._config, prepared, start, policy_version=self.policy_version
@@ -267,44 +279,6 @@ class Learner:
             self.models.optimizer.zero_grad()
             return Update(exceeds_max_kl=True)
         return self._update(batch, mini_batch, shares, measured)
-
-    def _critic_gradients(
-        self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, measured: list[Metrics]
-    ) -> list[Tensor] | None:
-        if (critic := self.models.critic) is None:
-            return None
-        shares: list[Tensor] = []
-        for prepared in mini_batch.micro_batches:
-            state_values = critic.state_values(prepared.micro.tokens)
-            share, metrics = critic_share(
-                self._config, prepared, state_values, batch=batch, mini_batch=mini_batch
-            )
-            critic.backward(share, is_last=prepared is mini_batch.micro_batches[-1])
-            shares.append(share.detach())
-            measured.append(metrics)
-        return shares
-
-    def _choose(
-        self, batch: PreparedBatch, mini_batch: PreparedMiniBatch, *, number: int
-    ) -> Sequence[Tensor | None]:
-        """Return the tokens that a covariance loss selects under the current policy."""
-        if not self._config.loss.selects_tokens:
-            return [None] * len(mini_batch.micro_batches)
-        logprobs = [
-            p.start_logprobs
-            if number == 0 and p.start_logprobs is not None
-            else self.models.policy.score(p.micro.tokens, self._spec.temperature).logprobs
-            for p in mini_batch.micro_batches
-        ]
-        return select_update_tokens(
-            self._config,
-            mini_batch,
-            logprobs,
-            batch=batch,
-            layout=self._layout,
-            policy_version=self.policy_version,
-            seed=self._step_seed * 1_009 + number,
-        )
 
     def _exceeds_max_kl(self, measured: Sequence[Metrics]) -> bool:
         if self._config.max_kl is None:
@@ -323,7 +297,12 @@ class Learner:
 
         The policy's gradients are complete; without its `shares` only the critic is trained.
         """
-        value_shares = self._critic_gradients(batch, mini_batch, measured)
+        value_shares = None
+        if self.models.critic is not None:
+            value_shares, found = critic_gradients(
+                self._config, self.models.critic, batch, mini_batch
+            )
+            measured.extend(found)
         started_s = time.time()
         policy_optimizer, critic = self.models.optimizer, self.models.critic
         loss = grad_norm = learning_rate = value_loss = critic_grad_norm = None

@@ -110,26 +110,26 @@ def step_metrics(
 
 
 def split_by_trajectory(
-    prepared: PreparedMicroBatch, values: Tensor
+    values: Sequence[tuple[PreparedMicroBatch, Tensor]],
 ) -> dict[TrajectoryKey, NDArray[np.float32]]:
-    """Split `values` `[T]` of a micro-batch by row; a dummy micro-batch has none."""
-    lengths = [row.trajectory.num_tokens for row in prepared.source]
-    if not lengths:
+    """Split values `[T]` of micro-batches by row, in one copy to the host; a dummy has none."""
+    real = [(prepared, found) for prepared, found in values if prepared.source]
+    if not real:
         return {}
-    parts = values.detach().float().cpu().split(lengths)
-    return {r.trajectory.key: p.numpy() for r, p in zip(prepared.source, parts, strict=True)}
+    rows = [row.trajectory for prepared, _ in real for row in prepared.source]
+    whole = torch.cat([found.float() for _, found in real]).cpu()
+    parts = whole.split([trajectory.num_tokens for trajectory in rows])
+    return {row.key: part.numpy() for row, part in zip(rows, parts, strict=True)}
 
 
 def mean_advantages(batch: PreparedBatch) -> dict[TrajectoryKey, float]:
     """Return the mean advantage of the trained tokens of each of this rank's trajectories."""
-    means: dict[TrajectoryKey, float] = {}
-    for prepared in (p for mini_batch in batch.mini_batches for p in mini_batch.micro_batches):
-        masks = split_by_trajectory(prepared, prepared.mask)
-        for key, values in split_by_trajectory(prepared, prepared.advantages).items():
-            trains = masks[key] > 0
-            if trains.any():
-                means[key] = float(values[trains].mean())
-    return means
+    micros = [p for mini_batch in batch.mini_batches for p in mini_batch.micro_batches]
+    masks = split_by_trajectory([(p, p.mask) for p in micros])
+    advantages = split_by_trajectory([(p, p.advantages) for p in micros])
+    return {
+        key: float(advantages[key][mask > 0].mean()) for key, mask in masks.items() if mask.any()
+    }
 
 
 def find_non_finite_rows(

@@ -1,6 +1,8 @@
 """The models of one learner rank: the policy with its optimizer, and a critic and reference if configured."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,6 +126,13 @@ class Models:
             reference=reference,
             reader=ImageReader.from_pretrained(str(folder)),
         )
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Keep the gathered weights of policy and reference over the scores of this context."""
+        of_reference = nullcontext() if self.reference is None else self.reference.scoring()
+        with self.policy.scoring(), of_reference:
+            yield
 
     def discard_gradients(self) -> None:
         """Forget updates that were broken off."""

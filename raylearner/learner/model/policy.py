@@ -91,6 +91,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.banned_token_ids = tuple(banned_token_ids)
         self._bans: Tensor | None = None
+        self._is_scoring = False
         self._context, self._kept = context, kept or Kept()
         self.causal_lm = causal_lm.eval()
         self.chunk_tokens = chunk_tokens
@@ -180,8 +181,19 @@ class PackedModel(nn.Module):
     def score(self, tokens: PackedTokens, temperature: float = 1.0, **options: bool) -> Scores:
         """Run `forward` without gradients, and free gathered parameters afterwards."""
         scores = self(tokens, temperature, **options)
-        self.reshard_all()
+        if not self._is_scoring:
+            self.reshard_all()
         return scores
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Free gathered parameters after this context, and not after every `score` in it."""
+        self._is_scoring = True
+        try:
+            yield
+        finally:
+            self._is_scoring = False
+            self.reshard_all()
 
     def backward(self, share: Tensor, *, is_last: bool = True) -> None:
         """Add a micro-batch's gradients to those of its update; with the last one, all are reduced.

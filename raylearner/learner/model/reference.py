@@ -3,7 +3,7 @@
 Waits for: the other ranks, in every forward.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -44,6 +44,11 @@ class Reference:
         is_policy = isinstance(self._config, AdapterOffReference)
         with lora.disable_adapters(self._model.causal_lm) if is_policy else nullcontext():
             return self._model.score(tokens, temperature).logprobs
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Free gathered parameters after this context, and not after every `score` in it."""
+        is_policy = isinstance(self._config, AdapterOffReference)
+        return nullcontext() if is_policy else self._model.scoring()
 
     @torch.no_grad()
     def follow(self, policy: PackedModel, *, policy_version: int) -> None:
