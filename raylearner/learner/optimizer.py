@@ -56,8 +56,8 @@ class ClippedAdamW(torch.optim.AdamW):
     def grad_norm(self) -> float:
         """Return the norm over all ranks' shards; the same on every rank, NaN or inf included."""
         grads = [p.grad for p in self._trained if p.grad is not None]
-        shards = [local(grad) for grad in grads]
-        norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards if s.numel()]
+        shards = [shard for grad in grads if (shard := local(grad)).numel()]
+        norms = torch._foreach_norm(shards, 2, dtype=torch.float64) if shards else []
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
         mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
         if mesh is not None:
@@ -66,7 +66,8 @@ class ClippedAdamW(torch.optim.AdamW):
         dist.all_reduce(total)
         if mesh is not None and mesh.ndim == 2:
             total /= mesh.size(0)  # each copy of a shard was counted
-        return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+        squared = total.item()
+        return math.sqrt(squared) if squared >= 0 else math.nan
 
     def clip_and_step(self, norm: float, *, rate_of: Callable[..., float] | None = None) -> None:
         """Scale gradients of this global `norm` down to the maximum, and make the update.
@@ -74,9 +75,8 @@ class ClippedAdamW(torch.optim.AdamW):
         `rate_of(peak=...)` is the present rate of each group.
         """
         if norm > self._max_grad_norm:
-            for parameter in self._trained:
-                if parameter.grad is not None:
-                    local(parameter.grad).mul_(self._max_grad_norm / norm)
+            grads = [local(p.grad) for p in self._trained if p.grad is not None]
+            torch._foreach_mul_(grads, self._max_grad_norm / norm)
         if rate_of is not None:
             for group in self.param_groups:
                 group["lr"] = rate_of(peak=group[PEAK])

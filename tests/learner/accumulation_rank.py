@@ -28,6 +28,9 @@ def main(folder: Path, rank: int, device_mesh: DeviceMesh) -> None:
     for kept in job["options"]:
         models.choose_kept = lambda *_, kept=kept, **__: kept
         learner = make_learner(job["model"], job["config"], device_mesh=device_mesh)
+        first, second = learner.models.policy.blocks
+        (prefetched,) = first._get_fsdp_state()._states_to_forward_prefetch
+        assert prefetched is second._get_fsdp_state()
         counts.clear()
         learner.step(job["batches"][rank])
         found = counts["foreach_all_gather"], counts["foreach_reduce"]
