@@ -32,17 +32,18 @@ def process_of(folder: Path, name: str) -> int:
     return int(lines[-1].rsplit(" ", 1)[1])
 
 
-@pytest.mark.parametrize("name", ["learner-0", "rollout-0"])
-def test_a_stopped_actor_is_reported_and_replaced(name: str, launcher: Launcher) -> None:
+def test_stopped_actors_are_reported_and_replaced(launcher: Launcher) -> None:
     folder = launcher.folder / "run"
     process = launcher.start("run", LONG)
-    wait_for(lambda: len(steps(folder)) >= 3, what="three steps")
-    pid = process_of(folder, name)
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: not is_alive(pid), what="its end")
-    text = (folder / "log.txt").read_text()
-    assert "T (stopped)" in text
-    assert f"process {pid} " in text
+    for name in ("learner-0", "rollout-0"):
+        reached = max(steps(folder), default=0)
+        wait_for(lambda: max(steps(folder), default=0) >= reached + 3, what="three steps")  # noqa: B023
+        pid = process_of(folder, name)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: not is_alive(pid), what=f"the end of {name}")  # noqa: B023
+        text = (folder / "log.txt").read_text()
+        assert "T (stopped)" in text
+        assert f"process {pid} " in text
     reached = max(steps(folder))
     wait_for(lambda: max(steps(folder)) > reached + 3, what="further steps")
     process.send_signal(signal.SIGTERM)

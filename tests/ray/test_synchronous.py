@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 
 def test_losses_and_parameters_equal_a_synchronous_loop(launcher: Launcher) -> None:
-    """With two ranks; tests/ray/test_resume.py compares a run of one."""
+    """With two ranks."""
     change = {"model": TINY, "learner": {"num_ranks": 2}}
     launcher.run("run", change)
     folder = launcher.folder / "run"
