@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from decimal import Decimal
+from functools import cache
+from operator import is_
 from typing import Any, NoReturn, TypeAlias, cast
 
 _CONTROLS = re.compile(
@@ -20,6 +22,9 @@ _CONTROLS = re.compile(
 """Controls of C0 and C1 but for tab and newline, separators and directions of Unicode, surrogates."""
 
 _SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+_WITHOUT_TEXT = frozenset((bool, int, float, bytes, type(None)))
+"""Types of most values, passed over first."""
 
 Metrics: TypeAlias = dict[str, float]
 
@@ -41,20 +46,22 @@ def encodable_values(value: Any) -> Any:
     Values that need no change are returned unchanged. Raises `RecursionError` for values nested too
     deeply.
     """
+    if type(value) in _WITHOUT_TEXT:
+        return value
     if isinstance(value, str):
         return encodable(value)
+    if isinstance(value, list | tuple):
+        old = cast(list[Any] | tuple[Any, ...], value)
+        new = [encodable_values(item) for item in old]
+        if all(map(is_, old, new)):
+            return cast(Any, value)
+        return new if isinstance(value, list) else tuple(new)
     if isinstance(value, Mapping):
         items = list(cast(Mapping[Any, Any], value).items())
         cleaned = [(encodable_values(key), encodable_values(item)) for key, item in items]
         pairs = zip(items, cleaned, strict=True)
         is_same = all(old[0] is new[0] and old[1] is new[1] for old, new in pairs)
         return cast(Any, value) if is_same else dict(cleaned)
-    if isinstance(value, list | tuple):
-        old = cast(list[Any] | tuple[Any, ...], value)
-        new = [encodable_values(item) for item in old]
-        if all(a is b for a, b in zip(old, new, strict=True)):
-            return cast(Any, value)
-        return new if isinstance(value, list) else tuple(new)
     return value
 
 
@@ -73,11 +80,18 @@ def encodable_json(content: bytes) -> bytes:
 
 def make_encodable(record: Any) -> None:
     """Make the text of a frozen dataclass encodable, as its `__post_init__`."""
-    for field in fields(record):
-        value = getattr(record, field.name)
+    for name in _field_names(type(record)):
+        value = getattr(record, name)
+        if type(value) in _WITHOUT_TEXT:
+            continue
         cleaned = encodable_values(value)
         if cleaned is not value:
-            object.__setattr__(record, field.name, cleaned)
+            object.__setattr__(record, name, cleaned)
+
+
+@cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def visible(text: str) -> str:

@@ -336,6 +336,8 @@ class Trajectory:
     @property
     def placeholder_runs(self) -> list[int]:
         """Lengths of the runs of placeholders, one for each image."""
+        if self.image_token_id is None:
+            return []
         edges = np.flatnonzero(np.diff(self.is_placeholder, prepend=False, append=False))
         return (edges[1::2] - edges[::2]).tolist()
 

@@ -25,7 +25,7 @@ from raylearner.observability.spans import Tracer
 from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
 from raylearner.user_code import host
 
-CLAIM_POLL_S = 2.0
+CLAIM_POLL_S = 10.0
 """Maximum time one claim call waits in the replay actor before it is repeated."""
 CANCEL_LIMIT_S = 30.0
 """Maximum time that a cancelled episode keeps its slot."""

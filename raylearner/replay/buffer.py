@@ -230,7 +230,7 @@ class ReplayBuffer:
             for episode in self.store.pop_group(group_id):
                 if episode[0].sample_index != greedy_index:
                     self.counters.count_trained(episode)
-        self.ledger.count_step()
+        self.ledger.counts.steps += 1
         self.num_changes += 1
 
     def release(self) -> None:

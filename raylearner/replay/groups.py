@@ -94,6 +94,16 @@ class PendingSamples:
     def push(self, group_id: int, index: int) -> None:
         heappush(self._heap, (group_id, index))
 
+    def is_empty(self, running: Mapping[int, GroupRecord]) -> bool:
+        """Return whether no sample is pending."""
+        while self._heap:
+            group_id, index = self._heap[0]
+            group = running.get(group_id)
+            if group is not None and group.samples[index].state is SampleState.PENDING:
+                return False
+            heappop(self._heap)
+        return True
+
     def pop(
         self, running: Mapping[int, GroupRecord], is_held_back: Callable[[SampleRecord], bool]
     ) -> tuple[GroupRecord, int] | None:

@@ -105,7 +105,7 @@ class Ledger:
 
     @property
     def num_ready(self) -> int:
-        """Number of held groups that could be taken: all their rewards are final."""
+        """Number of held groups whose rewards are all final."""
         return sum(not group.awaits_scores for group in self.held.values())
 
     def why_unfit(self, engine_version: PolicyVersion) -> str | None:
@@ -161,6 +161,14 @@ class Ledger:
             else:
                 break
         return claims
+
+    def has_samples(self) -> bool:
+        """Return whether a claim could be given a sample: one is pending, or a group may be admitted."""
+        return self.why_full() is None or not self._pending.is_empty(self.running)
+
+    def cancelled_actors(self) -> list[str]:
+        """Return the actors with claims to stop that they have not received."""
+        return list(self._cancelled)
 
     def pop_cancelled(self, actor_id: str) -> list[Key]:
         """Return claims of `actor_id` to stop; each is returned once."""
@@ -249,9 +257,6 @@ class Ledger:
             self.held[group.group_id] = group
             insort(self._held_order, group.group_id)
         self.leased.clear()
-
-    def count_step(self) -> None:
-        self.counts.steps += 1
 
     def train(self, group_id: int) -> GroupRecord:
         group = self.leased.pop(group_id)

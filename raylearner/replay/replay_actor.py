@@ -26,6 +26,7 @@ from raylearner.replay.buffer import ReplayBuffer, Take
 from raylearner.replay.closing import ScoreRequest
 from raylearner.replay.journal import Journal
 from raylearner.replay.sampler import make_sampler
+from raylearner.replay.waiting import WaitingClaims
 from raylearner.types import ClaimReply, EpisodeScore, Prompt, Trajectory
 
 SCORE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -33,7 +34,7 @@ SCORE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 logger = logging.getLogger(__name__)
 
 MIN_WAIT_S = 0.001
-"""Minimum wait for a time limit, so that rounding never makes a busy loop."""
+"""Minimum wait, so that rounding never makes a busy loop."""
 
 
 @ray.remote(num_cpus=0)
@@ -67,7 +68,9 @@ class ReplayActor:
         )
         self._group_rewards = group_rewards
         self._scoring: set[asyncio.Task[None]] = set()
+        self._claims = WaitingClaims(self._buffer)
         self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._dead: set[str] = set()  # no id is used twice
         self._engine_versions: dict[str, int] = {}
         self._cut: snapshot.Snapshot | None = None
@@ -88,22 +91,22 @@ class ReplayActor:
 
         A call whose actor died gets nothing, even where it arrives after the death was reported.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            if actor_id in self._dead:
-                version = self._buffer.policy_version
-                return ClaimReply(claims=[], cancelled=[], policy_version=version)
-            version = max(engine_version, self._engine_versions.get(actor_id, 0))
-            reply = self._buffer.claim(actor_id, version, max_claims)
-            self._start_scoring()
-            if reply.claims or reply.cancelled or time.monotonic() >= deadline_s:
-                return reply
-            await self._wait(deadline_s)
+        if actor_id in self._dead:
+            version = self._buffer.policy_version
+            return ClaimReply(claims=[], cancelled=[], policy_version=version)
+        version = max(engine_version, self._engine_versions.get(actor_id, 0))
+        reply = self._buffer.claim(actor_id, version, max_claims)
+        self._start_scoring()
+        self._watch_time_limits()
+        if reply.claims or reply.cancelled or timeout_s <= 0:
+            return reply
+        return await self._claims.wait(actor_id, version, max_claims, timeout_s)
 
     async def advance_engine(self, actor_id: str, engine_version: int) -> None:
         """Continue a waiting claim of `actor_id` with the version that landed there."""
         self._engine_versions[actor_id] = engine_version
-        self._wake()
+        self._claims.advance(actor_id, engine_version)
+        self._start_scoring()
 
     async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
         """Store episodes and return the outcome of each; see `ReplayBuffer.put`."""
@@ -126,7 +129,7 @@ class ReplayActor:
             if take is not None:
                 return take
             if self._buffer.ledger.size < size:  # dropped groups freed slots
-                self._wake()
+                self._claims.serve()
             if time.monotonic() >= deadline_s:
                 return None
             await self._wait(deadline_s)
@@ -142,6 +145,7 @@ class ReplayActor:
     async def fail_actor(self, actor_id: str, *, is_failure: bool = True) -> int:
         """Return the running samples of an actor that is gone to pending; return their number."""
         self._dead.add(actor_id)
+        self._claims.dismiss(actor_id)
         num_samples = self._buffer.fail_actor(actor_id, is_failure=is_failure)
         self._wake()
         return num_samples
@@ -197,10 +201,14 @@ class ReplayActor:
                 "restored %d episodes finished since the checkpoint from the replay journal",
                 num_kept,
             )
+        self._claims.reconsider()
         self._wake()
 
     def _wake(self) -> None:
+        """Serve the claims that a change concerns, and let a waiting take look again."""
+        self._claims.serve()
         self._start_scoring()
+        self._watch_time_limits()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -234,9 +242,23 @@ class ReplayActor:
         return await self._group_rewards.score.remote(request.prompt, request.trajectories)
 
     async def _wait(self, deadline_s: float) -> None:
-        """Wait until something changes, a group reaches its time limit, or `deadline_s`."""
-        next_s = self._buffer.next_deadline_s()
-        until_s = deadline_s if next_s is None else min(deadline_s, next_s)
+        """Wait until something changes, or until `deadline_s`."""
+        self._watch_time_limits()
         with suppress(TimeoutError):
-            async with asyncio.timeout(max(until_s - time.monotonic(), MIN_WAIT_S)):
+            async with asyncio.timeout(max(deadline_s - time.monotonic(), MIN_WAIT_S)):
                 await self._changed.wait()
+
+    def _watch_time_limits(self) -> None:
+        """Close the groups that reach their time limit, also while nothing else happens.
+
+        Limits only move later, so that a timer never fires too late.
+        """
+        next_s = self._buffer.next_deadline_s()
+        if next_s is not None and self._timer is None:
+            wait_s = max(next_s - time.monotonic(), MIN_WAIT_S)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._close_expired)
+
+    def _close_expired(self) -> None:
+        self._timer = None
+        self._buffer.close_expired()
+        self._wake()

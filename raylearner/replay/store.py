@@ -95,34 +95,51 @@ def _apply_score(segment: Trajectory, score: EpisodeScore) -> Trajectory:
 
 
 class ImageStore:
-    """Owns the bytes of every image that a stored trajectory shows, with a count of its references."""
+    """Owns the bytes of every image that a stored trajectory shows, with a count of its references.
+
+    Episodes of a group show the same images: each is compared with those that look alike, which costs a
+    tenth of a hash.
+    """
 
     def __init__(self) -> None:
-        self._images: dict[str, bytes] = {}
-        self._num_references: dict[str, int] = {}
+        self._alike: dict[tuple[int, bytes], list[bytes]] = {}
+        self._num_references: dict[int, int] = {}  # by `id` of the kept bytes
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._num_references)
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self._images.values()))
+        return sum(len(image) for alike in self._alike.values() for image in alike)
 
     def add(self, images: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """Return the same images, each as the one copy that is kept."""
-        kept: list[bytes] = []
-        for image in images:
-            name = image_name(image)
-            kept.append(self._images.setdefault(name, image))
-            self._num_references[name] = self._num_references.get(name, 0) + 1
-        return tuple(kept)
+        return tuple(map(self._add, images))
+
+    def _add(self, image: bytes) -> bytes:
+        alike = self._alike.setdefault(_look(image), [])
+        kept = next((other for other in alike if other == image), None)
+        if kept is None:
+            kept = image
+            alike.append(kept)
+        self._num_references[id(kept)] = self._num_references.get(id(kept), 0) + 1
+        return kept
 
     def remove(self, images: tuple[bytes, ...]) -> None:
+        """Remove a reference to each of these images, as `add` returned them."""
         for image in images:
-            name = image_name(image)
-            self._num_references[name] -= 1
-            if self._num_references[name] == 0:
-                del self._num_references[name], self._images[name]
+            self._num_references[id(image)] -= 1
+            if self._num_references[id(image)] == 0:
+                del self._num_references[id(image)]
+                look = _look(image)
+                self._alike[look] = [other for other in self._alike[look] if other is not image]
+                if not self._alike[look]:
+                    del self._alike[look]
+
+
+def _look(image: bytes) -> tuple[int, bytes]:
+    """Return length and last bytes, which differ between most images: a PNG ends with checksums."""
+    return len(image), image[-64:]
 
 
 def image_name(image: bytes) -> str:

@@ -57,19 +57,19 @@ def trajectory_error(trajectory: Trajectory) -> str | None:
     for name in ("loss_mask", "train_mask"):
         if arrays[name].dtype != np.bool_:
             return f"{name} must be bool, got {arrays[name].dtype}"
-    if (trajectory.token_ids < 0).any():
+    if trajectory.token_ids.min() < 0:
         return "token_ids must not be negative"
     if (trajectory.train_mask & ~trajectory.loss_mask).any():
         return "train_mask must be a subset of loss_mask"
     if not np.array_equal(np.isfinite(trajectory.behavior_logprobs), trajectory.loss_mask):
         return "behavior_logprobs must be finite exactly where loss_mask is True"
-    if (trajectory.behavior_logprobs[trajectory.loss_mask] > 1e-4).any():
+    if ((trajectory.behavior_logprobs > 1e-4) & trajectory.loss_mask).any():
         return "behavior_logprobs must not be positive"
     if ((trajectory.policy_versions >= 0) != trajectory.loss_mask).any():
         return "policy_versions must be >= 0 exactly where loss_mask is True, -1 elsewhere"
     if (error := _image_error(trajectory)) is not None:
         return error
-    if (trajectory.loss_mask & trajectory.is_placeholder).any():
+    if trajectory.images and (trajectory.loss_mask & trajectory.is_placeholder).any():
         return "placeholders of images must not be sampled"
     if trajectory.reward is not None and not np.isfinite(trajectory.reward):
         return f"reward must be a finite number or None, got {trajectory.reward!r}"
