@@ -87,6 +87,9 @@ class PushActor:
         self._writer = WeightWriter(self._models, self._spec)
         return os.getpid()
 
+    def shares_prefixes(self) -> bool:
+        return False
+
     def change(self) -> int:
         return self._models.change()
 

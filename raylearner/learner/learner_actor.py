@@ -79,6 +79,10 @@ class LearnerActor:
         self._profiler = StepProfiler(spec.observability.profile, folder, rank=self._rank)
         return os.getpid()
 
+    def shares_prefixes(self) -> bool:
+        """Return whether batches may be packed with shared prefixes."""
+        return self._learner.models.shares_prefixes
+
     def step(self, batch: LearnerBatch) -> StepOutput:
         step = self._learner.num_steps + 1
         self._tracer.since("wait for batch", self._free_since_s)

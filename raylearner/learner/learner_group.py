@@ -71,12 +71,18 @@ class LearnerGroup:
         self._is_stepping = False
         self._ranks: list[Any] = []
         self._policy_version: PolicyVersion = 0
+        self._shares_prefixes = False
         self._cause: BaseException | None = None  # of the end of all ranks
 
     @property
     def policy_version(self) -> PolicyVersion:
         """Version that every rank holds."""
         return self._policy_version
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may be packed with shared prefixes."""
+        return self._shares_prefixes
 
     @property
     def is_stepping(self) -> bool:
@@ -108,6 +114,7 @@ class LearnerGroup:
         (address,) = await self._gather([self._ranks[0].rendezvous_address.remote()])
         for rank, pid in enumerate(await self._call_all("start", len(self._ranks), address)):
             log.info("learner-%d runs as process %d", rank, pid)
+        self._shares_prefixes = all(await self._call_all("shares_prefixes"))
 
     async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
         """Step with one batch for each context group of neighbouring ranks, in order."""

@@ -1,6 +1,7 @@
 """Measurements of a rank's steps: profiles, tokens per second, and model FLOPs utilization.
 
-Floating-point operations are the model's, not those executed: per token 6 for each weight in a matrix
+Floating-point operations are the model's, not those executed: per computed token (a shared prefix counts
+once in a micro-batch) 6 for each weight in a matrix
 product (2 forward, 4 backward, or 2 backward where it is frozen), none for embedding look-ups; the head
 counts at scored tokens only; causal attention takes 6 x layers x heads x head width x length for a
 token of a sequence of that length. Recomputation and scoring passes are not counted.
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from raylearner.config.schema import ProfileSection
 from raylearner.learner.batch.pack import LearnerBatch
+from raylearner.learner.batch.prefixes import saved_prefixes
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 peak by a part of the device's name."""
@@ -115,20 +117,18 @@ class Meter:
 
     def measure(self, batch: LearnerBatch, *, step_s: float) -> dict[str, float]:
         """Return metrics of the last step, counting one epoch over the batch and no scoring passes."""
-        trajectories = [
-            row.trajectory
-            for mini in batch.mini_batches
-            for rows in mini.micro_batches
-            for row in rows
-        ]
+        micro_batches = [rows for mini in batch.mini_batches for rows in mini.micro_batches]
+        trajectories = [row.trajectory for rows in micro_batches for row in rows]
+        num_tokens = batch.num_computed_tokens
         metrics = {
-            "learner/tokens_per_s_per_rank": batch.num_tokens / self._num_ranks / max(step_s, 1e-9)
+            "learner/tokens_per_s_per_rank": num_tokens / self._num_ranks / max(step_s, 1e-9)
         }
         if self._peak is not None:
+            saved = [n for rows in micro_batches for n in saved_prefixes([r.prefix for r in rows])]
             flops = self._cost.flops(
                 [t.num_tokens for t in trajectories],
                 num_scored=sum(int(t.loss_mask.sum()) for t in trajectories),
-            )
+            ) - self._cost.flops(saved, num_scored=0)
             metrics["learner/mfu"] = flops / self._context_size / max(step_s, 1e-9) / self._peak
         if self._device == "cuda":
             metrics["learner/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raylearner.learner.batch import metric
 from raylearner.learner.batch.metric import Metrics
-from raylearner.learner.batch.pack import LearnerBatch, TokenRow
+from raylearner.learner.batch.pack import LearnerBatch, TokenRow, num_computed_tokens
 from raylearner.learner.model.mesh import BatchLayout
 from raylearner.learner.objective import diagnostics
 from raylearner.learner.objective.prepare import (
@@ -72,7 +72,7 @@ def step_metrics(
     num_held, size = 0, 1 if layout.context is None else layout.context.size
     num_padded = 0
     for rows in (rows for mini in batch.mini_batches for rows in mini.micro_batches):
-        num_tokens = sum(row.trajectory.num_tokens for row in rows)
+        num_tokens = num_computed_tokens(rows)
         num_held += num_tokens
         num_padded += math.ceil(max(num_tokens, 1) / size) * size - num_tokens
     mine = torch.tensor(num_held / size, dtype=torch.float64, device=device)
@@ -100,7 +100,8 @@ def step_metrics(
     values |= {
         "tokens": batch.num_tokens,
         "trained_tokens": batch.num_trained_tokens,
-        "tokens_per_s": batch.num_tokens / max(step_s, 1e-9),
+        "tokens_per_s": batch.num_computed_tokens / max(step_s, 1e-9),
+        "shared_prefix_fraction": 1 - batch.num_computed_tokens / max(batch.num_tokens, 1),
         "step_s": step_s,
         "num_updates": sum(update.is_made for update in updates),
         "skipped_updates": sum(not update.is_made for update in tried),

@@ -280,6 +280,7 @@ class Controller:
                 max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
                 num_mini_batches=config.learner.num_mini_batches,
                 should_mask_truncated=config.learner.mask_truncated,
+                shares_prefixes=learner.shares_prefixes,
             )
         # A stuck engine is ended at the limit, by its own watch.
         sleep_limit_s = 2 * self._watchdog.limit_s

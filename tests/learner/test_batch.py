@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from learners import make_groups, random_trajectory
 
+from raylearner.learner.batch.balance import row_cost
 from raylearner.learner.batch.micro_batch import MicroBatch
-from raylearner.learner.batch.pack import LearnerBatch, pack, row_cost
+from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.types import Trajectory, TrajectoryGroup
 
 BUDGET = 64

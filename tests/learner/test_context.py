@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learners import assert_same_weights, make_groups, make_learner, step
+from learners import assert_same_weights, make_groups, make_learner, step, with_prompts
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "copies_alone": {"shard_size": 1, "lora": {"rank": 3}},
 }
 
+SHARING = {"pairs", "copies", "copies_of_pairs"}
+"""Cases whose rows share their prompts."""
+
 
 @pytest.fixture(scope="session")
 def grouped_folder(untied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,7 +60,7 @@ def grouped_folder(untied_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_path: Path) -> None:
-    groups = make_groups(5)
+    groups = with_prompts(make_groups(5))
     options = {"compute_dtype": "float64", "learning_rate": 1e-2, "num_mini_batches": 2}
     jobs = {}
     for name, changes in CASES.items():
@@ -66,9 +69,11 @@ def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_pa
             groups,
             policy_version=0,
             num_ranks=4 // size,
-            max_tokens_per_micro_batch=48,
+            max_tokens_per_micro_batch=96,
             num_mini_batches=2,
+            shares_prefixes=name in SHARING,
         )
+        assert (batches[0].num_computed_tokens < batches[0].num_tokens) == (name in SHARING)
         jobs[name] = {
             "config": options | changes,
             "model": str(grouped_folder),
@@ -84,7 +89,7 @@ def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_pa
             if key in ("loss", "advantage", "critic", "kl", "lora", "max_grad_norm")
         }
         learner = make_learner(grouped_folder, options | plain, temperature=0.9)
-        alone = step(learner, groups, num_mini_batches=2)
+        alone = step(learner, groups, num_mini_batches=2, max_tokens_per_micro_batch=96)
         ((shared,), their_weights) = results[name]
         for key in ("loss", "grad_norm", "entropy/mean", "clip_fraction", "value_loss", "kl"):
             key = f"learner/{key}"
@@ -92,10 +97,13 @@ def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_pa
             if key in alone.metrics:
                 assert shared.metrics[key] == pytest.approx(alone.metrics[key], rel=1e-6), key
         held = alone.metrics["learner/rank_tokens/mean"] / 4
-        assert shared.metrics["learner/rank_tokens/mean"] == pytest.approx(held)
+        share = 1 - shared.metrics["learner/shared_prefix_fraction"]
+        assert shared.metrics["learner/rank_tokens/mean"] == pytest.approx(held * share)
         for key, logprobs in shared.logprobs.items():
             np.testing.assert_allclose(logprobs, alone.logprobs[key], rtol=1e-6)
-        assert_same_weights(learner, their_weights, atol=1e-9)
+        # Norms round gradients to float32, before the sum over rows or after it.
+        atol = 1e-5 if name in SHARING else 1e-9
+        assert_same_weights(learner, their_weights, atol=atol)
 
 
 def test_padding_is_a_sequence_of_its_own() -> None:

@@ -153,7 +153,7 @@ def test_reference_and_critic_start_with_the_policys_existing_adapter(
         )
         critic = again.models.critic
         assert critic is not None
-        own = dict(critic._model.named_weights(torch.float32))
+        own = dict(critic.model.named_weights(torch.float32))
         for name, weight in again.models.policy.named_weights(torch.float32):
             start = dict(base(tiny_folder).named_parameters())[name]
             torch.testing.assert_close(

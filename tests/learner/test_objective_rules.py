@@ -313,7 +313,7 @@ def test_turn_gae_subtracts_the_value_before_the_turn(tiny_folder: Path) -> None
         tiny_folder, advantage={"kind": "turn_gae", "normalize": False}, critic={}
     )
     assert learner.models.critic is not None
-    head = learner.models.critic._model.value_head
+    head = learner.models.critic.model.value_head
     torch.manual_seed(0)
     with torch.no_grad():
         head.weight.normal_(0, 0.1)

@@ -123,7 +123,7 @@ def test_a_refreshed_reference_moves_with_every_kth_version_and_the_coefficient_
     assert reference is not None
 
     def held() -> Tensor:
-        return reference._model.own_parameters()["model.norm.weight"].full_tensor().clone()
+        return reference.model.own_parameters()["model.norm.weight"].full_tensor().clone()
 
     first, initial = step(learner, make_groups(0)).metrics, held()
     # The policy is the reference yet: KL 0 is below the target, by more than the limit of 0.2.
@@ -179,7 +179,7 @@ def test_a_value_loss_that_is_not_finite_skips_both_updates(tiny_folder: Path) -
     critic = learner.models.critic
     assert critic is not None
     with torch.no_grad():
-        critic._model.own_parameters()["value_head.bias"].fill_(torch.nan)
+        critic.model.own_parameters()["value_head.bias"].fill_(torch.nan)
     before = weights_of(learner)
     assert step(learner, make_groups(0)).is_skipped
     assert_same_weights(learner, before)

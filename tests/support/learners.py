@@ -1,7 +1,7 @@
 """Learners for tests, random trajectories, steps and states."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,54 @@ def make_groups(
         )
         for group in range(num_groups)
     ]
+
+
+def with_prompts(
+    groups: Sequence[TrajectoryGroup], *, seed: int = 0, num_tokens: int = 40
+) -> list[TrajectoryGroup]:
+    """The groups with a prompt of their own before the tokens of each trajectory."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(10, 200, num_tokens).astype(np.int32) for _ in groups]
+    return [
+        replace(
+            group,
+            trajectories=tuple(prepend(t, prompt) for t in group.trajectories),
+        )
+        for group, prompt in zip(groups, prompts, strict=True)
+    ]
+
+
+def prepend(trajectory: Trajectory, token_ids: NDArray[np.int32]) -> Trajectory:
+    """The trajectory after tokens that are not sampled."""
+
+    def before(name: str, value: float) -> NDArray[Any]:
+        array = getattr(trajectory, name)
+        return np.concatenate([np.full(len(token_ids), value, array.dtype), array])
+
+    return replace(
+        trajectory,
+        token_ids=np.concatenate([token_ids, trajectory.token_ids]),
+        loss_mask=before("loss_mask", False),
+        train_mask=before("train_mask", False),
+        behavior_logprobs=before("behavior_logprobs", np.nan),
+        policy_versions=before("policy_versions", -1),
+    )
+
+
+def make_episodes(seed: int = 0) -> list[TrajectoryGroup]:
+    """Groups with prompts, several turns, an episode of two segments and one that does not train."""
+    first, *others = with_prompts(make_groups(seed))
+    kept, untrained, *rest = first.trajectories
+    segment = random_trajectory(
+        np.random.default_rng(seed),
+        group_id=kept.group_id,
+        segment=1,
+        num_tokens=15,
+        reward=kept.reward,
+    )
+    segment = prepend(segment, kept.token_ids[:40])
+    untrained = untrained.with_train_mask(np.zeros_like(untrained.train_mask))
+    return [replace(first, trajectories=(kept, segment, untrained, *rest)), *others]
 
 
 def make_learner(

@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner.learner.batch.balance import RowSize, divide
+from raylearner.learner.batch.prefixes import SharedPrefix, find_prefixes, saved_prefixes
 from raylearner.types import PolicyVersion, StopReason, Trajectory, TrajectoryGroup
-
-QUADRATIC_TOKENS = 24_576
-"""Sequence length at which attention costs as much as everything else: 12 x a hidden size of 2,048.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +26,8 @@ class TokenRow:
     turns: NDArray[np.int32]  # [T] number of the token's turn, -1 before the first
     anchors: tuple[int, ...]
     """Number below 2^48 for each turn; equal where turns start from the same state."""
+    prefix: SharedPrefix | None = None
+    """First tokens that a micro-batch computes once for all rows with an equal prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class MiniBatch:
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     num_tokens: int
-    """Number of tokens over all ranks."""
+    """Number of tokens over all ranks, each row counted whole."""
+    num_computed_tokens: int
+    """The same with shared prefixes counted once in each micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,10 @@ class LearnerBatch:
     def num_tokens(self) -> int:
         return sum(mini_batch.num_tokens for mini_batch in self.mini_batches)
 
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(mini_batch.num_computed_tokens for mini_batch in self.mini_batches)
+
 
 @dataclass(frozen=True, slots=True)
 class _Episode:
@@ -106,8 +112,12 @@ def pack(
     max_tokens_per_micro_batch: int,
     num_mini_batches: int = 1,
     should_mask_truncated: bool = False,
+    shares_prefixes: bool = False,
 ) -> list[LearnerBatch]:
     """Return one batch per rank. A segment without trained tokens makes no row, but its reward counts.
+
+    With `shares_prefixes` rows of a group share the tokens of their prompt, where that saves time; these
+    count once against `max_tokens_per_micro_batch`.
 
     An episode without a finite reward trains nothing; with `should_mask_truncated` the same holds for
     truncated episodes. Mini-batches divide the trained episodes evenly, in order, and are never empty:
@@ -126,7 +136,11 @@ def pack(
     numbers: dict[bytes, int] = {}
     for start, end in zip(bounds[:-1].astype(int), bounds[1:].astype(int), strict=True):
         shares = _pack_mini_batch(
-            trained[start:end], num_ranks, max_tokens_per_micro_batch, numbers
+            trained[start:end],
+            num_ranks,
+            max_tokens_per_micro_batch,
+            numbers,
+            shares_prefixes=shares_prefixes,
         )
         for mini_batches, share in zip(per_rank, shares, strict=True):
             mini_batches.append(share)
@@ -148,9 +162,10 @@ def pack(
     ]
 
 
-def row_cost(num_tokens: int) -> float:
-    """Return a row's cost, in tokens of a short row: linear, plus attention's quadratic part."""
-    return num_tokens + num_tokens * num_tokens / QUADRATIC_TOKENS
+def num_computed_tokens(rows: Sequence[TokenRow]) -> int:
+    """Count the tokens of a micro-batch, those of a shared prefix once."""
+    saved = saved_prefixes([row.prefix for row in rows])
+    return sum(row.trajectory.num_tokens for row in rows) - sum(saved)
 
 
 def _mask(
@@ -270,7 +285,12 @@ def _hash(text: str) -> int:
 
 
 def _pack_mini_batch(
-    episodes: Sequence[_Episode], num_ranks: int, max_tokens: int, numbers: dict[bytes, int]
+    episodes: Sequence[_Episode],
+    num_ranks: int,
+    max_tokens: int,
+    numbers: dict[bytes, int],
+    *,
+    shares_prefixes: bool,
 ) -> list[MiniBatch]:
     rows = [
         _row(episode, segment, numbers)
@@ -285,55 +305,29 @@ def _pack_mini_batch(
                 f"trajectory has {row.trajectory.num_tokens} tokens, more than the "
                 f"{max_tokens} of max_tokens_per_micro_batch; raise that or shorten responses"
             )
-    lengths = [row.trajectory.num_tokens for row in rows]
+    if shares_prefixes:
+        prefixes = find_prefixes([row.trajectory for row in rows])
+        rows = [replace(row, prefix=p) for row, p in zip(rows, prefixes, strict=True)]
+    sizes = [RowSize(num_tokens=row.trajectory.num_tokens, prefix=row.prefix) for row in rows]
     by_rank: list[list[tuple[TokenRow, ...]]] = [[] for _ in range(num_ranks)]
-    totals = [0.0] * num_ranks
-    for bins in _rounds(lengths, num_ranks, max_tokens):
+    costs = [0.0] * num_ranks
+    num_computed_tokens = 0
+    for bins in divide(sizes, num_ranks, max_tokens):
         # Micro-batches of one round run at the same time, so they have similar cost; the rank with
         # the least work so far gets the largest.
-        order = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
-        for rank, indices in zip(order, bins, strict=True):
-            by_rank[rank].append(tuple(rows[index] for index in sorted(indices)))
-            totals[rank] += sum(row_cost(lengths[index]) for index in indices)
+        order = sorted(range(num_ranks), key=lambda rank: (costs[rank], rank))
+        for rank, one in zip(order, bins, strict=True):
+            by_rank[rank].append(tuple(rows[index] for index in sorted(one.rows)))
+            costs[rank] += one.cost
+            num_computed_tokens += one.num_tokens
     return [
         MiniBatch(
             micro_batches=tuple(share),
             num_episodes=len(episodes),
             num_rows=len(rows),
             num_trained_tokens=sum(episode.num_trained_tokens for episode in episodes),
-            num_tokens=sum(lengths),
+            num_tokens=sum(size.num_tokens for size in sizes),
+            num_computed_tokens=num_computed_tokens,
         )
         for share in by_rank
     ]
-
-
-def _rounds(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Return row indices in rounds of `num_ranks` bins, expensive bins first, in as few rounds as fit."""
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    num_rounds = max(1, math.ceil(sum(lengths) / (max_tokens * num_ranks)))
-    while (bins := _fill(order, lengths, num_rounds * num_ranks, max_tokens)) is None:
-        num_rounds += 1
-    bins.sort(key=lambda indices: -sum(row_cost(lengths[index]) for index in indices))
-    return [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
-
-
-def _fill(
-    order: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int
-) -> list[list[int]] | None:
-    """Fill bins with the longest rows first: into the cheapest bin with space, else into the fullest."""
-    for prefers_cheapest in (True, False):
-        bins: list[list[int]] = [[] for _ in range(num_bins)]
-        tokens = np.zeros(num_bins, np.int64)
-        costs = np.zeros(num_bins)
-        for index in order:
-            has_space = tokens + lengths[index] <= max_tokens
-            if not has_space.any():
-                break
-            key = costs if prefers_cheapest else -tokens
-            chosen = int(np.argmin(np.where(has_space, key, np.inf)))
-            bins[chosen].append(index)
-            tokens[chosen] += lengths[index]
-            costs[chosen] += row_cost(lengths[index])
-        else:
-            return bins
-    return None

@@ -21,8 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from raylearner.errors import ConfigError
+from raylearner.learner.batch.sharing import SharedKeys
 from raylearner.learner.model.images import vision_tower
 from raylearner.learner.model.mesh import ContextGroup
+from raylearner.learner.model.shared_attention import attend_sdpa, attend_varlen
 
 log = logging.getLogger(__name__)
 
@@ -144,11 +146,13 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,  # [R + 1] int32
     max_length_q: int | None = None,
     context_group: ContextGroup | None = None,
+    shared_keys: SharedKeys | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Compute attention, with the signature that transformers calls; output `[1, T, H, D]`.
 
-    With a context group `T` is a rank's slice, and `cu_seq_lens_q` describes the whole.
+    With a context group `T` is a rank's slice, and `cu_seq_lens_q` describes the whole. With
+    `shared_keys` sequences also read the keys of others.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"{type(module).__name__} does not pass packing on to its attention")
@@ -159,12 +163,17 @@ def packed_attention(
     ]
     if unsupported:
         raise ValueError(f"packed attention does not support {', '.join(unsupported)}")
-    window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
-    attend = BACKENDS[backend]
+    longest = max_length_q if shared_keys is None else shared_keys.max_length
+    window = None if sliding_window is None or sliding_window >= longest else sliding_window
     parts = query[0], key[0], value[0]
     if context_group is not None:
         parts = context_group.to_heads(*parts)
-    out = attend(*parts, cu_seq_lens_q, max_length_q, scaling, window)
+    if shared_keys is None:
+        out = BACKENDS[backend](*parts, cu_seq_lens_q, max_length_q, scaling, window)
+    else:
+        # torch's kernel is flash-attn's, and its backward can be called by itself.
+        attend = attend_sdpa if backend == "sdpa" else attend_varlen
+        out = attend(*parts, cu_seq_lens_q, max_length_q, scaling, window, shared_keys)
     if context_group is not None:
         out = context_group.to_tokens(out)
     return out.unsqueeze(0), None

@@ -26,9 +26,9 @@ class Critic:
 
     def __init__(self, config: CriticSection, model: PackedModel) -> None:
         self._config = config
-        self._model = model
+        self.model = model
         self.optimizer = ClippedAdamW(
-            self._model.parameters(),
+            self.model.parameters(),
             learning_rate=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -37,30 +37,30 @@ class Critic:
 
     def state_values(self, tokens: PackedTokens) -> Tensor:
         """Return the value of the state after each token: `[T]`."""
-        scores = self._model(replace(tokens, scored=tokens.scored[:0]))
+        scores = self.model(replace(tokens, scored=tokens.scored[:0]))
         assert scores.state_values is not None
         return scores.state_values
 
     def backward(self, share: Tensor, *, is_last: bool) -> None:
         """Add a micro-batch's gradients, as `PackedModel.backward` does."""
-        self._model.backward(share, is_last=is_last)
+        self.model.backward(share, is_last=is_last)
 
     def discard_gradients(self) -> None:
-        self._model.discard_gradients()
+        self.model.discard_gradients()
 
     @torch.no_grad()
     def score(self, tokens: PackedTokens) -> Tensor:  # [T]
         """Return the same without gradients."""
         values = self.state_values(tokens)
-        self._model.reshard_all()
+        self.model.reshard_all()
         return values
 
     def save(self, folder: Path, save: Save) -> None:
-        save_tensors(folder, self._model.own_parameters(), self.optimizer, save)
+        save_tensors(folder, self.model.own_parameters(), self.optimizer, save)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
         restore_tensors(
-            folder, self._model.own_parameters(), self.optimizer, num_updates=num_updates
+            folder, self.model.own_parameters(), self.optimizer, num_updates=num_updates
         )
 
 

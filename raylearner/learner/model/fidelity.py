@@ -8,7 +8,7 @@ rows.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylearner.config.checks import SLICED_LAYERS
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.batch.prefixes import SharedPrefix
 from raylearner.learner.model.images import vision_tower
 from raylearner.learner.model.policy import PackedModel
 
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 ROW_LENGTHS = (19, 12, 9)
 """Lengths of the packed rows: the middle one is between two others, the last one has far positions.
 """
+
+NUM_SHARED = 7
+"""Number of tokens of the shared prefix."""
 
 TOLERANCES = {"exact": 1e-4, "gpu": 0.02, "half": 0.25}
 """Maximum mean |difference| over a row's tokens, in nats: float32 and finer on CPUs, on GPUs, whose
@@ -50,10 +55,11 @@ def refuse_unfaithful(
     eager: Eager,
     compute_dtype: torch.dtype,
     device: torch.device | str = "cpu",
-) -> None:
+) -> float:
     """Raise `ConfigError` naming the model's family if its packed rows score differently.
 
-    Every rank must call it. It takes eight passes over at most forty tokens.
+    Otherwise return by how much other kernels change a score, in nats. Every rank must call it. It takes
+    eight passes over at most forty tokens.
     """
     config: Any = model.causal_lm.config
     text: Any = config.get_text_config()
@@ -75,13 +81,7 @@ def refuse_unfaithful(
             f"{what}: the learner cannot score packed rows of this model: {type(error).__name__}: {error};"
             " use a model of another family"
         ) from error
-    precision = (
-        "half"
-        if torch.finfo(compute_dtype).bits < 32
-        else "gpu"
-        if torch.device(device).type != "cpu"
-        else "exact"
-    )
+    precision = _precision(compute_dtype, device)
     tolerance = TOLERANCES[precision]
     own = max(_gap(a, b) for a, b in zip(alone, plain, strict=True))
     # Far positions may change the last row itself, but not other rows.
@@ -103,6 +103,61 @@ def refuse_unfaithful(
             f" packed beside it, more than {allowed:.3g}, as with rotary embeddings that depend on"
             " the longest row or layers that keep a state; use a model of another family"
         )
+    return max(own, beside)
+
+
+@torch.no_grad()
+def can_share_prefixes(
+    model: PackedModel,
+    folder: Path,
+    *,
+    noise: float,
+    compute_dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> bool:
+    """Return whether rows score the same with a shared prefix; if not, say what that costs.
+
+    Every rank must call it. It takes two passes over at most sixty tokens. `noise` is what other kernels
+    change.
+    """
+    config: Any = model.causal_lm.config
+    text: Any = config.get_text_config()
+    other_layers = sorted(set(getattr(text, "layer_types", None) or ()) - set(SLICED_LAYERS))
+    if other_layers:
+        problem = f"it has layers of {', '.join(other_layers)}"
+    else:
+        first, *others = _rows(model, text, config, seed=2)
+        start = first[:NUM_SHARED]
+        rows = [first, *(np.concatenate([start, other]) for other in others)]
+        is_vision = vision_tower(model.causal_lm) is not None
+        prefixes = [SharedPrefix(family=0, num_tokens=NUM_SHARED)] * len(rows)
+        try:
+            with model.plain_blocks():
+                whole, shared = (
+                    _score(model, rows, device, is_vision, prefixes=p, num_given=NUM_SHARED + 1)
+                    for p in (None, prefixes)
+                )
+            gap = float((whole - shared).abs().sum() / (whole != 0).sum())
+            allowed = max(QUIET[_precision(compute_dtype, device)], 3 * noise)
+            problem = None if gap <= allowed else f"scores would change by {gap:.3g} nats"
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        log.warning(
+            "%s: the prompt that rows of a group have in common is computed for each row, because %s",
+            folder,
+            problem,
+        )
+    return problem is None
+
+
+def _precision(compute_dtype: torch.dtype, device: torch.device | str) -> str:
+    """Return the key of `TOLERANCES`."""
+    if torch.finfo(compute_dtype).bits < 32:
+        return "half"
+    return "exact" if torch.device(device).type == "cpu" else "gpu"
 
 
 def _rows(model: PackedModel, text: Any, config: Any, *, seed: int) -> list[np.ndarray]:
@@ -131,8 +186,12 @@ def _score(
     *,
     far: int | None = None,
     is_plain: bool = False,
+    prefixes: Sequence[SharedPrefix] | None = None,
+    num_given: int = 1,
 ) -> Tensor:  # [T]
-    tokens = PackedTokens.of(rows, [np.arange(len(row)) > 0 for row in rows], device=device)
+    """Score the rows, all but their first `num_given` tokens."""
+    scored = [np.arange(len(row)) >= num_given for row in rows]
+    tokens = PackedTokens.of(rows, scored, prefixes=prefixes, device=device)
     positions = tokens.position_ids
     if far is not None:
         positions[-len(rows[-1]) :] += max(far, 0)

@@ -41,7 +41,7 @@ from raylearner.learner import optimizer
 from raylearner.learner.checkpoint.state import read_shapes
 from raylearner.learner.model import attention, lora
 from raylearner.learner.model.attention import Backend
-from raylearner.learner.model.fidelity import refuse_unfaithful
+from raylearner.learner.model.fidelity import can_share_prefixes, refuse_unfaithful
 from raylearner.learner.model.images import vision_tower
 from raylearner.learner.model.policy import ModelOptions, PackedModel
 from raylearner.tokenization.tokenizer import unknown_token_ids
@@ -189,7 +189,13 @@ def load_sharded(
     if adapters is not None:
         lora.initialize(model.causal_lm, adapters, seed=adapter_seed)
     eager = partial(attention.use_eager, causal_lm, backend)
-    refuse_unfaithful(model, folder, eager=eager, compute_dtype=compute_dtype, device=device)
+    noise = refuse_unfaithful(
+        model, folder, eager=eager, compute_dtype=compute_dtype, device=device
+    )
+    if options.may_share_prefixes:
+        model.shares_prefixes = can_share_prefixes(
+            model, folder, noise=noise, compute_dtype=compute_dtype, device=device
+        )
     model.reshard_all()  # the optimizer takes the shards
     return model
 

@@ -78,6 +78,7 @@ class Models:
                 should_offload=config.offload,
                 is_tower_frozen=config.vision_tower == "frozen",
                 context=context,
+                may_share_prefixes=config.share_prefixes,
             ),
         )
         trunk = None if config.critic is None else config.critic.trunk
@@ -126,6 +127,13 @@ class Models:
             reference=reference,
             reader=ImageReader.from_pretrained(str(folder)),
         )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows of a micro-batch may share prefixes: every model must allow it."""
+        others = (self.critic, self.reference)
+        models = [self.policy, *(other.model for other in others if other is not None)]
+        return all(model.shares_prefixes for model in models)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

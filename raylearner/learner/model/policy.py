@@ -1,6 +1,7 @@
 """The policy: a transformers causal language model that reads packed sequences, sharded with FSDP2.
 
-Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidden width.
+Legend: `T` packed tokens, `R` sequences, `N` scored tokens, `V` vocab, `H` hidden width; `C` computed
+tokens, fewer than `T` where rows share prefixes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,8 @@ class ModelOptions:
     """Whether the vision tower of a vision-language model is frozen."""
     context: ContextGroup | None = None
     """Ranks that call the model with the same tokens and share the work."""
+    may_share_prefixes: bool = False
+    """Whether to find out, at load, if rows may share prefixes."""
 
 
 class PackedModel(nn.Module):
@@ -101,6 +104,8 @@ class PackedModel(nn.Module):
         self.blocks = tuple(m for m in causal_lm.modules() if type(m).__name__ in names)
         """The transformer blocks, outermost first."""
         self.value_head: nn.Linear | None = None
+        self.shares_prefixes = False
+        """Whether rows may share prefixes: measured at load."""
         self.has_adapters = lora.has_adapters(causal_lm)
 
     def add_value_head(self, dtype: torch.dtype) -> None:
@@ -125,7 +130,8 @@ class PackedModel(nn.Module):
             return self._plain(tokens)
         context, scored = self._context, tokens.scored
         states = hidden_states(self.causal_lm, tokens, context)  # [t, H] of a context group's rank
-        places, targets = scored - 1, tokens.input_ids[scored]
+        sources = places = tokens.places(scored - 1)
+        targets = tokens.input_ids[tokens.places(scored)]
         if context is not None:
             is_own = places // len(states) == context.rank
             places, targets = places[is_own] - context.rank * len(states), targets[is_own]
@@ -142,12 +148,12 @@ class PackedModel(nn.Module):
             is_exact=self._is_head_exact,
             should_compile=self._should_compile,
         )
-        zeros = logprobs.new_zeros(len(tokens.input_ids))
+        zeros = logprobs.new_zeros(tokens.num_tokens)
 
         def whole(values: Tensor) -> Tensor:  # [T] from those at `places`
             if context is not None:
                 own = zeros.new_zeros(len(states)).index_copy(0, places, values)
-                values = context.gather(own)[scored - 1]
+                values = context.gather(own)[sources]
             return zeros.index_copy(0, scored, values)
 
         squared_probs = state_values = None
@@ -163,7 +169,8 @@ class PackedModel(nn.Module):
         if self.value_head is not None:
             state_values = self.value_head(states).sum(1).to(zeros.dtype)  # no view: FSDP warns
             if context is not None:
-                state_values = context.gather(state_values)[: len(zeros)]
+                state_values = context.gather(state_values)[: len(tokens.input_ids)]
+            state_values = tokens.spread(state_values)
         return Scores(
             logprobs=whole(logprobs),
             entropy=whole(entropy),
@@ -315,7 +322,7 @@ class PackedModel(nn.Module):
 
 def hidden_states(
     causal_lm: PreTrainedModel, tokens: PackedTokens, context: ContextGroup | None = None
-) -> Tensor:  # [T, H]
+) -> Tensor:  # [C, H]
     """Return the trunk's last hidden states for packed sequences and their images.
 
     With a context group these are for this rank's slice: `[t, H]`.
@@ -327,6 +334,9 @@ def hidden_states(
         tokens = tokens.pad(context.size)
         input_ids, position_ids = map(context.slice, (tokens.input_ids, tokens.position_ids))
         shared["context_group"] = context
+    keys = None if tokens.sharing is None else tokens.sharing.keys
+    if keys is not None:
+        shared["shared_keys"] = keys
     features = None if images is None else _features(causal_lm, images)
     if images is not None and images.order:
         image_inputs["mm_encoder_outputs"] = {"image": features}
@@ -334,9 +344,9 @@ def hidden_states(
         input_ids=input_ids[None],
         position_ids=position_ids[..., None, :],
         cu_seq_lens_q=tokens.cu_seqlens,
-        cu_seq_lens_k=tokens.cu_seqlens,
+        cu_seq_lens_k=tokens.cu_seqlens if keys is None else keys.cu_seqlens,
         max_length_q=tokens.max_length,
-        max_length_k=tokens.max_length,
+        max_length_k=tokens.max_length if keys is None else keys.max_length,
         use_cache=False,
         **image_inputs,
         **shared,

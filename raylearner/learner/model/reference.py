@@ -37,18 +37,18 @@ class Reference:
                 "the policy has none; use {kind: frozen}, or add `learner.lora: {}`"
             )
         self._config = config
-        self._model = model
+        self.model = model
 
     def score(self, tokens: PackedTokens, *, temperature: float) -> Tensor:  # [T]
         """Return log-probabilities at the policy's temperature."""
         is_policy = isinstance(self._config, AdapterOffReference)
-        with lora.disable_adapters(self._model.causal_lm) if is_policy else nullcontext():
-            return self._model.score(tokens, temperature).logprobs
+        with lora.disable_adapters(self.model.causal_lm) if is_policy else nullcontext():
+            return self.model.score(tokens, temperature).logprobs
 
     def scoring(self) -> AbstractContextManager[None]:
         """Free gathered parameters after this context, and not after every `score` in it."""
         is_policy = isinstance(self._config, AdapterOffReference)
-        return nullcontext() if is_policy else self._model.scoring()
+        return nullcontext() if is_policy else self.model.scoring()
 
     @torch.no_grad()
     def follow(self, policy: PackedModel, *, policy_version: int) -> None:
@@ -56,16 +56,16 @@ class Reference:
         config = self._config
         if isinstance(config, RefreshedReference) and policy_version % config.every_steps == 0:
             current = policy.own_parameters()
-            for name, parameter in self._model.own_parameters().items():
+            for name, parameter in self.model.own_parameters().items():
                 local(parameter.detach()).lerp_(local(current[name].detach()), config.mix)
 
     def save(self, folder: Path, save: Save) -> None:
         if isinstance(self._config, RefreshedReference):
-            save_tensors(folder, self._model.own_parameters(), None, save)
+            save_tensors(folder, self.model.own_parameters(), None, save)
 
     def restore(self, folder: Path) -> None:
         if isinstance(self._config, RefreshedReference):
-            restore_tensors(folder, self._model.own_parameters(), None)
+            restore_tensors(folder, self.model.own_parameters(), None)
 
 
 def reference_path(config: ReferenceSection | None) -> str | None:

@@ -1,0 +1,176 @@
+"""Attention of rows that share prefixes: packed queries, and keys gathered for each row.
+
+No mask on GPUs: torch's varlen kernel aligns causal attention and windows at the last query and key of a
+sequence, like flash-attn since 2.1, so that a row's queries see their whole prefix. Gathered keys exist
+for one layer at a time; the backward gathers them again.
+Legend: `C` computed tokens, `K` keys, `S` sequences, `H` query heads, `G` key-value heads, `D` head width.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers its operations
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raylearner.learner.batch.sharing import SharedKeys, sum_copies
+
+SHORTEST_TO_LONGEST = 0.75
+"""Minimum ratio of the shortest to the longest query sequence of one padded call."""
+
+
+def attend_varlen(
+    query: Tensor,  # [H, C, D]
+    key: Tensor,  # [G, C, D]
+    value: Tensor,
+    cu_seqlens: Tensor,  # [S + 1]
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+    keys: SharedKeys,
+) -> Tensor:  # [C, H, D]
+    """Attend by torch's varlen kernel, on GPUs in half precision."""
+    return _Varlen.apply(  # pyright: ignore[reportReturnType]
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        (keys.index, keys.copies, keys.starts),
+        (cu_seqlens, keys.cu_seqlens),
+        (max_length, keys.max_length),
+        scaling,
+        window,
+    )
+
+
+class _Varlen(torch.autograd.Function):
+    """Saves keys and values as they were computed, not as gathered."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        query: Tensor,  # [C, H, D]
+        key: Tensor,  # [C, G, D]
+        value: Tensor,
+        places: tuple[Tensor, Tensor, Tensor],
+        cu_seqlens: tuple[Tensor, Tensor],
+        max_lengths: tuple[int, int],
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        index, copies, starts = places
+        sides = [-1 if window is None else window - 1, 0]
+        out, lse, rng_state = torch.ops.torch_attn._varlen_attn(
+            query,
+            key.index_select(0, index),
+            value.index_select(0, index),
+            *cu_seqlens,
+            *max_lengths,
+            window is None,
+            scaling,
+            sides,
+            query.shape[1] != key.shape[1],
+        )
+        ctx.save_for_backward(
+            query, key, value, out, lse, rng_state, index, copies, starts, *cu_seqlens
+        )
+        ctx.max_lengths, ctx.scaling = max_lengths, scaling
+        ctx.is_causal, ctx.sides = window is None, sides
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, out, lse, rng_state, index, copies, starts, *cu_seqlens = (
+            ctx.saved_tensors
+        )
+        grad_query, *gathered = torch.ops.torch_attn._varlen_attn_backward(
+            grads[0].contiguous(),
+            query,
+            key.index_select(0, index),
+            value.index_select(0, index),
+            out,
+            lse,
+            *cu_seqlens,
+            *ctx.max_lengths,
+            ctx.is_causal,
+            rng_state,
+            ctx.scaling,
+            ctx.sides,
+        )
+        grad_key, grad_value = (sum_copies(grad, copies, starts) for grad in gathered)
+        return grad_query, grad_key, grad_value, *(None,) * 5
+
+
+def attend_sdpa(
+    query: Tensor,  # [H, C, D]
+    key: Tensor,  # [G, C, D]
+    value: Tensor,
+    cu_seqlens: Tensor,  # [S + 1]
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+    keys: SharedKeys,
+) -> Tensor:  # [C, H, D]
+    """Attend in one call per bucket of sequences with equally long prefixes and similar length.
+
+    Padding is at the end, where causality hides it.
+    """
+    lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+    key_lengths = tuple((keys.cu_seqlens[1:] - keys.cu_seqlens[:-1]).tolist())
+    of_keys, of_values = (keys.gather(part.transpose(0, 1)) for part in (key, value))  # [K, G, D]
+    out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+    for num_before, queries, reads, positions, padded in _buckets(
+        lengths, key_lengths, query.device
+    ):
+        size = queries.shape[1]
+        is_plain = num_before == 0 and (window is None or size <= window)
+        attended = F.scaled_dot_product_attention(
+            query[:, queries].transpose(0, 1),  # [r, H, size, D]
+            of_keys[reads].transpose(1, 2),  # [r, G, num_before + size, D]
+            of_values[reads].transpose(1, 2),
+            attn_mask=None if is_plain else _mask(size, num_before, window).to(query.device),
+            is_causal=is_plain,
+            scale=scaling,
+            enable_gqa=key.shape[0] != query.shape[0],
+        )
+        flat = attended.transpose(1, 2).flatten(0, 1)  # [r * size, H, D]
+        out = out.index_put((positions,), flat[padded])
+    return out
+
+
+@lru_cache(maxsize=8)
+def _buckets(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device
+) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+    """Return, per bucket: the tokens before each first query; the token of each padded query `[r, size]`;
+    the key of each padded key; and the reverse of the padding of queries."""
+    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
+    key_starts = torch.tensor((0, *key_lengths)).cumsum(0)[:-1]
+    befores = [many - few for few, many in zip(lengths, key_lengths, strict=True)]
+    waiting = sorted(range(len(lengths)), key=lambda i: (befores[i], -lengths[i]))
+    buckets: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
+    while waiting:
+        num_before, size = befores[waiting[0]], lengths[waiting[0]]
+        chosen = [
+            i
+            for i in waiting
+            if befores[i] == num_before and lengths[i] >= SHORTEST_TO_LONGEST * size
+        ]
+        waiting = waiting[len(chosen) :]
+        ends = torch.tensor([lengths[i] for i in chosen])[:, None]
+        offsets = torch.arange(size)
+        queries = starts[chosen, None] + torch.minimum(offsets, ends - 1)
+        key_offsets = torch.minimum(torch.arange(num_before + size), num_before + ends - 1)
+        padded = (offsets < ends).flatten().nonzero().squeeze(1)
+        parts = queries, key_starts[chosen, None] + key_offsets, queries.flatten()[padded], padded
+        buckets.append((num_before, *(part.to(device) for part in parts)))
+    return buckets
+
+
+@lru_cache(maxsize=8)
+def _mask(size: int, num_before: int, window: int | None) -> Tensor:  # [size, num_before + size]
+    distance = num_before + torch.arange(size)[:, None] - torch.arange(num_before + size)
+    allowed = distance >= 0
+    return allowed if window is None else allowed & (distance < window)
