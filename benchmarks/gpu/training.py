@@ -27,6 +27,8 @@ KEYS = (
     "buffer/wait_s",
     "buffer/finished/tokens/mean",
     "buffer/trained/tokens/mean",
+    "buffer/trained_to_finished_length",
+    "buffer/masked_fraction",
     "weights/publish_s",
     "weights/write_s",
     "weights/pause_s",

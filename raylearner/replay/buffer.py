@@ -229,7 +229,7 @@ class ReplayBuffer:
             greedy_index = self.ledger.train(group_id).greedy_index
             for episode in self.store.pop_group(group_id):
                 if episode[0].sample_index != greedy_index:
-                    self.counters.count_trained(episode)
+                    self.counters.count_finished(episode, is_trained=True)
         self.ledger.counts.steps += 1
         self.num_changes += 1
 
@@ -344,7 +344,7 @@ class ReplayBuffer:
 
     def _count_late(self, episode: Sequence[Trajectory]) -> str:
         self.counters.late += 1
-        self.counters.count_finished(episode)
+        self.counters.count_finished(episode, is_trained=False)
         return "late"
 
     def _store(self, group: GroupRecord, index: int, episode: Sequence[Trajectory]) -> None:
@@ -352,7 +352,6 @@ class ReplayBuffer:
         trained = [trained_versions(segment) for segment in owned]
         version = min((int(versions.min()) for versions in trained if len(versions)), default=None)
         self.ledger.finish(group, index, version)
-        self.counters.count_finished(owned)
         self.counters.count_accepted(owned)
 
     def _decide(self, num_groups: int) -> list[StalenessDecision]:

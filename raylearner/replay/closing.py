@@ -181,7 +181,9 @@ class GroupCloser:
         if self._pending is not None:
             self._pending.forget(group.group_id)
         self._ledger.drop(group, why)
-        self._store.pop_group(group.group_id)
+        for episode in self._store.pop_group(group.group_id):
+            if episode[0].sample_index != group.greedy_index:
+                self._counters.count_finished(episode, is_trained=False)
         if why == "stale":
             self._counters.count_stale()
         elif why != "changed_row":

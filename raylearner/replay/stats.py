@@ -61,12 +61,16 @@ class ReplayCounters:
         self._finished: deque[int] = deque(maxlen=LENGTH_WINDOW)
         self._trained: deque[int] = deque(maxlen=LENGTH_WINDOW)
 
-    def count_finished(self, episode: Iterable[Trajectory]) -> None:
-        """Count a finished episode, whether or not it is stored."""
-        self._finished.append(sum(segment.num_tokens for segment in episode))
+    def count_finished(self, episode: Iterable[Trajectory], *, is_trained: bool) -> None:
+        """Count a finished episode once its group trained or was dropped.
 
-    def count_trained(self, episode: Iterable[Trajectory]) -> None:
-        self._trained.append(sum(segment.num_tokens for segment in episode))
+        While a group is running, only its short episodes have finished: counted then, they would make
+        trained episodes look long.
+        """
+        num_tokens = sum(segment.num_tokens for segment in episode)
+        self._finished.append(num_tokens)
+        if is_trained:
+            self._trained.append(num_tokens)
 
     def count_accepted(self, episode: Iterable[Trajectory]) -> None:
         episode = list(episode)
@@ -132,6 +136,7 @@ class ReplayCounters:
             **{f"rollout/errors/{kind}": count for kind, count in self.errors.items()},
             **distribution("buffer/finished/tokens", self._finished),
             **distribution("buffer/trained/tokens", self._trained),
+            "buffer/trained_to_finished_length": self._length_ratio(),
         }
 
     def state(self) -> dict[str, Any]:
@@ -164,6 +169,12 @@ class ReplayCounters:
         self._finished = deque(state["finished"], maxlen=LENGTH_WINDOW)
         self._trained = deque(state["trained"], maxlen=LENGTH_WINDOW)
         self.failure = None
+
+    def _length_ratio(self) -> float:
+        """Return mean trained length over mean finished length; 1 before anything trained."""
+        if not self._trained:
+            return 1.0
+        return float(np.mean(self._trained) / np.mean(self._finished))
 
     def _count_error(self, kind: str, message: str) -> None:
         self.errors[kind] += 1
@@ -255,11 +266,14 @@ def take_metrics(
     `versions` are those of the trained tokens of each trajectory.
     """
     ages = [policy_version - int(array.min()) for array in versions if len(array)]
+    num_trained_tokens = sum(len(array) for array in versions)
     num_mixed = sum(is_mixed_version(t) for t in trajectories)
     return {
         "buffer/staleness/mean": sum(ages) / len(ages) if ages else 0.0,
         "buffer/staleness/max": max(ages, default=0),
         "buffer/masked_tokens": num_masked_tokens,
+        "buffer/masked_fraction": num_masked_tokens
+        / max(num_masked_tokens + num_trained_tokens, 1),
         "buffer/over_stale_trained": num_over_stale_tokens,
         "buffer/mixed_version_fraction": num_mixed / max(len(trajectories), 1),
     }

@@ -422,6 +422,34 @@ def test_length_distributions_show_what_started_finished_and_trained() -> None:
     assert metrics["buffer/finished/tokens/p50"] == metrics["buffer/trained/tokens/mean"] == 10
 
 
+def test_episodes_count_as_finished_once_their_group_ended_and_greedy_ones_never() -> None:
+    buffer = make_buffer(play_greedy=True, groups_per_step=1, max_staleness=1, on_stale="drop")
+    short, *rest = claim(buffer, 3)
+    buffer.put(make_episode(short, versions=(0,)))
+    assert buffer.metrics()["buffer/finished/tokens/mean"] == 0
+    for each in rest:
+        buffer.put(make_episode(each, versions=(0,) * 9))
+    buffer.take(1, 0)
+    buffer.commit([0], 1)
+    metrics = buffer.metrics()
+    assert metrics["buffer/finished/tokens/mean"] == metrics["buffer/trained/tokens/mean"] == 6
+    for each in claim(buffer, 3):
+        buffer.put(make_episode(each, versions=(1,) * 17))
+    buffer.take(1, 3)
+    metrics = buffer.metrics()
+    assert metrics["buffer/finished/tokens/mean"] == (2 + 10 + 18 + 18) / 4
+    assert metrics["buffer/trained_to_finished_length"] == 0.5
+
+
+def test_the_masked_fraction_of_a_take_counts_tokens_beyond_the_bound() -> None:
+    buffer = make_buffer(groups_per_step=1, max_staleness=1)
+    buffer.commit([], 1)
+    fill(buffer, 1, versions=(0, 1, 1, 1))
+    take = buffer.take(1, 2)
+    assert take is not None
+    assert take.metrics["buffer/masked_fraction"] == 0.25
+
+
 def test_the_first_failure_of_each_kind_is_kept_whole() -> None:
     buffer = make_buffer(groups_per_step=9, error_window=64)
     errors = [f"tool: no answer in {number} s\n  mine.py, line 3, in look" for number in (1, 2)]

@@ -60,3 +60,16 @@ def test_fewer_losses_and_those_before_a_rollback_log_no_warning(
     run.totals = {}
     run.make_steps(WINDOW_STEPS + 1, trained=4)
     assert not warnings.messages
+
+
+def test_masked_tokens_above_a_tenth_log_a_warning_with_the_keys(
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    watch = GroupWatch(make_section(on_stale="mask", max_staleness=4))
+    for step in range(WINDOW_STEPS):
+        watch.look({"buffer/groups/trained": 8.0 * step, "buffer/masked_fraction": 0.1})
+    assert not warnings.messages
+    for step in range(WINDOW_STEPS, 2 * WINDOW_STEPS):
+        watch.look({"buffer/groups/trained": 8.0 * step, "buffer/masked_fraction": 0.3})
+    [message] = warnings.messages
+    assert all(key in message for key in ("replay.max_staleness", "replay.on_stale", "4"))
