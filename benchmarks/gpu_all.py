@@ -54,7 +54,15 @@ STAGES = (
         "benchmarks.gpu.throughput",
         1,
         200,
-        ("--compile", "--keep", "--micro-batches", "4"),
+        ("--compile", "--micro-batches", "4"),
+        on_cpu=False,
+    ),
+    Stage(
+        "throughput_compiled_4_keep_nothing",
+        "benchmarks.gpu.throughput",
+        1,
+        200,
+        ("--compile", "--micro-batches", "4", "--keep", "nothing"),
         on_cpu=False,
     ),
     Stage(
@@ -62,7 +70,18 @@ STAGES = (
         "benchmarks.gpu.throughput",
         1,
         120,
-        ("--keep", "--micro-batches", "4"),
+        ("--micro-batches", "4"),
+    ),
+    Stage(
+        "throughput_8B_compiled_4_keep_weights",
+        "benchmarks.gpu.throughput",
+        4,
+        400,
+        (
+            *("--size", "8B", "--ranks", "4", "--compile", "--micro-batches", "4"),
+            *("--keep", "weights", "--chunk", "4096"),
+        ),
+        on_cpu=False,
     ),
     Stage(
         "quickstart_lora",

@@ -18,7 +18,10 @@ def run_rank(arguments: Any) -> None:
 
     device = "cpu" if arguments.cpu else "cuda"
     mesh.connect(
-        rank=arguments.rank, world_size=arguments.world, port=arguments.port, device=device
+        rank=arguments.rank,
+        world_size=arguments.world,
+        address=("127.0.0.1", arguments.port),
+        device=device,
     )
     size = 2**20 if arguments.cpu else 512 * 2**20
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
