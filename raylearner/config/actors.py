@@ -160,11 +160,18 @@ class ActorRange(Section):
 
 
 def _tag(value: Any) -> str:
+    if value == "auto":
+        return "auto"
     return "range" if isinstance(value, dict | ActorRange) else "number"
 
 
+ACTORS_BEFORE_RESOLUTION = 2
+"""Number of actors that `auto` stands for on machines without GPUs, and before they are known."""
+
 NumActors = Annotated[
-    Annotated[PositiveInt, pydantic.Tag("number")] | Annotated[ActorRange, pydantic.Tag("range")],
+    Annotated[PositiveInt, pydantic.Tag("number")]
+    | Annotated[Literal["auto"], pydantic.Tag("auto")]
+    | Annotated[ActorRange, pydantic.Tag("range")],
     Discriminator(_tag),
 ]
 
@@ -172,8 +179,10 @@ NumActors = Annotated[
 class ActorsSection(Section):
     """Rollout actors."""
 
-    num_actors: NumActors = 2
-    """Number of rollout actors, each with one engine. With `{min, max}` the run starts with `min` engines,
+    num_actors: NumActors = "auto"
+    """Number of rollout actors, each with one engine. `auto` fills the GPUs that the learner leaves: several
+    engines on each if the model is small and their key-value caches fit; 2 without GPUs, or where the learner
+    shares its GPU. With `{min, max}` the run starts with `min` engines,
     adds engines up to `max` as nodes and GPUs become available, and continues when they leave."""
     engine: EngineSection
     """Engine of each actor."""
@@ -199,8 +208,10 @@ class ActorsSection(Section):
 
     @property
     def min_actors(self) -> int:
+        if self.num_actors == "auto":
+            return ACTORS_BEFORE_RESOLUTION
         return self.num_actors.min if isinstance(self.num_actors, ActorRange) else self.num_actors
 
     @property
     def max_actors(self) -> int:
-        return self.num_actors.max if isinstance(self.num_actors, ActorRange) else self.num_actors
+        return self.num_actors.max if isinstance(self.num_actors, ActorRange) else self.min_actors

@@ -206,7 +206,7 @@ COMMON_KEYS = {
     "sampling.max_turn_tokens": "Raise it for long reasoning.",
     "renderer.max_prompt_tokens": "Raise it for long prompts; `check` counts those that do not fit.",
     "renderer.max_response_tokens": "Raise it for long reasoning or many tool calls.",
-    "actors.num_actors": "One per GPU, or per tensor-parallel group, that generates.",
+    "actors.num_actors": "For another number than `auto` finds, or a range for a cluster that grows.",
     "actors.engine.max_model_tokens": "At least prompt and response together.",
     "replay.groups_per_step": "More prompts give smoother gradients and slower steps.",
     "replay.group_size": "Raise it where few episodes of a prompt succeed.",

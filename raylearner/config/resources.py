@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from raylearner import credentials
 from raylearner.config import speed
+from raylearner.config.engine_count import Supply, num_actors
 from raylearner.config.problems import Finding
 from raylearner.config.schema import RunConfig, TransformersEngine, VllmEngine
 from raylearner.config.section import number
@@ -37,11 +38,26 @@ class Resolved:
     decisions: tuple[str, ...]
 
 
-def resolve(config: RunConfig, *, num_gpus: float) -> Resolved:
-    """Return the configuration with every `auto` resolved for a cluster of `num_gpus` GPUs."""
+def resolve(
+    config: RunConfig,
+    *,
+    num_gpus: float,
+    num_cpus: float = math.inf,
+    gpu_bytes: int | None = None,
+) -> Resolved:
+    """Return the configuration with every `auto` resolved for a cluster of these GPUs and CPUs.
+
+    `gpu_bytes` is the memory of a GPU, which decides how many engines share it; one if it is unknown.
+    """
     _refuse_elastic_places(config)
-    per_rank, per_actor = _gpus(config, num_gpus - _rewards_gpus(config, num_gpus))
+    free = num_gpus - _rewards_gpus(config, num_gpus)
     decisions: list[str] = []
+    if config.actors.num_actors == "auto":
+        count, why = num_actors(config, Supply(gpus=free, cpus=num_cpus, gpu_bytes=gpu_bytes))
+        actors = config.actors.model_copy(update={"num_actors": count})
+        config = config.model_copy(update={"actors": actors})
+        decisions += [why] if why else []
+    per_rank, per_actor = _gpus(config, free)
     if "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
         decisions.append(
             f"{num_gpus:g} GPUs: {per_rank:g} for each of {config.learner.num_ranks} learner ranks, "

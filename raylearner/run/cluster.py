@@ -1,12 +1,14 @@
 """The Ray cluster of a run: joins or starts one, and checks that it holds the run."""
 
 import logging
+import math
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -29,6 +31,8 @@ NUM_STARTS = 3
 """Maximum number of tries to start a local cluster."""
 START_PAUSE_S = 3.0
 """Time between two tries, and for the processes of a failed one to end."""
+GPU_LIMIT_S = 30.0
+"""Maximum time for a node to tell the memory of its GPUs."""
 START_LOGGERS = ("ray._private.node", "ray._private.services", "ray._private.worker")
 """Ray's loggers that report a failed start with stacks and excerpts of logs."""
 
@@ -131,12 +135,59 @@ def disconnect() -> None:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Replace every `auto` by a value for this cluster, and log each decision."""
-    resolved = resources.resolve(config, num_gpus=ray.cluster_resources().get("GPU", 0.0))
+    resolved = resources.resolve(config, **asdict(supply([config])))
     for decision in resolved.decisions:
         logger.info("%s", decision)
     for warning in warnings(resolved.config):
         logger.warning("%s", warning)
     return resolved.config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSupply:
+    """What `auto` is resolved for. Bytes of each GPU's memory; None if unknown or without GPUs."""
+
+    num_gpus: float
+    num_cpus: float
+    gpu_bytes: int | None
+
+
+def supply(configs: Sequence[RunConfig]) -> ClusterSupply:
+    """Return the resources of the cluster, in use or not, that decide what `auto` is in these configurations."""
+    found = ray.cluster_resources()
+    gpus = found.get("GPU", 0.0)
+    is_auto = any(config.actors.num_actors == "auto" for config in configs)
+    return ClusterSupply(
+        num_gpus=gpus,
+        num_cpus=found.get("CPU", 0.0),
+        gpu_bytes=_read_gpu_bytes() if gpus >= 1 and is_auto else None,
+    )
+
+
+def _read_gpu_bytes() -> int | None:
+    """Ask a node with GPUs for the memory of its smallest one."""
+    ask: Any = _smallest_gpu
+    call = ask.remote()
+    try:
+        return ray.get(call, timeout=GPU_LIMIT_S)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayTaskError):
+        ray.cancel(call)
+        logger.warning("the memory of the GPUs is unknown: one engine on each, unless configured")
+        return None
+
+
+@ray.remote(num_cpus=0, num_gpus=0.001, max_retries=0)
+def _smallest_gpu() -> int | None:
+    """Return the bytes of memory of this node's smallest GPU, or None if its driver does not tell."""
+    prepare_process()
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=GPU_LIMIT_S
+        )
+        return min(int(line) for line in done.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +200,9 @@ class RunSize:
     num_ranks: int
 
 
-def run_size(config: RunConfig, *, num_gpus: float, min_cpus: float = 0.0) -> RunSize:
-    """Return the resources of a run alone on a cluster with `num_gpus` GPUs."""
-    config = resources.resolve(config, num_gpus=num_gpus).config
+def run_size(config: RunConfig, supply: ClusterSupply, *, min_cpus: float = 0.0) -> RunSize:
+    """Return the resources of a run alone on a cluster with this supply."""
+    config = resources.resolve(config, **asdict(supply)).config
     return RunSize(
         cpus=max(config.cpus_needed, min_cpus),
         gpus=config.gpus_needed,
@@ -162,7 +213,8 @@ def run_size(config: RunConfig, *, num_gpus: float, min_cpus: float = 0.0) -> Ru
 
 def check_supply(config: RunConfig) -> None:
     """Raise `ConfigError` with demand and supply when the cluster cannot hold the run."""
-    check_fits(run_size(config, num_gpus=ray.cluster_resources().get("GPU", 0.0)))
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    check_fits(run_size(config, ClusterSupply(num_gpus=gpus, num_cpus=math.inf, gpu_bytes=None)))
 
 
 def check_variables(config: RunConfig) -> None:

@@ -7,17 +7,116 @@ from typing import Any
 import pytest
 from minimal import QUICKSTART
 
-from raylearner.config import speed
+from raylearner.config import engine_count, speed
 from raylearner.config.loader import load
+from raylearner.config.memory import ModelSize
 from raylearner.config.resources import resolve
 from raylearner.config.schema import RunConfig, VllmEngine
 from raylearner.errors import ConfigError
 
 
 def config(**changes: Any) -> RunConfig:
+    changes = {"actors__num_actors": 2} | changes
     return load(
         [QUICKSTART], [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
     )
+
+
+H200 = 141 * 2**30
+
+
+def sized(num_parameters: int) -> ModelSize:
+    """A model of 30 blocks whose tokens keep at most 38 kB of keys and values in bfloat16."""
+    return ModelSize(
+        num_parameters=num_parameters,
+        num_block=0,
+        num_rest=0,
+        num_blocks=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        attention_size=960,
+        vocab_size=49_152,
+        linears=(),
+    )
+
+
+def automatic(
+    monkeypatch: pytest.MonkeyPatch,
+    num_parameters: int | None,
+    supply: dict[str, Any],
+    **changes: Any,
+) -> tuple[int, float, float]:
+    """The number of actors, and the shares of a GPU and of its memory that each has."""
+    size = None if num_parameters is None else sized(num_parameters)
+    monkeypatch.setattr(engine_count.ModelSize, "of", lambda folder: size)
+    model = {"model": "{kind: pretrained, path: some/model}", "actors__num_actors": "auto"}
+    resolved = resolve(config(**model, **changes), **supply)
+    actors = resolved.config.actors
+    engine = actors.engine
+    assert isinstance(engine, VllmEngine)
+    assert isinstance(actors.num_actors, int)
+    assert actors.gpus_per_actor != "auto"
+    lines = [line for line in resolved.decisions if "actors.num_actors" in line]
+    assert len(lines) == (0 if actors.num_actors == 2 and actors.gpus_per_actor < 1 else 1)
+    return actors.num_actors, actors.gpus_per_actor, engine.memory_fraction
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_gpus", "changes", "expected"),
+    [
+        (135_000_000, 4, {}, (12, 0.25)),
+        (1_500_000_000, 4, {}, (6, 0.5)),
+        (2_300_000_000, 4, {}, (3, 1)),
+        (135_000_000, 2, {}, (4, 0.25)),
+        (None, 4, {}, (3, 1)),
+        # The learner's GPUs are not the engines'.
+        (135_000_000, 4, {"learner__num_ranks": 2}, (8, 0.25)),
+        # Without GPUs beside the learner nothing is decided by them.
+        (135_000_000, 1, {}, (2, 0.3)),
+        (135_000_000, 0, {}, (2, 0)),
+        (135_000_000, 4, {"weights__transport": "ipc", "cluster__num_cpus": 8}, (2, 0.3)),
+        # An engine on several GPUs, and values that are named.
+        (2_300_000_000, 5, {"actors__engine__tensor_parallel_size": 2}, (2, 2)),
+        (135_000_000, 4, {"actors__gpus_per_actor": 0.5}, (6, 0.5)),
+        (135_000_000, 4, {"actors__gpus_per_actor": 0}, (2, 0)),
+        # Few episodes leave nothing for more engines: 2 groups of 8, none ahead.
+        (135_000_000, 4, {"replay__groups_per_step": 2, "replay__max_staleness": 0}, (3, 1)),
+    ],
+)
+def test_small_models_have_several_engines_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    num_parameters: int | None,
+    num_gpus: int,
+    changes: dict[str, Any],
+    expected: tuple[int, float],
+) -> None:
+    supply = {"num_gpus": num_gpus, "num_cpus": 64, "gpu_bytes": H200}
+    count, share, fraction = automatic(
+        monkeypatch, num_parameters, supply, **{"replay__max_staleness": 8} | changes
+    )
+    assert (count, share) == expected
+    if 0 < share < 1:
+        assert fraction / share == pytest.approx(0.85)
+
+
+@pytest.mark.parametrize(
+    ("supply", "expected"),
+    [
+        # 48 sequences of 160 tokens in float32 at 77 kB, weights and 2 GiB: 3.3 GiB an engine.
+        ({"gpu_bytes": 8 * 2**30}, 2),
+        ({"gpu_bytes": 4 * 2**30}, 1),
+        ({"gpu_bytes": None}, 1),
+        # Two CPUs for each engine, and one at least.
+        ({"num_cpus": 13}, 2),
+        ({"num_cpus": 4}, 1),
+    ],
+)
+def test_memory_and_cpus_limit_the_engines_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, supply: dict[str, Any], expected: int
+) -> None:
+    given = {"num_gpus": 4, "num_cpus": 64, "gpu_bytes": H200} | supply
+    count, _, _ = automatic(monkeypatch, 135_000_000, given, replay__max_staleness=8)
+    assert count == 3 * expected
 
 
 def shares(num_gpus: float, **changes: Any) -> tuple[float, float, str]:

@@ -56,11 +56,8 @@ def _run(plan: Plan, variables: Path | None) -> None:
     try:
         client = jobs_client.connect(f"http://{dashboard}")
         trial_jobs = TrialJobs(client, runtime_env(client, variables=variables))
-        gpus = ray.cluster_resources().get("GPU", 0.0)
-        sizes = {
-            t.number: cluster.run_size(t.config, min_cpus=t.cpus, num_gpus=gpus)
-            for t in plan.trials
-        }
+        supply = cluster.supply([t.config for t in plan.trials])
+        sizes = {t.number: cluster.run_size(t.config, supply, min_cpus=t.cpus) for t in plan.trials}
         for trial in plan.trials:
             cluster.check_fits(sizes[trial.number], name=f"trial {trial.number:03d}")
         folder = run_directory.resolve(Path("runs/sweeps", plan.sweep.name)).absolute()
