@@ -23,6 +23,17 @@ def is_eager(config: RunConfig, *, gpus_per_actor: float) -> bool:
     return engine.eager
 
 
+def schedules_ahead(engine: VllmEngine, *, is_on_gpu: bool) -> bool:
+    """Return whether vLLM prepares a step while the last one runs (async scheduling): on GPUs.
+
+    A pause waits for the step in flight, whose tokens keep the version that sampled them, so versions and
+    log-probabilities stay right. vLLM itself has it off on CPUs, and refuses it with Ray as its executor.
+    """
+    given = engine.extra_arguments
+    is_possible = is_on_gpu and given.get("distributed_executor_backend") in (None, "mp", "uni")
+    return is_possible and given.get("async_scheduling") is not False
+
+
 def should_compile(config: RunConfig, *, gpus_per_rank: float) -> bool:
     """Return whether the learner compiles: on GPUs, in runs long enough."""
     if config.learner.compile != "auto":
@@ -58,6 +69,14 @@ def decisions(config: RunConfig, resolved: RunConfig) -> Iterator[str]:
             else "engines compile and capture CUDA graphs, about a minute at the start"
             " (actors.engine.eager: true starts sooner and generates at less than half the speed)"
         )
+    if isinstance(chosen, VllmEngine) and resolved.actors.gpus_per_actor:
+        if schedules_ahead(chosen, is_on_gpu=True):
+            yield "engines prepare each step while the last one runs (async scheduling)"
+        else:
+            yield (
+                "engines wait for each step before they prepare the next, as"
+                " actors.engine.extra_arguments ask, which lowers throughput"
+            )
     if config.learner.compile == "auto" and resolved.learner.gpus_per_rank:
         flops = flops_per_rank(config)
         why = (

@@ -137,7 +137,8 @@ async def test_a_probe_passes_requests_that_fill_every_place(lab) -> None:
     prompt = lab.tokens("user: what is 4 + 4? " * 8)
     running = await start_running(lab, prompt, count=96)  # three times as many as places
     await lab.push()
-    assert not any(task.done() for task in running)
+    # Behind the others, a probe would begin when the last of them has a place.
+    assert sum(not task.done() for task in running) > 32
     await lab.engine.abort()
     await asyncio.gather(*running)
 

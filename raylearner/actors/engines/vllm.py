@@ -8,6 +8,7 @@ when it fails, by an `EngineDead`.
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import psutil
 
 from raylearner.actors.engines import vllm_process, vllm_requests
-from raylearner.actors.engines.vllm_arguments import engine_arguments
+from raylearner.actors.engines.vllm_arguments import SIZES, engine_arguments
 from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineDead, EngineError, WeightTransferError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from raylearner.weights.transports.transport import Receiver
+
+logger = logging.getLogger(__name__)
 
 DEATH_POLL_S = 0.5
 """Interval at which the death of an idle core is looked for."""
@@ -102,7 +105,7 @@ class VllmEngine:
                 lora_rank=lora_rank,
                 max_images=max_images,
             )
-            await asyncio.to_thread(engine._create, arguments)
+            await engine._create_in_some_mode(arguments, before)
             llm = engine._alive()
             engine._end_token_ids = vllm_requests.end_token_ids(llm)
             await receiver.initialize(llm)
@@ -185,6 +188,27 @@ class VllmEngine:
                 await asyncio.to_thread(llm.shutdown, timeout=vllm_process.END_TIMEOUT_S)
         await asyncio.to_thread(vllm_process.end, list(processes))
         self._log.remove()
+
+    async def _create_in_some_mode(
+        self, arguments: dict[str, Any], before: set[psutil.Process]
+    ) -> None:
+        """Create the engine, eagerly if compilation or the capture of CUDA graphs fails.
+
+        `before` are the processes of others here. A cause that is not the mode fails both times.
+        """
+        try:
+            await asyncio.to_thread(self._create, arguments)
+        except Exception as error:
+            if arguments["enforce_eager"]:
+                raise
+            logger.warning(
+                "vLLM did not start with CUDA graphs and compilation (%s); it starts again without"
+                " (actors.engine.eager: true), which generates at less than half the speed",
+                self._log.cause(error),
+            )
+            await asyncio.to_thread(vllm_process.end, list(set(vllm_process.children()) - before))
+            eager = {name: value for name, value in arguments.items() if name not in SIZES}
+            await asyncio.to_thread(self._create, eager | {"enforce_eager": True})
 
     def _create(self, arguments: dict[str, Any]) -> None:
         from vllm import AsyncEngineArgs

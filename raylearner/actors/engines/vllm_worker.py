@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from raylearner import leftovers
+from raylearner.actors.engines import vllm_compilation, vllm_sampler
 from raylearner.actors.engines.vllm_process import OWNER_VARIABLE
 from raylearner.leftovers import start_time
 from raylearner.weights.trace import Trace
@@ -202,4 +203,7 @@ def register_engines() -> None:
 
 
 register_engines()
+vllm_sampler.install()
+if current_platform.is_cuda_alike():
+    vllm_compilation.install()
 watch_owner()

@@ -1,0 +1,84 @@
+"""Engines of a host that start together compile a model once: the first compiles, the others wait for its
+result in vLLM's cache. Consumes a key of the model and its options; waits for at most `MAX_WAIT_S`.
+"""
+
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm import __version__, envs
+from vllm.config.compilation import CompilationMode
+
+MAX_WAIT_S = 300.0
+"""Maximum wait for another engine's compilation; then an engine compiles for itself."""
+POLL_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def turn(folder: Path, key: str, *, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
+    """Hold the turn to compile `key` on this host, unless that was done before: then nobody waits."""
+    done = folder / f"{key}.done"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # no place for a cache, which vLLM then lacks as well
+        yield
+        return
+    try:
+        _wait(descriptor, done, time.monotonic() + max_wait_s)
+        yield
+        with contextlib.suppress(OSError):
+            done.touch()
+    finally:
+        with contextlib.suppress(OSError):
+            # Closing alone would leave the turn to processes that were forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _wait(descriptor: int, done: Path, deadline: float) -> None:
+    """Wait for the turn, or for the end of a compilation."""
+    while not done.exists():
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "another engine of this host compiles for long; this one does as well"
+                )
+                return
+            time.sleep(POLL_S)
+
+
+def install() -> None:
+    """Let this process's worker, on a GPU of its own, profile and compile its model in turn."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    cls: Any = Worker
+    profile: Callable[[Any], int] = cls.determine_available_memory
+
+    @functools.wraps(profile)
+    def profile_in_turn(worker: Any) -> int:
+        config = worker.vllm_config
+        is_compiled = config.compilation_config.mode == CompilationMode.VLLM_COMPILE
+        # Ranks of one engine wait for each other while they profile, so they must not wait for turns.
+        if (
+            not is_compiled
+            or config.parallel_config.world_size > 1
+            or envs.VLLM_DISABLE_COMPILE_CACHE
+        ):
+            return profile(worker)
+        key = f"{__version__}-{config.compute_hash()}"
+        with turn(Path(envs.VLLM_CACHE_ROOT) / "raylearner", key):
+            return profile(worker)
+
+    cls.determine_available_memory = profile_in_turn
