@@ -110,8 +110,9 @@ class LearnerSection(Section):
     head_dtype: Literal["compute", "float32"] = "float32"
     """Precision of logits; float32 adds up products of `compute_dtype` without rounding the sums."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
-    """Attention kernel for packed sequences; `auto` takes flash-attn if installed, else torch's varlen
-    kernel, and SDPA where neither runs."""
+    """Attention kernel for packed sequences; `auto` takes torch's varlen kernel with FlashAttention-3
+    if that is installed and the GPU is a Hopper one, else flash-attn if installed, else torch's varlen kernel
+    as it is, and SDPA where none of them runs."""
     share_prefixes: bool = True
     """Computes the prompt that rows of a group have in common once in a micro-batch, with its images, where
     that saves time and the model's scores stay the same."""

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from raylearner.learner.model import attention
 from raylearner.learner.model.attention import (
     BACKENDS,
     Backend,
     image_attention,
     implementation_of,
     packed_attention,
+    register_backend,
+    uses_flash_3,
 )
 from raylearner.learner.model.policy import keep_products
 
@@ -120,6 +123,46 @@ def test_transformers_does_not_mistake_a_backend_for_its_own_library(backend: Ba
     ALL_ATTENTION_FUNCTIONS.register(name, packed_attention)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
     assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "is_broken", "wanted"),
+    [
+        (9, {"flash_attn_interface", "flash_attn"}, False, "varlen"),
+        (9, {"flash_attn_interface", "flash_attn"}, True, "flash_attn"),
+        (9, {"flash_attn_interface"}, True, "varlen"),
+        (9, {"flash_attn"}, False, "flash_attn"),
+        (8, {"flash_attn_interface", "flash_attn"}, False, "flash_attn"),
+    ],
+)
+def test_flash_attention_3_is_taken_where_it_is_installed_loads_and_the_gpu_is_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: int,
+    installed: set[str],
+    is_broken: bool,
+    wanted: Backend,
+) -> None:
+    activated: list[str] = []
+
+    def activate(name: str) -> None:
+        if is_broken:
+            raise ImportError("undefined symbol")
+        activated.append(name)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(attention, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    uses_flash_3.cache_clear()
+    try:
+        assert register_backend("cuda", torch.bfloat16) == wanted
+        is_taken = wanted == "varlen" and not is_broken
+        assert activated == (["FA3"] if is_taken else [])
+        warned = [r for r in caplog.records if "undefined symbol" in r.getMessage()]
+        assert len(warned) == (1 if is_broken else 0)
+    finally:
+        uses_flash_3.cache_clear()
 
 
 def test_a_model_that_drops_the_packing_is_refused() -> None:
