@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from study_harness import Run, train
@@ -91,6 +91,10 @@ OFF_POLICY: dict[str, tuple[str, ...]] = {
 WEIGHTED = frozenset({"tis", "decoupled_ppo", "icepop"})
 """At lag 0 their weights are 1, which makes them `none`; they are not run again there."""
 
+CACHE_LAG = 4
+CACHES: tuple[Literal["recompute", "keep"], ...] = ("recompute", "keep")
+"""The first push finds requests of 6 sampled tokens, and each later one 6 more."""
+
 LAGS = (0, 4, 16)
 SEEDS = (0, 1, 2)
 
@@ -117,8 +121,22 @@ def runs_of(study: str) -> list[Run]:
                 for name, overrides in OFF_POLICY.items()
                 if lag or name not in WEIGHTED
             ]
+        case "cache":
+            return [
+                Run(
+                    study=study,
+                    name=f"{name}, {cache}",
+                    overrides=(*OFF_POLICY_TASK, *OFF_POLICY[name]),
+                    lag=CACHE_LAG,
+                    seed=seed,
+                    cache=cache,
+                )
+                for seed in SEEDS
+                for name in ("none", "decoupled_ppo")
+                for cache in CACHES
+            ]
         case _:
-            raise typer.BadParameter(f"no study {study!r}; there are objectives and off_policy")
+            raise typer.BadParameter(f"no study {study!r}; there are {', '.join(TABLES)}")
 
 
 def read_results(path: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
@@ -148,6 +166,30 @@ def off_policy_tables(records: Sequence[dict[str, Any]]) -> list[str]:
         "",
         *_by_lag(records, "reward", lambda r: statistics.fmean(r["reward"][r["num_steps"] // 2 :])),
     ]
+
+
+def cache_table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Mean over seeds, and extremes."""
+    head = (
+        "| correction, cache | held-out accuracy, last 3 | reward, second half "
+        "| gap on own version, mean nats | versions per trajectory | recomputed tokens |"
+    )
+    rows = [head, "|---|---:|---:|---:|---:|---:|"]
+    for name in sorted({record["name"] for record in records}, reverse=True):
+        seeds = [record for record in records if record["name"] == name]
+        accuracies = [record["late_accuracy"] for record in seeds]
+        rewards = [statistics.fmean(r["reward"][r["num_steps"] // 2 :]) for r in seeds]
+        gap = statistics.fmean(value for r in seeds for value in r["gap"] if value == value)
+        rows.append(
+            f"| {name} | {_spread(accuracies)} | {_spread(rewards)} | {gap:.2g} "
+            f"| {statistics.fmean(r['versions'] for r in seeds):.1f} "
+            f"| {statistics.fmean(r['recomputed_tokens'] for r in seeds):,.0f} |"
+        )
+    return rows
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def _by_lag(
@@ -224,7 +266,12 @@ def _smoothed(values: Sequence[float], width: int = 5) -> list[float]:
 # -- the command line ------------------------------------------------------------------------------
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
-StudyName = Annotated[str, typer.Argument(help="objectives or off_policy.")]
+TABLES = {
+    "objectives": objectives_table,
+    "off_policy": off_policy_tables,
+    "cache": cache_table,
+}
+StudyName = Annotated[str, typer.Argument(help=f"{', '.join(TABLES)}.")]
 
 
 @app.command("run")
@@ -263,8 +310,7 @@ def run_study(
 def table(study: StudyName, results: Path | None = None) -> None:
     """Write a Markdown table to standard output."""
     records = list(read_results(results or RESULTS / f"{study}.jsonl").values())
-    make = objectives_table if study == "objectives" else off_policy_tables
-    typer.echo("\n".join(make(records)))
+    typer.echo("\n".join(TABLES[study](records)))
 
 
 @app.command()

@@ -1,11 +1,13 @@
 """One training run in one process: learner, replay and episodes of the product, no Ray.
 
 The sampler is a transformers engine that holds, at every step, exactly the weights of `lag` policy
-versions ago, verified as in production. Runs are seeded: the same seed gives the same run.
+versions ago, verified as in production; with `cache`, the later versions reach it while it samples. Runs are
+seeded: the same seed gives the same run.
 """
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
 import statistics
@@ -16,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -55,6 +57,9 @@ VERIFY_TOLERANCE = 1e-4
 EVALUATE_EVERY, NUM_LATE = 10, 3
 """The last three evaluations, ten steps apart, tell a policy that swings from one that holds."""
 
+DECODES_BETWEEN_PUSHES = 6
+"""Number of tokens that running requests sample between two pushes that land in them."""
+
 SAMPLER = "sampler"
 """Name of the only actor."""
 
@@ -70,6 +75,8 @@ class Run:
     overrides: tuple[str, ...]
     lag: int = 0
     seed: int = 0
+    cache: Literal["recompute", "keep"] | None = None
+    """What becomes of the sampler's caches; None: it holds one version while it samples."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -99,7 +106,14 @@ class Step:
 class Harness:
     """Owns a learner, its replay and a sampler. `step` trains once, `evaluate` is greedy."""
 
-    def __init__(self, config: schema.RunConfig, *, lag: int, model_path: Path) -> None:
+    def __init__(
+        self,
+        config: schema.RunConfig,
+        *,
+        lag: int,
+        model_path: Path,
+        cache: Literal["recompute", "keep"] | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         assert isinstance(config.actors.engine, schema.TransformersEngine)
         self._config = config
@@ -117,6 +131,10 @@ class Harness:
         self._buffer = ReplayBuffer(config.replay, load_prompts(config.data.train), config.run.seed)
         self._snapshots: deque[WeightUpdate] = deque()
         self._num_snapshots = lag + 1
+        self._cache = cache
+        self._decoded = asyncio.Event()
+        self.num_recomputed = 0
+        """Tokens that were computed again because of pushes, over the whole run."""
 
     async def __aenter__(self) -> "Harness":
         folder = tempfile.TemporaryDirectory(dir=self._config.weights.folder)
@@ -126,6 +144,7 @@ class Harness:
             config.actors.engine, model_path=self._model_path, seed=config.run.seed
         )
         self._stack.push_async_callback(self.engine.close)
+        self._count_decodes()
         self._kit = EpisodeKit(
             engine=self.engine,
             renderer=self._renderer,
@@ -148,6 +167,7 @@ class Harness:
             reply = self._buffer.claim(SAMPLER, self.engine.policy_version, wanted)
             assert reply.claims, self._buffer.describe()
             sampling = self._sampling(self._config.sampling)
+            pushing = asyncio.create_task(self._push_meanwhile())
             for segments in await asyncio.gather(
                 *(
                     play_episode(self._kit, claim, replace(sampling, seed=claim.seed))
@@ -155,6 +175,10 @@ class Harness:
                 )
             ):
                 self._buffer.put(segments)
+            pushing.cancel()
+            await asyncio.gather(pushing, return_exceptions=True)
+            if not pushing.cancelled():
+                pushing.result()
         (batch,) = pack(
             take.groups,
             policy_version=version,
@@ -217,6 +241,30 @@ class Harness:
         if len(self._snapshots) > self._num_snapshots:
             discard_files(self._snapshots.popleft().payload)
 
+    async def _push_meanwhile(self) -> None:
+        """Push the later versions, one after another, into requests that run."""
+        if self._cache is None:
+            return
+        for update in [*self._snapshots][1:]:
+            self._decoded.clear()
+            await self._decoded.wait()
+            keeping = replace(update, should_recompute=self._cache == "recompute")
+            # A push that has begun ends, also after the last request.
+            receipt = await asyncio.shield(self.engine.receive(keeping))
+            self.num_recomputed += receipt.num_recomputed
+
+    def _count_decodes(self) -> None:
+        """Set the event after every few steps of the engine, in time for the next one to wait for a push."""
+        model, loop = self.engine._model, asyncio.get_running_loop()
+        step, numbers = model.step, itertools.count(1)
+
+        def counted(rows: Any) -> Any:
+            if next(numbers) % DECODES_BETWEEN_PUSHES == 0:
+                loop.call_soon_threadsafe(self._decoded.set)
+            return step(rows)
+
+        model.step = counted
+
     async def _hold(self, update: WeightUpdate) -> None:
         if self.engine.policy_version != update.policy_version:
             await self.engine.receive(update)
@@ -255,22 +303,32 @@ async def train(
     """Plays a whole run; returns its record."""
     config = run.config()
     assert config.data.evaluation is not None
-    model_path = prepare_model(config, cache)
+    model_path = await asyncio.to_thread(prepare_model, config, cache)  # which runs a loop of its own
     held_out = load_prompts(config.data.evaluation)[: config.evaluation.num_prompts]
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     rewards: list[float] = []
     entropies: list[float] = []
+    gaps: list[float] = []
+    versions: list[float] = []
     evaluations: dict[int, float] = {}
-    async with Harness(config, lag=run.lag, model_path=model_path) as harness:
+    async with Harness(config, lag=run.lag, model_path=model_path, cache=run.cache) as harness:
         evaluations[0] = round(await harness.evaluate(held_out), 4)
         for number in range(1, config.run.num_steps + 1):
             step = await harness.step()
             on_step(step)
             rewards.append(round(step.reward, 4))
             entropies.append(round(step.output.metrics.get("learner/entropy", float("nan")), 4))
+            gaps.append(step.output.metrics.get("learner/on_policy_gap/mean", float("nan")))
+            versions.append(statistics.fmean(map(_num_versions, step.trajectories)))
             left = config.run.num_steps - number
             if left % EVALUATE_EVERY == 0 and left < NUM_LATE * EVALUATE_EVERY:
                 evaluations[number] = round(await harness.evaluate(held_out), 4)
+    caches = {
+        "cache": run.cache,
+        "gap": [float(f"{gap:.3g}") for gap in gaps],
+        "versions": round(statistics.fmean(versions), 2),
+        "recomputed_tokens": harness.num_recomputed,
+    }
     return {
         "study": run.study,
         "name": run.name,
@@ -285,4 +343,10 @@ async def train(
         "reward": rewards,
         "entropy": entropies,
         "overrides": list(run.overrides),
+        **(caches if run.cache is not None else {}),
     }
+
+
+def _num_versions(trajectory: Trajectory) -> int:
+    """Number of policy versions that sampled a trajectory."""
+    return len(set(trajectory.policy_versions[trajectory.loss_mask].tolist()))

@@ -25,10 +25,10 @@ RENAMED_KEYS = {
     "run.should_checkpoint_async": "checkpoint_async",
     "weights.proof_statistic": "verify_statistic",
     "weights.proof_tolerance": "verify_tolerance",
-    "weights.should_clear_caches": "clear_caches",
 }
 """Dotted keys, `*` for any item of a list, and the name that took the last part's place."""
 
+_CACHE = "set weights.cache to recompute (the same as true) or keep (false)"
 REMOVED_KEYS: dict[str, str] = {
     "environment.tools.*.batch_window_s": "it is always 0.003",
     "environment.tools.*.http.start_wait_s": "it is always 60",
@@ -52,6 +52,8 @@ REMOVED_KEYS: dict[str, str] = {
     "rewards.functions.*.max_tokens_parameter": (
         "set max_tokens to null, and extra_arguments.max_completion_tokens to the limit"
     ),
+    "weights.clear_caches": _CACHE,
+    "weights.should_clear_caches": _CACHE,
     **{
         f"rewards.functions.*.{old}": f"use http.{new}"
         for old, new in (

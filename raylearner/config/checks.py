@@ -186,6 +186,11 @@ def _layout(config: RunConfig) -> Iterator[Finding]:
             f"{config.replay.max_staleness}: engines that sleep while the learner steps generate nothing"
             " ahead of it; set it to false for asynchronous runs",
         )
+    if config.engines_sleep and config.weights.cache == "keep":
+        yield Finding(
+            "weights.cache",
+            "must be 'recompute' with actors.engine.sleep: engines that sleep free their keys and values",
+        )
 
 
 def _lora(config: RunConfig) -> Iterator[Finding]:

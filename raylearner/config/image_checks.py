@@ -128,6 +128,7 @@ def _vision_findings(config: RunConfig) -> Iterator[Finding]:
             yield from _sizes(images, found, of=f"the image processor of {model.path!r}")
     yield from _beside(config)
     yield from _lost_adapters(config)
+    yield from _stale_images(config)
 
 
 def _sizes(images: ImagesSection, found: tuple[int, int], *, of: str) -> Iterator[Finding]:
@@ -206,6 +207,16 @@ def _lost_adapters(config: RunConfig) -> Iterator[Finding]:
             "'adapter' reaches the language model only, but adapters of the vision tower are trained too;"
             " set learner.vision_tower to 'frozen', or use 'auto' with actors.engine.dtype 'float32',"
             " which carries them merged",
+        )
+
+
+def _stale_images(config: RunConfig) -> Iterator[Finding]:
+    """Engines keep the encoded images of running requests, and give them to new ones."""
+    if config.weights.cache == "keep" and config.learner.vision_tower == "trained":
+        yield Finding(
+            "weights.cache",
+            "'keep' would keep encoded images of earlier weights for new requests; use 'recompute', or set"
+            " learner.vision_tower to 'frozen'",
         )
 
 

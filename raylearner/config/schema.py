@@ -158,8 +158,9 @@ class WeightsSection(Section):
     chooses by where actors run."""
     folder: str = "/dev/shm"
     """Folder of shared files; the run creates its own folder inside and removes it at the end."""
-    clear_caches: bool = True
-    """Recomputes running requests under the new weights; false keeps stale keys and values."""
+    cache: Literal["recompute", "keep"] = "recompute"
+    """What happens to the keys and values of running requests at a push: `recompute` computes them again under
+    the new weights, `keep` continues with stale ones, which costs nothing. New requests never use stale ones."""
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
     max_failed_pushes: PositiveInt = 3

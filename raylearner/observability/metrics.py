@@ -150,8 +150,10 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     # Weight pushes: the last one that finished.
     ("weights/publish_s", "s", "Time from the start of a push until every engine acknowledged it."),
     ("weights/write_s", "s", "Part of it in which the learner wrote the weights or prepared to send them."),
-    ("weights/pause_s", "s", "Longest pause of an engine's generation."),
-    ("weights/update_s", "s", "Longest time an engine took to load the tensors."),
+    ("weights/stage_s", "s", "Longest time the tensors took to arrive at an engine while it generated; about 0 where they arrive in the pause."),
+    ("weights/pause_s", "s", "Longest pause of an engine's generation, from the wait for the step in flight on."),
+    ("weights/update_s", "s", "Part of it in which the parameters were written."),
+    ("weights/recomputed_tokens", "tokens", "Tokens of running requests whose keys and values were dropped by the push, to be computed again, over all engines: prompts and outputs so far, a prefix that requests share once for each; 0 with `weights.cache: keep`."),
     ("weights/connect_s", "s", "Time the learner took to form a new process group with the engines."),
     ("weights/send_s", "s", "Time the learner took to gather and broadcast the weights."),
     ("weights/verify_s", "s", "Longest time an engine took to compare the checksums of its parameters."),

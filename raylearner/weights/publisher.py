@@ -337,10 +337,12 @@ def _metrics(result: PushResult, *, publish_s: float, write_s: float) -> dict[st
     metrics = {
         "weights/publish_s": publish_s,
         "weights/write_s": write_s,
+        "weights/stage_s": largest("stage_s"),
         "weights/pause_s": largest("pause_s"),
         "weights/update_s": largest("update_s"),
         "weights/probe_s": largest("probe_s"),
         "weights/logprob_error": largest("logprob_error"),
+        "weights/recomputed_tokens": float(sum(r.num_recomputed for r in result.receipts)),
         "weights/num_engines": float(len(result.receipts)),
         **result.timings,
     }

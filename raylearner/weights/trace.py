@@ -5,9 +5,13 @@ they make: each takes a part of a named tensor to a place in a parameter. The ma
 and kept, since the same names with the same shapes go to the same places. After every push the parameters
 are read at those places. Parameters that a kernel repacks no longer have the loader's layout; they are read
 before the repacking.
+
+Where loaders did nothing but copy, later pushes make the same copies without them (`Trace.copies`), and are
+verified in the same way.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -50,6 +54,18 @@ class _Source(NamedTuple):
         return not self.storage.expired()
 
 
+class Copies(NamedTuple):
+    """Plain copies that bring the tensors of a push to their places, ready to run."""
+
+    places: list[Tensor]
+    parts: list[Tensor]
+
+    def run(self) -> None:
+        """Make all copies, on GPUs in few kernels and without waiting for them."""
+        if self.places:
+            torch._foreach_copy_(self.places, self.parts)
+
+
 @dataclass(slots=True)
 class _Target:
     """The writes observed for one parameter."""
@@ -74,12 +90,14 @@ class Trace:
         self._written: dict[str, Checksums] = {}
         self._arrived = Checksums()
         self._computed: set[str] = set()
+        self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        """Shape and type of every tensor of the last push that loaders took."""
         self._is_known = False
         """Whether a push was loaded completely; before that the map is incomplete."""
 
     def start(self) -> None:
         """Begin a push, once the model's parameters have the loaders that will write them."""
-        self._sources, self._names = {}, []
+        self._sources, self._names, self._tensors = {}, [], {}
         self._written, self._arrived = {}, Checksums()
         for module_name, module in self._model.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -91,6 +109,7 @@ class Trace:
         for name, tensor in weights:
             tensor = tensor.contiguous()
             self._names.append(name)
+            self._tensors[name] = tuple(tensor.shape), tensor.dtype
             first = tensor.data_ptr()
             end = first + tensor.numel() * tensor.element_size()
             storage = tensor.untyped_storage()
@@ -106,12 +125,50 @@ class Trace:
                 self._arrived.add(name, tensor)
             yield name, tensor
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether loaders were observed to do nothing but copy, in a push that was loaded completely."""
+        return (
+            self._is_known
+            and not self._computed
+            and bool(self._targets)
+            and all(target.is_repacked is False for target in self._targets.values())
+        )
+
+    def expects(self, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bool:
+        """Whether these are the tensors of the last push, by name, shape and type."""
+        return {n: (tuple(shape), dtype) for n, (shape, dtype) in tensors.items()} == self._tensors
+
+    def copies(self, tensors: Mapping[str, Tensor]) -> Copies:
+        """Return the copies that loaders would make of these tensors, which `expects` has accepted."""
+        copies = Copies([], [])
+        for parameter_name, target in self._targets.items():
+            writes = [write for write in target.writes if write.name in tensors]
+            if not writes:
+                continue
+            parameter = self._find(parameter_name)
+            if _layout(parameter) != target.layout:
+                raise ValueError(f"{parameter_name} has another layout than at the first push")
+            for write in writes:
+                copies.places.append(write.place.view(parameter.data))
+                copies.parts.append(write.part.view(tensors[write.name].contiguous()))
+            _let_others_run()
+        return copies
+
+    def start_copies(self, names: Iterable[str]) -> None:
+        """Begin a push of these tensors that is made by `copies`."""
+        self._sources, self._names = {}, list(names)
+        self._written, self._arrived = {}, Checksums()
+
     def report(self) -> dict[str, Any]:
         """Return a report on this rank's parameters, in plain types, for
         `verification.verify_weights`.
+
+        It may run in a thread while the model computes, but not during a push.
         """
         held = Checksums()
         for parameter_name, target in self._targets.items():
+            _let_others_run()
             parameter = self._find(parameter_name)
             if target.is_repacked is not True and _layout(parameter) == target.layout:
                 for write in target.writes:
@@ -230,6 +287,11 @@ class _Copies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self.seen.append((args[0], args[1]))
         return result
+
+
+def _let_others_run() -> None:
+    """Release the interpreter's lock to a thread that waits for it, such as that of the engine's steps."""
+    time.sleep(0)
 
 
 def _layout(parameter: Tensor) -> tuple[Any, ...]:

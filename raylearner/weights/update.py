@@ -39,7 +39,8 @@ class WeightUpdate:
     transport: str
     payload: Mapping[str, Any]
     probe: Probe
-    should_clear_caches: bool = True
+    should_recompute: bool = True
+    """Whether running requests are computed again from their tokens; otherwise their keys and values stay."""
     is_collective: bool = False
     """Whether it is made for the members of one push, who must all receive it; joiners need another."""
 
@@ -52,10 +53,16 @@ class WeightReceipt:
     logprob_error: float
     """|engine - learner| log-probability on the probe, in nats."""
     pause_s: float
+    """Time without generation, which begins with the wait for the step in flight."""
     update_s: float
+    """Part of the pause in which the parameters were written."""
     probe_s: float
     """Time to score the probe."""
     verify_s: float = 0.0
-    """Time to compare the checksums of all parameters."""
+    """Time to compare the checksums of all parameters, while the engine generates."""
     num_verified: int = 0
     """Number of tensors whose checksums match those sent."""
+    stage_s: float = 0.0
+    """Time for the tensors to arrive while the engine generated."""
+    num_recomputed: int = 0
+    """Number of tokens whose keys and values running requests lost."""

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import learners
 import numpy as np
@@ -476,14 +476,14 @@ def test_ranks_of_which_some_show_images_equal_one_rank(qwen3_folder: Path, tmp_
         np.testing.assert_allclose(theirs["weights"][name], tensor, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("should_clear_caches", [True, False])
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
 def test_a_probe_shows_an_image_that_is_not_cached(
-    qwen2_5_folder: Path, should_clear_caches: bool
+    qwen2_5_folder: Path, cache: Literal["recompute", "keep"]
 ) -> None:
     """The same one at every push where caches are cleared, and else one that none of them has seen."""
     reader, vision = reader_of(qwen2_5_folder), vision_of(qwen2_5_folder)
     model = load_model(str(qwen2_5_folder), dtype=torch.float32)
-    config = WeightsSection(clear_caches=should_clear_caches, num_probe_tokens=16)
+    config = WeightsSection(cache=cache, num_probe_tokens=16)
     first, second = (
         make_probe(
             Source(folder=qwen2_5_folder, policy=model, reader=reader),
@@ -493,7 +493,7 @@ def test_a_probe_shows_an_image_that_is_not_cached(
         )
         for version in (1, 2)
     )
-    assert (first.images == second.images) == should_clear_caches
+    assert (first.images == second.images) == (cache == "recompute")
     assert first.token_ids != second.token_ids
     (*_, (ids, images, num_scored)) = first.prompts()
     assert (len(images), num_scored, len(ids)) == (1, 16, 3 + 16)

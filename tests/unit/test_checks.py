@@ -29,6 +29,13 @@ CASES: list[tuple[str, ...]] = [
     ("weights.every_steps", "weights.every_steps=2", "replay.max_staleness=0"),
     ("weights.every_steps", "weights.every_steps=4"),
     ("actors.engine.sleep", VLLM + ", sleep: true}"),
+    (
+        "weights.cache",
+        "weights.cache=keep",
+        VLLM + ", sleep: true}",
+        "replay={max_staleness: 0}",
+    ),
+    ("weights.cache", SEES, "weights.cache=keep"),
     ("weights.transport", "weights.transport=ipc", VLLM + ", tensor_parallel_size: 2}"),
     ("weights.transport", "learner.lora={}", "weights.transport=nccl"),
     ("weights.transport", "weights.transport=adapter"),

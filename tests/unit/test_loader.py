@@ -73,7 +73,7 @@ def test_a_whole_number_may_be_written_with_an_exponent(base: str) -> None:
 
 @pytest.mark.parametrize("text", ["yes", "on", "1", "'true'"])
 def test_only_true_and_false_are_booleans(base: str, text: str) -> None:
-    (line,) = problems([base], [f"weights.clear_caches={text}"])
+    (line,) = problems([base], [f"observability.tensorboard={text}"])
     assert "must be true or false, got" in line
 
 

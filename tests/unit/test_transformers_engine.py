@@ -203,12 +203,12 @@ async def tokens_flow(engine: TransformersEngine) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("should_clear_caches", [True, False])
+@pytest.mark.parametrize("should_recompute", [True, False])
 async def test_an_update_takes_effect_under_running_requests(
-    engine: TransformersEngine, folder: Path, tmp_path: Path, should_clear_caches: bool
+    engine: TransformersEngine, folder: Path, tmp_path: Path, should_recompute: bool
 ) -> None:
     pushed = scaled(folder, 1.1)
-    update = make_update(pushed, tmp_path, version=5, should_clear_caches=should_clear_caches)
+    update = make_update(pushed, tmp_path, version=5, should_recompute=should_recompute)
     running = asyncio.ensure_future(engine.generate(PROMPTS[3], Sampling(max_tokens=100, seed=4)))
     await tokens_flow(engine)
     receipt = await engine.receive(update)
@@ -226,7 +226,7 @@ async def test_an_update_takes_effect_under_running_requests(
     )
     assert np.abs(completion.logprobs - old)[:split].max() < 1e-5
     gap = np.abs(completion.logprobs - new)[split:].max()
-    assert (gap < 1e-5) == should_clear_caches  # keys and values of old weights show
+    assert (gap < 1e-5) == should_recompute  # keys and values of old weights show
 
 
 async def test_weights_that_fail_verification_fail_the_engine(

@@ -86,6 +86,16 @@ class Worker:
                 self.model.qk.copy_(self.model.qk.flip(0))
         return self.trace.report()
 
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Load a push without loaders, in two parts."""
+        assert self.trace.is_direct
+        assert self.trace.expects({name: (t.shape, t.dtype) for name, t in tensors.items()})
+        self.trace.start_copies(tensors)
+        names = sorted(tensors)
+        for some in (names[:2], names[2:]):
+            self.trace.copies({name: tensors[name] for name in some}).run()
+        return self.trace.report()
+
 
 def tensors(seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
@@ -125,6 +135,54 @@ def test_every_part_is_found_again_and_each_one_that_is_missing_is_named(repacks
     fewer = {name: tensor for name, tensor in now.items() if name != "k"}
     assert "k is missing on rank 1" in refused(now, [reports[0], workers[1].load(fewer)])
     assert "k arrived on rank 0 of the engine but was not sent" in refused(fewer, reports)
+
+
+def test_later_pushes_copy_what_the_loaders_of_the_first_one_copied() -> None:
+    direct, loading = ([Worker(rank) for rank in (0, 1)] for _ in range(2))
+    first = tensors(0)
+    assert not direct[0].trace.is_direct, "nothing was observed yet"
+    for worker in direct:
+        worker.load(first)
+    for seed in (1, 2):
+        now = tensors(seed)
+        reports = [worker.copy(now) for worker in direct]
+        assert verify_weights(sent(now), reports, policy_version=seed) == len(now)
+        for worker, other in zip(direct, loading, strict=True):
+            other.load(now)
+            for copied, loaded in zip(
+                worker.model.parameters(), other.model.parameters(), strict=True
+            ):
+                assert torch.equal(copied, loaded)
+    # A copy that went wrong is reported as for any push, and so is one that was not made.
+    stale = {**now, "k": first["k"]}
+    text = refused(now, [direct[0].copy(stale), direct[1].copy(now)])
+    assert "k has another checksum" in text
+    direct[0].trace.start_copies(now)
+    assert "q has another checksum" in refused(tensors(3), [direct[0].trace.report(), reports[1]])
+
+
+@pytest.mark.parametrize("change", ["fewer", "dtype", "shape"])
+def test_other_tensors_than_at_the_last_push_go_through_the_loaders(change: str) -> None:
+    worker = Worker(0)
+    now = tensors(0)
+    worker.load(now)
+    described: dict[str, Any] = {name: (t.shape, t.dtype) for name, t in now.items()}
+    assert worker.trace.expects(described)
+    match change:
+        case "fewer":
+            del described["k"]
+        case "dtype":
+            described["k"] = ((6, 8), torch.bfloat16)
+        case "shape":
+            described["k"] = ((8, 6), torch.float32)
+    assert not worker.trace.expects(described)
+
+
+@pytest.mark.parametrize("repacks", [True, False])
+def test_repacked_and_computed_parameters_go_through_the_loaders(repacks: bool) -> None:
+    worker = Worker(0, repacks=repacks)
+    worker.load(tensors(0) if repacks else {**tensors(0), "scale": torch.ones(3)})
+    assert not worker.trace.is_direct
 
 
 def test_a_tensor_that_no_parameter_took_is_named() -> None:

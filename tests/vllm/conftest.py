@@ -42,7 +42,7 @@ class Lab:
         return self._models.setdefault(version, make_model(is_tied=self.is_tied, seed=version))
 
     def update(
-        self, version: int, *, without: str | None = None, should_clear_caches: bool = True
+        self, version: int, *, without: str | None = None, should_recompute: bool = True
     ) -> WeightUpdate:
         model = self.model(version)
         return WeightUpdate(
@@ -50,7 +50,7 @@ class Lab:
             transport="shared_files",
             payload=self.write(model, without=without),
             probe=make_probe(model, version, tolerance=1e-4),
-            should_clear_caches=should_clear_caches,
+            should_recompute=should_recompute,
         )
 
     def write(self, model: Qwen2ForCausalLM, *, without: str | None = None) -> dict[str, Any]:

@@ -62,6 +62,41 @@ async def test_a_broadcast_can_be_abandoned_before_it_begins_and_tells_whose_fau
 
 
 @both
+async def test_an_engine_pauses_for_nothing_but_the_change_of_parameters(
+    lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What must precede the pause and what must follow it, whatever the cache is to be."""
+    for should_recompute in (True, False):
+        calls: list[str] = []
+        with monkeypatch.context() as patch:
+            record_calls(patch, lab.engine, calls)
+            await lab.push(should_recompute=should_recompute)
+        pause, resume = calls.index("pause_scheduler"), calls.index("resume_scheduler")
+        assert {"begin_weight_task stage", "poll_weight_task"} <= set(calls[:pause])
+        cleared = {"reset_prefix_cache", "reset_encoder_cache"} if should_recompute else set()
+        assert set(calls[pause + 1 : resume]) == {"apply_weights", "set_weight_version"} | cleared
+        assert {"begin_weight_task report", "poll_weight_task", "request"} <= set(calls[resume:])
+
+
+def record_calls(patch: pytest.MonkeyPatch, engine, calls: list[str]) -> None:
+    """Note every call that reaches vLLM's core."""
+    core = engine._llm.engine_core
+    utility, add = core._call_utility_async, core.add_request_async
+
+    async def call_utility(method: str, *arguments, engine):
+        is_rpc = method == "collective_rpc"
+        calls.append(" ".join([arguments[0], *arguments[2][:1]]) if is_rpc else method)
+        return await utility(method, *arguments, engine=engine)
+
+    async def add_request(request):
+        calls.append("request")
+        return await add(request)
+
+    patch.setattr(core, "_call_utility_async", call_utility)
+    patch.setattr(core, "add_request_async", add_request)
+
+
+@both
 async def test_each_token_has_the_logprob_of_its_own_version(lab) -> None:
     # Longer than a cache block: what the old weights left in the prefix cache must not be used.
     prompt = lab.tokens("user: what is 1 + 1? " * 8)
@@ -78,6 +113,8 @@ async def test_each_token_has_the_logprob_of_its_own_version(lab) -> None:
     assert receipt.policy_version == first + 1
     assert max(receipt.logprob_error, again.logprob_error) < 1e-4
     assert 0 < receipt.update_s < receipt.pause_s
+    assert receipt.stage_s > 0
+    assert receipt.num_recomputed > len(running) * len(prompt)
     assert receipt.probe_s > 0
     assert lab.engine.policy_version == lab.version == first + 2
 
@@ -106,11 +143,25 @@ async def test_an_older_version_can_be_set_again(lab) -> None:
 @tied
 async def test_kept_caches_keep_old_key_values_yet_the_new_weights_are_verified(lab) -> None:
     prompt = lab.tokens("user: what is 2 + 2? " * 8)
+    first = lab.version
     running = await start_running(lab, prompt, count=4)
-    receipt = await lab.push(should_clear_caches=False)
+    receipt = await lab.push(should_recompute=False)
+    # A new request must not use what the old weights computed of the same prompt, nor what the running
+    # ones still add to it.
+    new = await lab.engine.generate(prompt, RUNNING)
     completions = await asyncio.gather(*running)
+    turns = [[*prompt, *c.token_ids[:200].tolist()] for c in completions]
+    later = await asyncio.gather(*(lab.engine.generate(turn, RUNNING) for turn in turns))
     assert receipt.logprob_error < 1e-4
+    assert receipt.num_recomputed == 0
+    assert lab.gap(prompt, new, RUNNING) < 1e-4
+    assert all(lab.gap(turn, c, RUNNING) < 1e-4 for turn, c in zip(turns, later, strict=True))
     assert max(lab.gap(prompt, c, RUNNING) for c in completions) > 1e-2
+    for completion in completions:
+        assert set(completion.policy_versions.tolist()) == {first, first + 1}
+        is_old = completion.policy_versions == first
+        before = lab.reference(first, prompt, completion.token_ids.tolist(), RUNNING)
+        assert np.abs(before - completion.logprobs)[is_old].max() < 1e-4
     await lab.push()
     completion = await lab.engine.generate(prompt, RUNNING)
     assert lab.gap(prompt, completion, RUNNING) < 1e-4

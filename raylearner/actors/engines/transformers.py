@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Self
 
@@ -136,10 +136,12 @@ class TransformersEngine:
                     raise
                 raise WeightTransferError(str(self._failure)) from error
             self._policy_version = update.policy_version
-            if update.should_clear_caches:
-                for request in self._running:
-                    request.is_cached = False
-        return receipt
+            if not update.should_recompute:
+                return receipt
+            cached = [request for request in self._running if request.is_cached]
+            for request in cached:
+                request.is_cached = False
+        return replace(receipt, num_recomputed=sum(len(r.token_ids) for r in cached))
 
     async def sleep(self) -> None:
         raise EngineError("an engine of kind transformers cannot free its memory; use kind vllm")

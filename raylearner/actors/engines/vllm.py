@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
@@ -61,6 +61,10 @@ class VllmEngine:
         self._receiving = asyncio.Lock()
         self._request_ids = itertools.count()
         self._running: set[str] = set()
+        self._push_numbers = itertools.count()
+        self._cache_salt: str | None = None
+        """Part of the key of a request's blocks in the prefix cache, another after each push that keeps
+        caches."""
         self._end_token_ids: frozenset[int] = frozenset()
         self._processes: set[psutil.Process] = set()
         self._log = vllm_process.ErrorLog()
@@ -240,6 +244,8 @@ class VllmEngine:
         output: RequestOutput | None = None
         if not is_probe:
             self._running.add(request_id)
+        if self._cache_salt is not None:
+            prompt["cache_salt"] = self._cache_salt
         try:
             async for item in llm.generate(
                 prompt,
@@ -264,39 +270,54 @@ class VllmEngine:
         return output
 
     async def _receive(self, llm: "AsyncLLM", update: WeightUpdate) -> WeightReceipt:
+        """Replace the weights; `vllm_transfer` has the timeline."""
+        has_slept = self._is_asleep
         await self._weights.prepare(llm, update)
+        started = time.monotonic()
+        if not has_slept:
+            await self._weights.stage(llm, update)
         paused = time.monotonic()
-        if self._is_asleep:
+        if has_slept:
             await llm.wake_up(tags=["weights"])
         else:
-            await llm.pause_generation(mode="keep", clear_cache=False)
-            if update.should_clear_caches:
-                await self._clear_caches(llm)
-        started = time.monotonic()
-        await self._weights.replace(llm, update)
-        loaded = time.monotonic()
-        num_verified = await self._weights.verify(llm, update)
-        verified = time.monotonic()
-        if self._is_asleep:
+            # As `AsyncLLM.pause_generation`, which then sleeps for 20 ms.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        if not update.should_recompute:
+            # Blocks of earlier requests, and those that they add, serve requests of their time only.
+            self._cache_salt = str(next(self._push_numbers))
+        # Requests that sleep lost their keys and values.
+        num_recomputed = _count_cached(llm) if has_slept or update.should_recompute else 0
+        stopped = time.monotonic()
+        calls: list[Awaitable[None]] = [self._weights.replace(llm, update, has_slept=has_slept)]
+        if update.should_recompute and not has_slept:
+            calls.append(self._clear_caches(llm))
+        await asyncio.gather(*calls)
+        replaced = time.monotonic()
+        if has_slept:
             await llm.wake_up(tags=["kv_cache"])
             self._is_asleep = False
         await llm.resume_generation()
         resumed = time.monotonic()
-        logprob_error = verify_logprobs(
-            await self._probe_logprobs(update.probe),
-            update.probe,
-            policy_version=update.policy_version,
-        )
-        probe_s = time.monotonic() - resumed
+        probing = asyncio.create_task(self._timed_probe(update))
+        try:
+            num_verified = await self._weights.verify(llm, update)
+            verified = time.monotonic()
+            logprob_error, probe_s = await probing
+        except BaseException:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+            raise
         self._policy_version = update.policy_version
         return WeightReceipt(
             policy_version=update.policy_version,
             logprob_error=logprob_error,
+            stage_s=paused - started,
             pause_s=resumed - paused,
-            update_s=loaded - started,
+            update_s=replaced - stopped,
             probe_s=probe_s,
-            verify_s=verified - loaded,
+            verify_s=verified - resumed,
             num_verified=num_verified,
+            num_recomputed=num_recomputed,
         )
 
     async def _clear_caches(self, llm: "AsyncLLM") -> None:
@@ -308,6 +329,14 @@ class VllmEngine:
         if not await llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise EngineError("vLLM did not clear its prefix cache")
         await llm.reset_encoder_cache()
+
+    async def _timed_probe(self, update: WeightUpdate) -> tuple[float, float]:
+        """Return the log-probability error on the probe, and the time to score it."""
+        started = time.monotonic()
+        logprobs = await self._probe_logprobs(update.probe)
+        probe_s = time.monotonic() - started
+        version = update.policy_version
+        return verify_logprobs(logprobs, update.probe, policy_version=version), probe_s
 
     async def _probe_logprobs(self, probe: Probe) -> list[list[float]]:
         async def score(ids: Sequence[int], images: Sequence[bytes], num: int) -> list[float]:
@@ -334,3 +363,13 @@ class VllmEngine:
             # Their outputs are produced on this side, even when the core does not answer.
             with contextlib.suppress(Exception):
                 await llm.abort(list(self._running))
+
+
+def _count_cached(llm: "AsyncLLM") -> int:
+    """Return the number of tokens whose keys and values running requests have computed."""
+    states = llm.output_processor.request_states.values()
+    return sum(
+        state.prompt_len + state.detokenizer.num_output_tokens()
+        for state in states
+        if not state.is_prefilling and state.detokenizer is not None
+    )

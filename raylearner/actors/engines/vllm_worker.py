@@ -1,4 +1,4 @@
-"""Code inside vLLM's workers: verified transfer engines, and a watch on the owner process.
+"""Code inside vLLM's workers: the engine's calls during a push, and a watch on the owner process.
 
 A worker imports this module because the engine arguments name `WorkerExtension`. Importing it
 registers the backends and, where the environment names an owner, starts watching it: a core and its
@@ -6,126 +6,25 @@ workers must not outlive the process that created them, even when that one is ki
 """
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-)
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-)
-from vllm.model_executor.model_loader.reload import (
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
 
 from raylearner import leftovers
 from raylearner.actors.engines import vllm_compilation, vllm_sampler
 from raylearner.actors.engines.vllm_process import OWNER_VARIABLE
+from raylearner.actors.engines.vllm_transfer import Background, VerifiedTransfer, free_bytes
 from raylearner.leftovers import start_time
-from raylearner.weights.trace import Trace
 from raylearner.weights.transports import TRANSPORTS
 from raylearner.weights.transports.adapter import adapter_report
-
-
-class _Verified(WeightTransferEngine[Any, Any]):
-    """Shared by all transports: a push loads the whole model or fails, and the parameters are reported.
-
-    An exception leaves the model without usable weights: the engine must then be replaced.
-    """
-
-    model: torch.nn.Module
-    _trace: Trace | None = None
-    _loaded: set[str]
-
-    def start_weight_update(self) -> None:
-        # It warns of a tied head that was not loaded separately; `_refuse_gaps` is the real check.
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
-            logging.ERROR
-        )
-        self._expected = {name for name, _ in self.model.named_parameters()}
-        self._embedding_names = tied_names(self.model)
-        self._loaded = set()
-        self._trace = self._trace or Trace(self.model, may_repack=_may_repack)
-        with torch.device(self.device):
-            initialize_layerwise_reload(self.model)
-        self._trace.start()
-
-    def receive_weights(self, update_info: Any) -> None:
-        load: Any = self.model.load_weights
-        # Transports call the model's own `load_weights`; for their time it is this one.
-        self.model.load_weights = self._load(load)  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            super().receive_weights(update_info)
-        finally:
-            del self.model.load_weights
-        if not getattr(update_info, "is_partial", False):
-            self._refuse_gaps(self._loaded)
-
-    def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        # On CPUs a tied head was repacked when the checkpoint was loaded and is not part of the
-        # reload: without this it would keep the old weights under the new version.
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
-
-    def report(self) -> dict[str, Any]:
-        """Return a report on the current parameters, which are read again at every call."""
-        if self._trace is None:
-            raise ValueError("no weights have been loaded that could be verified")
-        return self._trace.report()
-
-    def _load(self, load: Any) -> Any:
-        trace = self._trace
-        assert trace is not None
-
-        def load_tracked(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-            try:
-                loaded = set(load(trace.track(weights)) or ())
-            except (KeyError, ValueError) as error:
-                raise ValueError(
-                    f"weights refused: the model has no such tensor: {error}"
-                ) from error
-            self._loaded |= loaded
-            return loaded
-
-        return load_tracked
-
-    def _refuse_gaps(self, loaded: set[str]) -> None:
-        missing = self._expected - loaded
-        missing -= {name for name, other in self._embedding_names.items() if other in loaded}
-        # A fused layer counts as loaded when one of its parts came.
-        incomplete = []
-        for name, module in self.model.named_modules():
-            if isinstance(module, LinearBase):
-                info = get_layerwise_info(module)
-                if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
-                    incomplete.append(f"{name} ({info.load_numel} of {info.load_numel_total})")
-        if missing or incomplete:
-            raise ValueError(
-                "weights refused: "
-                + "; ".join(
-                    part
-                    for part in (
-                        f"missing: {_some(sorted(missing))}" if missing else "",
-                        f"incomplete: {_some(incomplete)}" if incomplete else "",
-                    )
-                    if part
-                )
-            )
 
 
 class WorkerExtension:
@@ -134,35 +33,48 @@ class WorkerExtension:
     weight_transfer_engine: Any
     model_runner: Any
 
-    def weight_report(self) -> dict[str, Any]:
-        """Report this rank's parameters after the last push, for `verification`."""
-        return self.weight_transfer_engine.report()
+    device: torch.device
+    vllm_config: Any
+    _weight_task: Background | None = None
 
-    def adapter_report(self, path: str) -> dict[str, Any]:
+    def begin_weight_task(self, name: str, *arguments: Any) -> None:
+        """Start a task of a push in a thread, beside the engine's steps: `stage`, `report` or
+        `adapter_report`.
+        """
+        transfer = self.weight_transfer_engine
+        tasks = {
+            "stage": transfer.stage,
+            "report": transfer.report,
+            "adapter_report": self._adapter_report,
+        }
+        self._weight_task = self._weight_task or Background(self.device)
+        self._weight_task.begin(partial(tasks[name], *arguments))
+
+    def poll_weight_task(self) -> tuple[bool, Any]:
+        """Return whether the task has ended, and its result. Raises its error."""
+        if self._weight_task is None:
+            raise RuntimeError("no task of a weight push was started")
+        return self._weight_task.poll()
+
+    def apply_weights(self) -> None:
+        """Bring the staged push into the parameters of a paused engine."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.apply()
+        self.model_runner.reset_lora_state()
+
+    def receive_weights(self, update_info: dict[str, Any], has_slept: bool) -> None:
+        """Receive a push that was not staged, while the engine is paused."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.receive(update_info, has_slept=has_slept)
+        self.model_runner.reset_lora_state()
+
+    def free_weight_bytes(self) -> int | None:
+        """Return memory that a push can take beside the weights; None for no limit."""
+        return free_bytes(self.device)
+
+    def _adapter_report(self, path: str) -> dict[str, Any]:
         """Compare this rank's adapter slots with the adapter in `path`, and report the result."""
         return adapter_report(self.model_runner.lora_manager._adapter_manager, path)
-
-
-def _may_repack(layer: torch.nn.Module) -> bool:
-    """Whether a kernel may repack the layer's weights."""
-    method = getattr(layer, "quant_method", None)
-    is_plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-    return method is not None and (current_platform.is_cpu() or not is_plain)
-
-
-def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Map parameter names that share a tensor to each other: loading one loads both."""
-    first: dict[int, str] = {}
-    pairs: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other != name:
-            pairs[name], pairs[other] = other, name
-    return pairs
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def watch_owner() -> None:
@@ -198,7 +110,7 @@ def register_engines() -> None:
     for name, kind in TRANSPORTS.items():
         receiver = kind.make_receiver("")
         if receiver.backend not in WeightTransferEngineFactory._registry:
-            engine = type(f"Verified_{name}", (_Verified, receiver.vllm_engine()), {})
+            engine = type(f"Verified_{name}", (VerifiedTransfer, receiver.vllm_engine()), {})
             WeightTransferEngineFactory.register_engine(receiver.backend, engine)
 
 

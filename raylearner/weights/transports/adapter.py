@@ -15,6 +15,7 @@ from raylearner.types import PolicyVersion
 from raylearner.weights.checksums import Checksums, plain
 from raylearner.weights.transports import WeightGroup, shared_files, transport
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.transports.transport import run_task
 from raylearner.weights.update import WeightUpdate
 from raylearner.weights.verification import verify_adapter
 
@@ -51,7 +52,12 @@ class Receiver(transport.Receiver):
     def vllm_engine() -> type[Any]:
         return shared_files.Receiver.vllm_engine()
 
-    async def replace(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
+    async def stage(self, llm: "AsyncLLM", update: WeightUpdate) -> bool:
+        return False  # a small file, which vLLM reads itself
+
+    async def replace(
+        self, llm: "AsyncLLM", update: WeightUpdate, *, has_slept: bool = False
+    ) -> None:
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(
@@ -67,7 +73,7 @@ class Receiver(transport.Receiver):
         self.adapter = LoRARequest(request.lora_name, ADAPTER_ID, request.lora_path)
 
     async def verify(self, llm: "AsyncLLM", update: WeightUpdate) -> int:
-        reports = await llm.collective_rpc("adapter_report", args=(update.payload["path"],))
+        reports = await run_task(llm, "adapter_report", update.payload["path"])
         return verify_adapter(
             update.payload["checksums"], reports, policy_version=update.policy_version
         )

@@ -46,14 +46,46 @@ class Receiver(transport.Receiver):
 
     @staticmethod
     def vllm_engine() -> type[Any]:
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
-        return IPCWeightTransferEngine
+        return _make_memory_reader()
 
     def _update_arguments(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._update_arguments(payload)
         arguments["ipc_handles_pickled"] = arguments.pop("handles")[self._actor_id]
         return arguments
+
+
+def _make_memory_reader() -> type[Any]:
+    """Return the transfer engine that maps shared memory, made here because its base class imports vLLM."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+    from vllm.distributed.weight_transfer.ipc_engine import (
+        IPCWeightTransferEngine,
+        IPCWeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+    class MemoryReader(IPCWeightTransferEngine):
+        """Passes on views of the learner's buffer, where vLLM's own engine would copy it.
+
+        The buffer stays the same until the push is over. The handle is given back with the last view.
+        """
+
+        def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
+            handles: Any = update_info.ipc_handles
+            index = self.device.index
+            card = str(torch.cuda.get_device_properties(index).uuid)
+            if card not in handles:
+                raise ValueError(f"the weights are on GPU {', '.join(handles)}, not on {card}")
+            arguments = list(handles[card])
+            arguments[6] = index  # of the device, which may have another number in this process
+            sizes = update_info.tensor_sizes or []
+            buffer = rebuild_cuda_tensor(*arguments)[: sum(sizes)]
+            dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+            views = unpack_tensor(buffer, update_info.names, update_info.shapes, dtypes, sizes)
+            load: Any = self.model.load_weights
+            load(views)
+            torch.cuda.current_stream().synchronize()  # before the memory is given back
+
+    return MemoryReader
 
 
 class IpcShare:

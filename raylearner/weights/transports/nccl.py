@@ -1,10 +1,11 @@
 """Weights by broadcast to engines on other GPUs, through vLLM's own transfer engine.
 
 The sender consumes the ranks' shards layer by layer and waits for every engine of the group, which receive
-at the same time; their arrival unblocks it, or `abandon`.
+at the same time, while they generate where memory permits; their arrival unblocks it, or `abandon`.
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,6 +180,10 @@ class Receiver(transport.Receiver):
         arguments = super()._update_arguments(payload)
         del arguments["group"]
         return arguments
+
+    def _staging_bytes(self, payload: Mapping[str, Any]) -> int:
+        tensors = zip(payload["shapes"], payload["dtype_names"], strict=True)
+        return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in tensors)
 
 
 class LayerSource(WeightSource):

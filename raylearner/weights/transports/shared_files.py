@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ class Receiver(transport.Receiver):
     @staticmethod
     def vllm_engine() -> type[Any]:
         return _make_file_reader()
+
+    def _staging_bytes(self, payload: Mapping[str, Any]) -> int:
+        return payload["num_bytes"]
 
 
 def write_weights(

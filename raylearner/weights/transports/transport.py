@@ -1,7 +1,9 @@
 """The interface of a transport: a side in every learner rank and a side in every vLLM engine."""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -18,6 +20,13 @@ from raylearner.weights.verification import check_shapes, check_tensor_names, ve
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+STAGING_MARGIN_BYTES = 1024**3
+"""Memory of a GPU that a push leaves free beside the tensors that arrive."""
+TASK_POLL_S = 0.005
+"""Interval between questions whether a task beside the engine's steps has ended."""
 
 
 class Weights(Protocol):
@@ -93,6 +102,7 @@ class Receiver:
         self._actor_id = actor_id
         self.adapter: LoRARequest | None = None
         """The adapter that every request must name, once one has arrived."""
+        self._is_staged = False
 
     @staticmethod
     def vllm_engine() -> type[Any]:
@@ -123,23 +133,47 @@ class Receiver:
         await asyncio.to_thread(check_tensor_names, update)
         await self._connect(llm, update)
 
-    async def replace(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
-        """Replace the weights, and the version that tokens are marked with from here on."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+    async def stage(self, llm: "AsyncLLM", update: WeightUpdate) -> bool:
+        """Let the tensors arrive while the engine generates; `replace` then only copies them.
 
-        arguments = self._update_arguments(update.payload)
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=arguments))
-        await llm.finish_weight_update(str(update.policy_version))
+        False where they do not fit beside the weights: they will then arrive in the pause.
+        """
+        needed = self._staging_bytes(update.payload)
+        limits = [
+            free for free in await llm.collective_rpc("free_weight_bytes") if free is not None
+        ]
+        free = min(limits, default=needed + STAGING_MARGIN_BYTES) - STAGING_MARGIN_BYTES
+        if needed > free:
+            _warn_of_memory(round(needed / 2**30, 1), round(max(0, free) / 2**30, 1))
+            return False
+        await run_task(llm, "stage", self._update_arguments(update.payload))
+        self._is_staged = True
+        return True
+
+    async def replace(
+        self, llm: "AsyncLLM", update: WeightUpdate, *, has_slept: bool = False
+    ) -> None:
+        """Replace the weights, and the version that tokens are marked with from here on.
+
+        The engine must be paused. `has_slept` means that its weights were freed.
+        """
+        if self._is_staged:
+            applying = llm.collective_rpc("apply_weights")
+        else:
+            arguments = self._update_arguments(update.payload)
+            applying = llm.collective_rpc("receive_weights", args=(arguments, has_slept))
+        self._is_staged = False
+        await asyncio.gather(applying, llm.update_weight_version(str(update.policy_version)))
 
     async def verify(self, llm: "AsyncLLM", update: WeightUpdate) -> int:
         """Return the number of tensors that every rank holds exactly as they were sent.
 
-        Raises `WeightTransferError` naming the tensors that differ.
+        The engine may generate meanwhile. Raises `WeightTransferError` naming the tensors that differ.
         """
-        reports = await llm.collective_rpc("weight_report")
         return verify_weights(
-            update.payload["checksums"], reports, policy_version=update.policy_version
+            update.payload["checksums"],
+            await run_task(llm, "report"),
+            policy_version=update.policy_version,
         )
 
     async def _connect(self, llm: "AsyncLLM", update: WeightUpdate) -> None:
@@ -153,3 +187,26 @@ class Receiver:
     def _update_arguments(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Return the payload as vLLM's transfer engine takes it."""
         return {key: value for key, value in payload.items() if key != "checksums"}
+
+    def _staging_bytes(self, payload: Mapping[str, Any]) -> int:
+        """Return the memory that the tensors take beside the weights, on each rank's GPU."""
+        return 0
+
+
+async def run_task(llm: "AsyncLLM", name: str, *arguments: Any) -> list[Any]:
+    """Run a task of a push in a thread of every worker, beside the engine's steps; return the results."""
+    await llm.collective_rpc("begin_weight_task", args=(name, *arguments))
+    while True:
+        await asyncio.sleep(TASK_POLL_S)
+        outcomes = await llm.collective_rpc("poll_weight_task")
+        if all(has_ended for has_ended, _ in outcomes):
+            return [result for _, result in outcomes]
+
+
+@cache
+def _warn_of_memory(needed_gib: float, free_gib: float) -> None:
+    log.warning(
+        "weights arrive while generation is paused, which prolongs every push: they take %.1f GiB beside"
+        " the model and %.1f GiB of the GPU are free; lower actors.engine.memory_fraction",
+        *(needed_gib, free_gib),
+    )
