@@ -303,7 +303,9 @@ async def train(
     """Plays a whole run; returns its record."""
     config = run.config()
     assert config.data.evaluation is not None
-    model_path = await asyncio.to_thread(prepare_model, config, cache)  # which runs a loop of its own
+    model_path = await asyncio.to_thread(
+        prepare_model, config, cache
+    )  # which runs a loop of its own
     held_out = load_prompts(config.data.evaluation)[: config.evaluation.num_prompts]
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     rewards: list[float] = []

@@ -17,6 +17,7 @@ from raylearner.errors import EngineDead, WeightTransferError
 from raylearner.types import Sampling
 from raylearner.weights.checksums import Checksum
 from raylearner.weights.transports.shared_files import write_weights
+from raylearner.weights.transports.transport import run_task
 from raylearner.weights.update import WeightUpdate
 from raylearner.weights.verification import verify_weights
 
@@ -86,7 +87,7 @@ async def test_pushed_weights_reach_every_rank_and_the_death_of_an_engine_every_
         log.info("%s", receipt)
         sent = update.payload["checksums"]
         assert receipt.num_verified == len(sent) == len(weights)
-        reports = await engine._llm.collective_rpc("weight_report")
+        reports = await run_task(engine._llm, "report")
         assert receipt.logprob_error < 0.05
         completions = await asyncio.gather(*running)
         assert {v for c in completions for v in c.policy_versions.tolist()} == {0, 1}
@@ -105,7 +106,7 @@ async def test_pushed_weights_reach_every_rank_and_the_death_of_an_engine_every_
             )
         )
         assert receipt.num_verified == len(weights)
-        later = await engine._llm.collective_rpc("weight_report")
+        later = await run_task(engine._llm, "report")
         for mixed in ([later[0], reports[1]], [reports[0], later[1]]):
             with pytest.raises(WeightTransferError, match=r"embed_tokens"):
                 verify_weights(payload["checksums"], mixed, policy_version=2)

@@ -106,6 +106,7 @@ class VllmEngine:
                 model_path=model_path,
                 seed=seed,
                 weight_backend=receiver.backend,
+                receives_beside_weights=receiver.takes_memory,
                 lora_rank=lora_rank,
                 max_images=max_images,
             )

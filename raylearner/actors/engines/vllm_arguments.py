@@ -1,15 +1,18 @@
 """Arguments of vLLM's AsyncLLM, from the section of the engine and the files of its model."""
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any, get_args
 
 from raylearner.config import speed
 from raylearner.config.engine_count import BESIDE_CACHE_BYTES, LOADING
+from raylearner.config.memory import shapes
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineError
 from raylearner.tokenization.vision import Vision
 from raylearner.weights.probe import NUM_PROBE_SEQUENCES
+from raylearner.weights.transports.transport import STAGING_MARGIN_BYTES
 
 EXTENSION = "raylearner.actors.engines.vllm_worker.WorkerExtension"
 SCHEDULERS = "raylearner.actors.engines.vllm_scheduler"
@@ -19,6 +22,10 @@ MIXED_TOKENS = 512
 """Minimum size of the largest CUDA graph: steps with prompts have more tokens than sequences."""
 SHARED_BELOW = 0.5
 """Minimum share of a GPU's memory of an engine that has the GPU to itself."""
+BESIDE_STAGING_BYTES = STAGING_MARGIN_BYTES + 512 * 1024**2
+"""Memory that stays free beside the tensors of a push: for its margin and CUDA's context."""
+MAX_STAGING_SHARE = 0.15
+"""Maximum share of a GPU that an engine leaves to the tensors of a push."""
 MIN_CACHE_BYTES = 256 * 1024**2
 
 
@@ -28,6 +35,7 @@ def engine_arguments(
     model_path: str,
     seed: int,
     weight_backend: str,
+    receives_beside_weights: bool,
     lora_rank: int | None,
     max_images: int,
 ) -> dict[str, Any]:
@@ -43,7 +51,9 @@ def engine_arguments(
         # Probes need extra slots while all others are taken, and go first.
         "max_num_seqs": config.max_sequences + NUM_PROBE_SEQUENCES,
         "scheduling_policy": "priority",
-        "gpu_memory_utilization": config.memory_fraction,
+        "gpu_memory_utilization": _memory_fraction(
+            config, model_path, has_staging=receives_beside_weights
+        ),
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.eager is not False,
         "seed": seed,
@@ -130,6 +140,23 @@ def _sleep_arguments() -> dict[str, bool]:
     from vllm.platforms import current_platform
 
     return {"enable_sleep_mode": True} if current_platform.is_sleep_mode_available() else {}
+
+
+def _memory_fraction(config: VllmEngineSection, model_path: str, *, has_staging: bool) -> float:
+    """Return the share of its GPU that vLLM plans with, less what tensors of a push take beside it.
+
+    They arrive there while the engine generates. Where that would cost more than `MAX_STAGING_SHARE`, the
+    key-value cache is worth more, and they arrive in a pause.
+    """
+    import torch
+
+    fraction, folder = config.memory_fraction, Path(model_path)
+    if not has_staging or not torch.cuda.is_available() or not folder.is_dir():
+        return fraction
+    elements = sum(math.prod(shape) for shape in shapes(folder).values())
+    needed = elements * (4 if config.dtype == "float32" else 2) + BESIDE_STAGING_BYTES
+    lowered = 1 - needed / torch.cuda.get_device_properties(0).total_memory
+    return lowered if 0 < fraction - lowered <= MAX_STAGING_SHARE else fraction
 
 
 def _cache_arguments(model_path: str, *, memory_fraction: float) -> dict[str, int]:

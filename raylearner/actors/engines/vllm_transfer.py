@@ -60,21 +60,31 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
     _staged: Staged | None = None
     _loaded: set[str]
 
-    def stage(self, update_info: dict[str, Any]) -> None:
-        """Let the tensors of a push arrive beside the weights. Runs in a thread while the model computes."""
+    def stage(self, update_info: dict[str, Any]) -> bool:
+        """Let the tensors of a push arrive beside the weights. Runs in a thread while the model computes.
+
+        False for files that do not fit after all, such as beside another engine's.
+        """
         info = self.parse_update_info(update_info)
         tensors: dict[str, Tensor] = {}
 
         def keep(weights: Iterable[tuple[str, Tensor]]) -> None:
-            tensors.update((name, tensor.to(self.device)) for name, tensor in weights)
+            try:
+                tensors.update((name, tensor.to(self.device)) for name, tensor in weights)
+            except torch.OutOfMemoryError as error:
+                raise _DoesNotFit from error
 
-        self._receive_into(keep, info)
+        try:
+            self._receive_into(keep, info)
+        except _DoesNotFit:
+            return False
         copies = None
         if self._can_copy({name: (t.shape, t.dtype) for name, t in tensors.items()}):
             copies = self._traced().copies(tensors)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         self._staged = Staged(tensors, copies, _is_partial(info))
+        return True
 
     def apply(self) -> None:
         """Bring the staged push into the parameters."""
@@ -92,6 +102,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
 
     def receive(self, update_info: dict[str, Any], *, has_slept: bool) -> None:
         """Receive a push that was not staged, straight into the parameters."""
+        self._staged = None
         info = self.parse_update_info(update_info)
         # A sleep also loses values that no push brings, which loaders set.
         if not has_slept and self._can_copy(_announced(info)):
@@ -200,6 +211,10 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
                     if part
                 )
             )
+
+
+class _DoesNotFit(Exception):
+    """A tensor of a push does not fit beside the weights."""
 
 
 class Background:

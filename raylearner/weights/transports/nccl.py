@@ -150,6 +150,7 @@ class Receiver(transport.Receiver):
     """Joins the group at its first push, and keeps it while the members stay the same."""
 
     name = "nccl"
+    takes_memory = True
     initial_arguments = None
     _key: str | None = None
 

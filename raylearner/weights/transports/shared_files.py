@@ -38,6 +38,7 @@ class Receiver(transport.Receiver):
     """Reads the file in every worker."""
 
     name = "shared_files"
+    takes_memory = True
 
     @staticmethod
     def vllm_engine() -> type[Any]:

@@ -94,6 +94,8 @@ class Receiver:
     """
 
     name: ClassVar[str]
+    takes_memory: ClassVar[bool] = False
+    """Whether tensors on their way into an engine take memory of its GPU."""
     initial_arguments: ClassVar[Mapping[str, Any] | None] = {}
     """Arguments of vLLM's transfer engine at startup; None where `connect` initializes it."""
 
@@ -143,12 +145,12 @@ class Receiver:
             free for free in await llm.collective_rpc("free_weight_bytes") if free is not None
         ]
         free = min(limits, default=needed + STAGING_MARGIN_BYTES) - STAGING_MARGIN_BYTES
-        if needed > free:
-            _warn_of_memory(round(needed / 2**30, 1), round(max(0, free) / 2**30, 1))
-            return False
-        await run_task(llm, "stage", self._update_arguments(update.payload))
-        self._is_staged = True
-        return True
+        if needed <= free:
+            arguments = self._update_arguments(update.payload)
+            self._is_staged = all(await run_task(llm, "stage", arguments))
+        if not self._is_staged:
+            _warn_of_memory(round(needed / 2**30, 1))
+        return self._is_staged
 
     async def replace(
         self, llm: "AsyncLLM", update: WeightUpdate, *, has_slept: bool = False
@@ -204,9 +206,9 @@ async def run_task(llm: "AsyncLLM", name: str, *arguments: Any) -> list[Any]:
 
 
 @cache
-def _warn_of_memory(needed_gib: float, free_gib: float) -> None:
+def _warn_of_memory(needed_gib: float) -> None:
     log.warning(
-        "weights arrive while generation is paused, which prolongs every push: they take %.1f GiB beside"
-        " the model and %.1f GiB of the GPU are free; lower actors.engine.memory_fraction",
-        *(needed_gib, free_gib),
+        "weights arrive while generation is paused, which prolongs every push: the GPU has no %.1f GiB"
+        " for them beside the model and its caches; lower actors.engine.memory_fraction",
+        needed_gib,
     )
