@@ -108,6 +108,22 @@ STAGES = (
     Stage("visual_3B", "benchmarks.gpu.visual", 2, 420, ("--size", "3B")),
     Stage("pushes_2.3B_1to1", "benchmarks.gpu.pushes", 2, 220, ("--size", "2.3B")),
     Stage("pushes_8B_1to1", "benchmarks.gpu.pushes", 2, 240, ("--size", "8B"), on_cpu=False),
+    Stage(
+        "pushes_2.3B_1to1_ipc",
+        "benchmarks.gpu.pushes",
+        1,
+        200,
+        ("--size", "2.3B", "--transport", "ipc"),
+        on_cpu=False,
+    ),
+    Stage(
+        "pushes_8B_1to1_ipc",
+        "benchmarks.gpu.pushes",
+        1,
+        260,
+        ("--size", "8B", "--transport", "ipc"),
+        on_cpu=False,
+    ),
     Stage("agreement", "benchmarks.gpu.agreement", 4, 240),
     Stage("agreement_context", "benchmarks.gpu.agreement", 2, 180, ("--context",)),
     Stage(

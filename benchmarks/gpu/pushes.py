@@ -1,7 +1,9 @@
 """Weight pushes to running engines, through the publisher that a run uses, at a model's real size.
 
 `--size 2.3B --learners 1 --engines 1` takes as many GPUs as both together (an engine on `--tensor`
-GPUs). Learner ranks hold float32 shards and send bfloat16; each engine has 256 requests in flight.
+GPUs); `--transport ipc` takes one GPU, which one learner rank shares with `--engines`. Learner ranks hold float32
+shards and send bfloat16. Each phase makes three pushes: without load, then under 256 requests in flight for each of
+`weights.cache`, and with tensors that arrive in the pause (`paused`), as before they were staged.
 On the CPU weights travel by shared files instead.
 """
 
@@ -9,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from raylearner.weights.transports import WeightGroup
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 PROMPT_TOKENS = 200
+PHASES = ("first", "idle", "recompute", "keep", "paused")
+NUM_PUSHES = 3
 
 
 class BareModels:
@@ -99,6 +104,9 @@ class PushActor:
     def send(self, group: WeightGroup) -> dict[str, float] | str:
         return self._writer.send(group)
 
+    def release(self) -> None:
+        self._writer.release()
+
     @ray.method(concurrency_group="control")
     def abandon(self, group: WeightGroup) -> None:
         self._writer.abandon(group)
@@ -129,6 +137,7 @@ class EngineActor:
         self._name, self._model_path = name, model_path
         self._section, self._transport = section, transport
         self._load: list[asyncio.Task[Any]] = []
+        self._should_recompute = True
 
     async def start(self) -> None:
         from raylearner.actors.engines.vllm import VllmEngine as Engine
@@ -142,28 +151,34 @@ class EngineActor:
         )
 
     async def receive(self, update: WeightUpdate) -> WeightReceipt:
-        return await self._engine.receive(update)
+        return await self._engine.receive(replace(update, should_recompute=self._should_recompute))
+
+    async def prepare(self, phase: str) -> None:
+        """Set what becomes of caches, and whether tensors arrive while the engine generates."""
+        self._should_recompute = phase != "keep"
+        if phase == "paused":
+
+            async def stage(*_: Any) -> bool:
+                return False
+
+            self._engine._weights.stage = stage
 
     async def begin(self, num_requests: int, num_tokens: int) -> None:
         sampling = Sampling(max_tokens=num_tokens)
         prompts = [
             [1 + (7 * i + j) % 1000 for j in range(PROMPT_TOKENS)] for i in range(num_requests)
         ]
+        self._begun = time.monotonic()
         self._load = [
             asyncio.create_task(self._engine.generate(prompt, sampling)) for prompt in prompts
         ]
 
     async def finish(self) -> dict[str, float]:
-        """Tokens sampled, and how many were computed again because weights had changed."""
+        """Tokens sampled, and what generation and pushes together took."""
         completions = await asyncio.gather(*self._load)
-        again = 0
-        for completion in completions:
-            versions = completion.policy_versions
-            changes = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
-            again += sum(PROMPT_TOKENS + i for i in changes)
         return {
+            "seconds": time.monotonic() - self._begun,
             "sampled_tokens": sum(len(c.token_ids) for c in completions),
-            "recomputed_tokens": again,
             "requests_of_two_versions": sum(len(set(c.policy_versions)) > 1 for c in completions),
         }
 
@@ -173,7 +188,8 @@ class EngineActor:
 
 async def run(arguments: Any, result: Result) -> None:
     cpu = arguments.cpu
-    transport = "shared_files" if cpu else "nccl"
+    transport = "shared_files" if cpu else arguments.transport
+    is_shared = transport == "ipc"
     dtype = "float32" if cpu else "bfloat16"
     folder = str(model_folder(arguments.out, arguments.size, tokenizer=arguments.model))
     section = VllmEngine(
@@ -181,7 +197,7 @@ async def run(arguments: Any, result: Result) -> None:
         dtype=dtype,
         max_model_tokens=256 if cpu else 2048,
         max_sequences=8 if cpu else 256,
-        memory_fraction=0.8,
+        memory_fraction=0.4 / arguments.engines if is_shared else 0.8,
         tensor_parallel_size=arguments.tensor,
         extra_arguments={"load_format": "dummy"},
     )
@@ -191,7 +207,9 @@ async def run(arguments: Any, result: Result) -> None:
     learner = PushGroup(
         LearnerSpec(
             learner=LearnerSection(
-                num_ranks=arguments.learners, gpus_per_rank=0 if cpu else 1, cpus_per_rank=0.5
+                num_ranks=arguments.learners,
+                gpus_per_rank=0 if cpu else 0.5 if is_shared else 1,
+                cpus_per_rank=0.5,
             ),
             model_path=folder,
             run=RunSection(name="pushes", num_steps=1),
@@ -201,9 +219,10 @@ async def run(arguments: Any, result: Result) -> None:
             ranks_per_engine=arguments.tensor,
         )
     )
+    gpus_of_engine = 0 if cpu else 0.5 / arguments.engines if is_shared else arguments.tensor
     engines = {
         f"engine-{i}": EngineActor.options(
-            num_cpus=0.5, num_gpus=0 if cpu else arguments.tensor, max_concurrency=1000
+            num_cpus=0.5, num_gpus=gpus_of_engine, max_concurrency=1000
         ).remote(f"engine-{i}", folder, section, transport)
         for i in range(arguments.engines)
     }
@@ -222,14 +241,16 @@ async def run(arguments: Any, result: Result) -> None:
         for name, engine in engines.items():
             publisher.add(name, _receiver(engine))
         num_requests, num_tokens = (4, 40) if cpu else (256, 512)
-        for label, has_load in (("first", False), ("idle", False), ("loaded", True)):
+        for label in PHASES:
+            has_load = label not in ("first", "idle")
             pushes = []
+            await asyncio.gather(*(_answer(e.prepare.remote(label)) for e in engines.values()))
             if has_load:
                 await asyncio.gather(
                     *(_answer(e.begin.remote(num_requests, num_tokens)) for e in engines.values())
                 )
                 await asyncio.sleep(1.0)
-            for _ in range(1 if label == "first" else 3):
+            for _ in range(1 if label == "first" else NUM_PUSHES):
                 version = await learner.change()
                 started = time.monotonic()
                 try:
@@ -246,12 +267,12 @@ async def run(arguments: Any, result: Result) -> None:
             result.add(**{label: pushes, "failed": failed})
             if has_load:
                 done = await asyncio.gather(*(_answer(e.finish.remote()) for e in engines.values()))
-                result.add(load=done)
-        result.add(
-            best_loaded_s=min(p["without_probe_s"] for p in result.content["loaded"]),
-            mean_loaded_s=mean([p["without_probe_s"] for p in result.content["loaded"]]),
-            learner_peak_gib=await learner.peak_gib(),
-        )
+                result.add(**{f"{label}_load": done})
+            for metric in ("pause_s", "stage_s", "recomputed_tokens"):
+                numbers = [push[f"weights/{metric}"] for push in pushes]
+                result.add(**{f"{label}_{metric}": mean(numbers)})
+            result.add(**{f"{label}_longest_pause_s": max(p["weights/pause_s"] for p in pushes)})
+        result.add(learner_peak_gib=await learner.peak_gib())
         result.done()
     finally:
         await publisher.close()
@@ -277,10 +298,12 @@ def main() -> None:
     args.add_argument("--size", default="2.3B")
     args.add_argument("--learners", type=int, default=1)
     args.add_argument("--engines", type=int, default=1)
+    args.add_argument("--transport", choices=("nccl", "ipc"), default="nccl")
     args.add_argument("--tensor", type=int, default=1)
     arguments = args.parse_args()
     name = f"pushes_{arguments.size}_{arguments.learners}to{arguments.engines}"
     name += f"_tensor{arguments.tensor}" if arguments.tensor > 1 else ""
+    name += "_ipc" if arguments.transport == "ipc" else ""
     result = Result(arguments.out, name)
     if arguments.cpu:
         arguments.size = "tiny"

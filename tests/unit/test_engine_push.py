@@ -11,7 +11,6 @@ import torch
 
 from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.errors import EngineDead, WeightTransferError
-from raylearner.types import Sampling
 from raylearner.weights.checksums import checksum, plain
 from raylearner.weights.transports import shared_files
 from raylearner.weights.transports.shared_files import write_weights
@@ -136,7 +135,7 @@ async def test_wrong_parameters_are_an_error_although_the_engine_has_resumed(
     assert "resume" in llm.calls
     assert engine.policy_version == 0
     with pytest.raises(EngineDead):
-        await engine.generate([1], Sampling(max_tokens=1))
+        await engine.abort()
 
 
 async def test_a_wrong_probe_is_an_error_although_the_engine_has_resumed(
@@ -150,7 +149,7 @@ async def test_a_wrong_probe_is_an_error_although_the_engine_has_resumed(
         await engine.receive(update(tmp_path))
     assert "resume" in llm.calls
     with pytest.raises(EngineDead):
-        await engine.generate([1], Sampling(max_tokens=1))
+        await engine.abort()
 
 
 async def test_tensors_that_do_not_fit_beside_the_weights_arrive_in_the_pause(
