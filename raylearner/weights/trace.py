@@ -63,7 +63,7 @@ class Copies(NamedTuple):
     def run(self) -> None:
         """Make all copies, on GPUs in few kernels and without waiting for them."""
         if self.places:
-            torch._foreach_copy_(self.places, self.parts)
+            torch.ops.aten._foreach_copy_(self.places, self.parts)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from raylearner.actors.engines import vllm_arguments
 from raylearner.actors.engines.vllm import VllmEngine
+from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineDead, WeightTransferError
 from raylearner.weights.checksums import checksum, plain
 from raylearner.weights.transports import shared_files
@@ -190,3 +192,23 @@ async def test_requests_that_a_push_computes_again_are_counted_by_their_tokens(
     assert (await engine.receive(update(tmp_path))).num_recomputed == 171
     kept = await engine.receive(update(tmp_path, should_recompute=False))
     assert kept.num_recomputed == 0
+
+
+@pytest.mark.parametrize(
+    ("gib", "billions", "is_lowered"),
+    [(139, 8, True), (139, 1.5, False), (80, 8, True), (24, 8, False)],
+)
+def test_an_engine_leaves_memory_for_a_push_where_it_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, billions: float, is_lowered: bool
+) -> None:
+    properties = SimpleNamespace(total_memory=gib * 1024**3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(vllm_arguments, "shapes", lambda _: {"weight": (int(billions * 1e9),)})
+    section = VllmEngineSection(kind="vllm", max_model_tokens=256, memory_fraction=0.92)
+    share = vllm_arguments._memory_fraction(section, str(tmp_path), has_staging=True)
+    needed = billions * 1e9 * 2 / gib / 1024**3
+    assert (share < 0.92) == is_lowered
+    if is_lowered:
+        assert 0.92 - vllm_arguments.MAX_STAGING_SHARE <= share < 1 - needed
+    assert vllm_arguments._memory_fraction(section, str(tmp_path), has_staging=False) == 0.92

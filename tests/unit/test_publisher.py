@@ -42,6 +42,8 @@ class Receiver:
             pause_s=0.25,
             update_s=0.125,
             probe_s=0.0625,
+            stage_s=0.5,
+            num_recomputed=100,
         )
 
 
@@ -142,7 +144,14 @@ async def test_publish_returns_once_every_member_has_acknowledged() -> None:
     await publishing
     assert b.versions == [1]
     assert lab.publisher.policy_version == 1
-    expected = {"num_engines": 2, "pause_s": 0.25, "logprob_error": 1e-6, "verify_s": None}
+    expected = {
+        "num_engines": 2,
+        "stage_s": 0.5,
+        "recomputed_tokens": 200,
+        "pause_s": 0.25,
+        "logprob_error": 1e-6,
+        "verify_s": None,
+    }
     metrics = lab.publisher.metrics
     assert {name: metrics.get(f"weights/{name}") for name in expected} == expected
 
