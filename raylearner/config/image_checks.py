@@ -31,7 +31,7 @@ def check_images(config: RunConfig) -> list[Finding]:
     return [
         *(_text_only_findings(config) if _is_text_only(config) else ()),
         *_text_programs(config),
-        *(_vision_findings(config) if _has_vision(config) else ()),
+        *(_vision_findings(config) if has_vision(config) else ()),
         *_tokens(config),
         *_rate(config),
     ]
@@ -212,7 +212,7 @@ def _lost_adapters(config: RunConfig) -> Iterator[Finding]:
 
 def _stale_images(config: RunConfig) -> Iterator[Finding]:
     """Engines keep the encoded images of running requests, and give them to new ones."""
-    if config.weights.cache == "keep" and config.learner.vision_tower == "trained":
+    if config.weights.cache == "keep" and not can_keep_caches(config):
         yield Finding(
             "weights.cache",
             "'keep' would keep encoded images of earlier weights for new requests; use 'recompute', or set"
@@ -220,7 +220,13 @@ def _stale_images(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _has_vision(config: RunConfig) -> bool:
+def can_keep_caches(config: RunConfig) -> bool:
+    """Whether requests of a later version may share encoded images with earlier ones."""
+    return config.learner.vision_tower == "frozen" or not has_vision(config)
+
+
+def has_vision(config: RunConfig) -> bool:
+    """Return whether the policy is a vision-language model, as far as its section or local files tell."""
     if isinstance(config.model, TinyModel):
         return config.model.vision is not None
     return "vision_config" in read_json(Path(config.model.path).expanduser() / "config.json")

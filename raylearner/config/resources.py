@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from raylearner import credentials
 from raylearner.config import speed
 from raylearner.config.engine_count import Supply, num_actors
+from raylearner.config.image_checks import can_keep_caches
 from raylearner.config.problems import Finding
 from raylearner.config.schema import RunConfig, TransformersEngine, VllmEngine
 from raylearner.config.section import number
@@ -92,6 +93,10 @@ def resolve(
         transport = _transport(config, num_gpus, per_rank=per_rank, per_actor=per_actor)
         weights = weights.model_copy(update={"transport": transport})
         decisions.append(f"weights are pushed via {transport}")
+    if weights.cache == "auto":
+        is_ahead = config.replay.max_staleness > 0 and not config.engines_sleep
+        can_keep = is_ahead and can_keep_caches(config)
+        weights = weights.model_copy(update={"cache": "keep" if can_keep else "recompute"})
     is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
     if weights.verify_statistic == "auto":
         weights = weights.model_copy(update={"verify_statistic": "mean" if is_half else "max"})

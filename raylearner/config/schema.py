@@ -158,9 +158,10 @@ class WeightsSection(Section):
     chooses by where actors run."""
     folder: str = "/dev/shm"
     """Folder of shared files; the run creates its own folder inside and removes it at the end."""
-    cache: Literal["recompute", "keep"] = "recompute"
+    cache: Literal["auto", "recompute", "keep"] = "auto"
     """What happens to the keys and values of running requests at a push: `recompute` computes them again under
-    the new weights, `keep` continues with stale ones, which costs nothing. New requests never use stale ones."""
+    the new weights, `keep` continues with stale ones, which costs nothing. New requests never use stale ones.
+    `auto` keeps them in asynchronous runs, unless a vision tower is trained."""
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
     max_failed_pushes: PositiveInt = 3

@@ -113,7 +113,7 @@ class WeightWriter:
             transport=self._transport.module,
             payload=payload,
             probe=probe,
-            should_recompute=config.cache == "recompute",
+            should_recompute=config.cache != "keep",
             is_collective=self._transport.is_collective,
         )
 
@@ -160,7 +160,7 @@ def make_probe(
     images: tuple[tuple[bytes, ...], ...] = ()
     if source.reader is not None:
         # If caches are cleared the image may repeat; otherwise each push must show a new one.
-        image_seed = [seed] if config.cache == "recompute" else [seed, policy_version]
+        image_seed = [seed] if config.cache != "keep" else [seed, policy_version]
         image, block = source.reader.probe(image_seed)
         *others, last = token_ids
         token_ids = (*others, (*block, *last))

@@ -219,6 +219,19 @@ def test_half_precision_loosens_the_verification() -> None:
     assert (weights.verify_tolerance, weights.verify_statistic) == (0.25, "mean")
 
 
+def test_caches_are_kept_where_engines_run_ahead_and_share_nothing_stale() -> None:
+    def cache(**changes: Any) -> str:
+        return resolve(config(**changes), num_gpus=0).config.weights.cache
+
+    assert cache() == "keep"
+    assert cache(replay__max_staleness=0) == "recompute"
+    vision = {"model__vision": "{}", "renderer__images__max_pixels": 300_000}
+    assert cache(**vision) == "recompute"
+    assert cache(**vision, learner__vision_tower="frozen") == "keep"
+    assert cache(weights__cache="recompute") == "recompute"
+    assert cache(replay__max_staleness=0, weights__cache="keep") == "keep"
+
+
 def test_a_range_of_actors_needs_only_its_minimum_and_excludes_ipc() -> None:
     changes = {"actors__num_actors": "{min: 2, max: 16}", "cluster__num_cpus": 8}
     assert config(**changes).cpus_needed == 3

@@ -286,14 +286,14 @@ class VllmEngine:
         if not update.should_recompute:
             # Blocks of earlier requests, and those that they add, serve requests of their time only.
             self._cache_salt = str(next(self._push_numbers))
-        # Requests that sleep lost their keys and values.
-        num_recomputed = _count_cached(llm) if has_slept or update.should_recompute else 0
         stopped = time.monotonic()
         calls: list[Awaitable[None]] = [self._weights.replace(llm, update, has_slept=has_slept)]
         if update.should_recompute and not has_slept:
             calls.append(self._clear_caches(llm))
         await asyncio.gather(*calls)
         replaced = time.monotonic()
+        # Tokens sampled before the pause have arrived. Requests that slept lost their keys and values.
+        num_recomputed = _count_cached(llm) if has_slept or update.should_recompute else 0
         if has_slept:
             await llm.wake_up(tags=["kv_cache"])
             self._is_asleep = False
