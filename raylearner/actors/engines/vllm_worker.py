@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
 
 from raylearner import leftovers
 from raylearner.actors.engines import vllm_compilation, vllm_sampler
@@ -32,7 +33,6 @@ class WorkerExtension:
 
     weight_transfer_engine: Any
     model_runner: Any
-
     device: torch.device
     vllm_config: Any
     _weight_task: Background | None = None
