@@ -183,7 +183,7 @@ class Harness:
             take.groups,
             policy_version=version,
             num_ranks=1,
-            max_tokens_per_micro_batch=self._config.learner.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=self._config.learner.token_budget,
             num_mini_batches=self._config.learner.num_mini_batches,
         )
         output = self.learner.step(batch)

@@ -120,7 +120,9 @@ def _lengths(config: RunConfig) -> Iterator[Finding]:
         f"renderer.max_prompt_tokens + renderer.max_response_tokens = "
         f"{renderer.max_prompt_tokens} + {renderer.max_response_tokens} = {longest}"
     )
-    limits = {"learner.max_tokens_per_micro_batch": config.learner.max_tokens_per_micro_batch}
+    limits: dict[str, int] = {}
+    if config.learner.max_tokens_per_micro_batch != "auto":
+        limits["learner.max_tokens_per_micro_batch"] = config.learner.max_tokens_per_micro_batch
     if isinstance(engine, VllmEngine | TransformersEngine):
         limits["actors.engine.max_model_tokens"] = engine.max_model_tokens
     if isinstance(config.model, TinyModel):

@@ -24,6 +24,9 @@ from raylearner.learner.objective.kl import KlSection
 from raylearner.learner.objective.losses import LossSection
 from raylearner.learner.objective.value_loss import CriticSection
 
+TOKEN_BUDGET = 8192
+"""Tokens of a micro-batch where memory does not decide."""
+
 
 class LoraSection(Section):
     """Trains low-rank adapters only (LoRA, 2106.09685). A checkpoint's `model/` has them merged, in
@@ -94,8 +97,9 @@ class LearnerSection(Section):
     """Betas of AdamW."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global gradient norm; larger gradients are clipped."""
-    max_tokens_per_micro_batch: PositiveInt = 8192
-    """Maximum number of tokens of one packed micro-batch, over all ranks that share it."""
+    max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
+    """Maximum number of tokens of one packed micro-batch, over all ranks that share it. `auto` takes what
+    a GPU's memory holds, by an estimate; 8,192 on CPUs; and at least the longest row."""
     num_mini_batches: PositiveInt = 1
     """Number of optimizer updates per step and epoch."""
     num_epochs: PositiveInt = 1
@@ -165,6 +169,12 @@ class LearnerSection(Section):
     """Coefficient of the entropy bonus."""
     max_skipped_steps: PositiveInt = 5
     """Number of steps in a row with a non-finite loss after which the run ends."""
+
+    @property
+    def token_budget(self) -> int:
+        """Return the maximum number of tokens of a micro-batch, as far as it is decided."""
+        tokens = self.max_tokens_per_micro_batch
+        return TOKEN_BUDGET if tokens == "auto" else tokens
 
     @property
     def num_data_ranks(self) -> int:

@@ -273,7 +273,7 @@ def estimate(
         # Upper bound: a micro-batch of image tokens only.
         of_patch = _kept_per_token(size.tower, config.activation_checkpointing)
         per_token += size.tower.patches_per_token * of_patch
-    tokens = math.ceil(config.max_tokens_per_micro_batch / config.context_parallel_size)
+    tokens = math.ceil(config.token_budget / config.context_parallel_size)
     chunk = config.logprob_chunk_tokens
     chunk = min(CHUNK_TOKENS if chunk == "auto" else chunk, tokens)
     return MemoryEstimate(

@@ -81,7 +81,7 @@ def max_running_groups(config: RunConfig) -> int:
 def max_micro_batches(config: RunConfig) -> int:
     """Return the number of micro-batches per rank and step if every episode has the maximum length."""
     learner = config.learner
-    per_micro_batch = learner.max_tokens_per_micro_batch // config.max_sequence_tokens
+    per_micro_batch = learner.token_budget // config.max_sequence_tokens
     episodes = math.ceil(config.episodes_per_step / learner.num_mini_batches)
     per_rank = math.ceil(episodes / learner.num_data_ranks)
     per_update = math.ceil(per_rank / max(1, per_micro_batch))
@@ -214,7 +214,7 @@ COMMON_KEYS = {
     "learner.learning_rate": "About 1e-6 for full training, 1e-5 with `learner.lora`.",
     "learner.loss": "To use another algorithm; see docs/algorithms.md.",
     "learner.num_ranks": "One per GPU that trains; more for models that do not fit.",
-    "learner.max_tokens_per_micro_batch": "Lower it when the learner runs out of GPU memory.",
+    "learner.max_tokens_per_micro_batch": "A number lower than the one in the log if the learner runs out of GPU memory.",
 }
 """The keys at the head of the document, and when to change each."""
 

@@ -16,6 +16,7 @@ from raylearner import credentials
 from raylearner.config import speed
 from raylearner.config.engine_count import Supply, num_actors
 from raylearner.config.image_checks import can_keep_caches
+from raylearner.config.micro_batch import choose_budget
 from raylearner.config.problems import Finding
 from raylearner.config.schema import RunConfig, TransformersEngine, VllmEngine
 from raylearner.config.section import number
@@ -88,6 +89,11 @@ def resolve(
             "compile": speed.should_compile(config, gpus_per_rank=per_rank),
         }
     )
+    if learner.max_tokens_per_micro_batch == "auto":
+        rank_bytes = None if gpu_bytes is None or not per_rank else gpu_bytes * min(per_rank, 1)
+        budget, why = choose_budget(config, learner, rank_bytes=rank_bytes)
+        learner = learner.model_copy(update={"max_tokens_per_micro_batch": budget})
+        decisions += [why] if why else []
     weights = config.weights
     if weights.transport == "auto":
         transport = _transport(config, num_gpus, per_rank=per_rank, per_actor=per_actor)

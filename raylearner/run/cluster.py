@@ -19,6 +19,7 @@ from raylearner.actors.process import prepare_process, reach_nodes_directly
 from raylearner.cleanup import clean_up_now
 from raylearner.config import resources
 from raylearner.config.checks import warnings
+from raylearner.config.learner import TOKEN_BUDGET
 from raylearner.config.resources import named_variables
 from raylearner.config.schema import ClusterSection, RunConfig
 from raylearner.errors import ConfigError, StartError, summary
@@ -156,7 +157,10 @@ def supply(configs: Sequence[RunConfig]) -> ClusterSupply:
     """Return the resources of the cluster, in use or not, that decide what `auto` is in these configurations."""
     found = ray.cluster_resources()
     gpus = found.get("GPU", 0.0)
-    is_auto = any(config.actors.num_actors == "auto" for config in configs)
+    is_auto = any(
+        "auto" in (config.actors.num_actors, config.learner.max_tokens_per_micro_batch)
+        for config in configs
+    )
     return ClusterSupply(
         num_gpus=gpus,
         num_cpus=found.get("CPU", 0.0),
@@ -172,7 +176,11 @@ def _read_gpu_bytes() -> int | None:
         return ray.get(call, timeout=GPU_LIMIT_S)
     except (ray.exceptions.GetTimeoutError, ray.exceptions.RayTaskError):
         ray.cancel(call)
-        logger.warning("the memory of the GPUs is unknown: one engine on each, unless configured")
+        logger.warning(
+            "the memory of the GPUs is unknown: one engine on each and micro-batches of %d tokens,"
+            " unless configured",
+            TOKEN_BUDGET,
+        )
         return None
 
 

@@ -277,7 +277,7 @@ class Controller:
                 take.groups,
                 policy_version=trained_version,
                 num_ranks=config.learner.num_data_ranks,
-                max_tokens_per_micro_batch=config.learner.max_tokens_per_micro_batch,
+                max_tokens_per_micro_batch=config.learner.token_budget,
                 num_mini_batches=config.learner.num_mini_batches,
                 should_mask_truncated=config.learner.mask_truncated,
                 shares_prefixes=learner.shares_prefixes,
