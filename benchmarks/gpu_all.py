@@ -95,6 +95,15 @@ STAGES = (
         on_cpu=False,
     ),
     Stage("head", "benchmarks.gpu.head", 1, 120),
+    Stage("prefix", "benchmarks.gpu.prefix", 1, 150),
+    Stage(
+        "prefix_compiled",
+        "benchmarks.gpu.prefix",
+        1,
+        220,
+        ("--compile", "--name", "prefix_compiled"),
+        on_cpu=False,
+    ),
     Stage("verification", "benchmarks.gpu.verification", 1, 180),
     Stage(
         "throughput_eager_full",

@@ -10,9 +10,10 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from raylearner.learner.batch.prefixes import Layout, SharedPrefix
-from raylearner.learner.batch.sharing import Sharing, sum_copies
+from raylearner.learner.batch.sharing import SharedKeys, Sharing, sum_copies
 from raylearner.learner.model.attention import Backend, packed_attention
 from raylearner.learner.model.policy import keep_products
+from raylearner.learner.model.shared_attention import attend_varlen
 
 LENGTHS = (21, 5, 30, 12, 26, 17, 1)
 FAMILIES = (0, None, 0, 1, 1, 0, None)
@@ -176,3 +177,20 @@ def test_recomputation_gives_the_same_gradients_and_gathered_keys_are_not_kept(
     wanted = torch.autograd.grad(plain.sum(), inputs)
     for found, right in zip(torch.autograd.grad(again.sum(), inputs), wanted, strict=True):
         assert torch.equal(found, right)
+
+
+@pytest.mark.usefixtures("varlen_on_cpu")
+def test_compiled_blocks_trace_shared_keys_as_one_graph() -> None:
+    torch.manual_seed(0)
+
+    def run(x: Tensor, sizes: Tensor, longest: int, keys: SharedKeys) -> Tensor:
+        y = x.sin()
+        return attend_varlen(y, y, y, sizes, longest, 0.3, None, keys).sin()
+
+    x = torch.randn(2, sum(SIZES), 8, dtype=torch.float64, requires_grad=True)
+    options = torch.tensor([0, *SIZES]).cumsum(0).int(), max(SIZES), SHARING.keys
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found, wanted = compiled(x, *options), run(x, *options)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    found, wanted = (torch.autograd.grad(out.sum(), x)[0] for out in (found, wanted))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -18,7 +18,7 @@ QUADRATIC_TOKENS = 24_576
 """Sequence length at which attention costs as much as everything else: 12 x a hidden size of 2,048.
 """
 
-KEYS_PER_TOKEN = 4
+KEYS_PER_TOKEN = 6
 """Maximum number of keys of a micro-batch, as a multiple of its token budget. Keys of a shared prefix are
 gathered for each row, one layer at a time."""
 
