@@ -1,6 +1,7 @@
 """The study harness: what it samples with, its tables, and a small run from end to end."""
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -64,8 +65,26 @@ async def test_the_same_seed_gives_the_same_run(rewarded: tuple[str, ...], tmp_p
     assert len(list((tmp_path / "cache").iterdir())) == 1  # seeds share the model
 
 
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+async def test_later_versions_reach_the_sampler_while_it_samples(
+    rewarded: tuple[str, ...], tmp_path: Path, cache: Literal["recompute", "keep"]
+) -> None:
+    run = Run(study="test", name=cache, overrides=rewarded, lag=2, cache=cache)
+    config = run.config()
+    model_path = prepare_model(config, tmp_path / "cache")
+    async with Harness(config, lag=2, model_path=model_path, cache=cache) as harness:
+        gaps = []
+        for _ in range(4):
+            step = await harness.step()
+            gaps.append(step.output.metrics["learner/on_policy_gap/max"])
+        assert max(len(set(t.policy_versions[t.loss_mask].tolist())) for t in step.trajectories) > 1
+        assert (harness.num_recomputed > 0) == (cache == "recompute")
+        if cache == "recompute":
+            assert max(gap for gap in gaps if gap == gap) < 1e-4
+
+
 def test_every_run_of_every_study_is_a_valid_configuration() -> None:
-    for name in ("objectives", "off_policy"):
+    for name in study.TABLES:
         runs = study.runs_of(name)
         assert len({run.key for run in runs}) == len(runs)
         for run in runs:

@@ -100,7 +100,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("learner/kl_coefficient", "", "Coefficient of the KL penalty in the step."),
     ("learner/logprob_gap/mean", "nats", "Mean |learner - engine| log-probability of sampled tokens at the start of the step; includes the effect of staleness."),
     ("learner/logprob_gap/<aggregate>", "nats", "Maximum and standard deviation of |learner - engine| log-probability."),
-    ("learner/on_policy_gap/<aggregate>", "nats", "The same over tokens of the learner's own version, where only learner and engine can differ: mean, max."),
+    ("learner/on_policy_gap/<aggregate>", "nats", "The same over tokens of the learner's own version, where only learner and engine can differ, and keys and values that are kept at a push (`weights.cache`): mean, max."),
     ("learner/on_policy_fraction", "fraction", "Share of sampled tokens that are of the learner's own version."),
     ("learner/probability_gap/<aggregate>", "", "|learner - engine| probability of sampled tokens: mean, max, std."),
     ("learner/behavior_unknown_fraction", "fraction", "Share of sampled tokens without a finite behavior log-probability."),
