@@ -95,6 +95,9 @@ class PushActor:
     def shares_prefixes(self) -> bool:
         return False
 
+    def load_libraries(self) -> None:
+        """Do nothing: `start` imports what it needs."""
+
     def change(self) -> int:
         return self._models.change()
 

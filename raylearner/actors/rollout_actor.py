@@ -5,11 +5,13 @@ import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import ray
 
 from raylearner import leftovers
+from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.engine import Engine
 from raylearner.actors.episode import EpisodeKit
 from raylearner.actors.process import prepare_process
@@ -22,6 +24,7 @@ from raylearner.observability.spans import Span, Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
 from raylearner.types import ClaimReply, Prompt, Sampling, Trajectory
+from raylearner.weights.transports import transport_of
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 
@@ -67,6 +70,7 @@ class RolloutActor:
         self._replay = replay
         self._adapter_rank = adapter_rank
         self._tracer = Tracer(track=actor_id, is_enabled=config.observability.trace)
+        self._importing = asyncio.Lock()
 
     def __repr__(self) -> str:
         return self._actor_id
@@ -75,12 +79,18 @@ class RolloutActor:
         """Return the id of this process's node, where resources are reserved for it."""
         return ray.get_runtime_context().get_node_id()
 
+    async def load_libraries(self) -> None:
+        """Import the libraries of renderer and engine, which may take longer than loading the model."""
+        async with self._importing:  # not in two threads: modules import each other in circles
+            await asyncio.to_thread(_import_libraries, self._config)
+
     async def start(self) -> tuple[int, str]:
         """Start the engine; return this process's id and the engine's class.
 
         Raises `EngineError` with the cause.
         """
         config = self._config
+        await self.load_libraries()
         async with AsyncExitStack() as resources:
             self._renderer = Renderer.from_pretrained(self._model_path, config.renderer)
             # An actor that was killed on this node left its engine's memory.
@@ -212,3 +222,15 @@ class RolloutActor:
 
     async def _put(self, episodes: list[list[Trajectory]]) -> list[str]:
         return await self._replay.put.remote(episodes)
+
+
+def _import_libraries(config: schema.RunConfig) -> None:
+    """Import what `start` needs. Imported modules are kept, so that a second call does nothing."""
+    match config.actors.engine:
+        case schema.VllmEngine() as section:
+            shares_memory = transport_of(config.weights.transport).shares_memory
+            vllm_process.load_libraries(section, shares_memory=shares_memory)
+        case schema.TransformersEngine():
+            import_module("raylearner.actors.engines.transformers")
+        case schema.ScriptedEngine():
+            pass

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from raylearner.config.problems import Finding
 from raylearner.config.schema import PretrainedModel, RunConfig, TinyModel
+from raylearner.errors import ConfigError
 
 LOGIT_CHANGES = (
     "final_logit_softcapping",
@@ -21,6 +22,9 @@ LOGIT_CHANGES = (
 `dim_model_base`, which divides it. Families have other such keys and defaults, so a learner also
 tests its model when it loads it.
 """
+
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
+"""Files to download from a hub repository."""
 
 CHUNK_BYTES = 1 << 24
 """Number of bytes of compared files that are read at a time."""
@@ -44,6 +48,35 @@ def is_missing_directory(path: str) -> bool:
     is_below_folder = bool(separator) and Path(owner).is_dir()
     is_local = path.startswith((".", "~", os.sep)) or path.count("/") > 1 or is_below_folder
     return is_local and not Path(path).expanduser().is_dir()
+
+
+def is_hub_id(path: str) -> bool:
+    """Return whether a path that is not a directory has the form of a hub id."""
+    folder = Path(path).expanduser()
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
+    return not looks_local and not folder.exists()
+
+
+def local_directory(path: str) -> Path:
+    """Return the directory of a model given by path or hub id, from which it is downloaded.
+
+    Of several processes that download at once, one downloads a file, and the others wait for its lock.
+    Raises `ConfigError` if there is no such directory or repository.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_hub_id(path):
+        raise ConfigError(f"model.path: no such directory: {path!r}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
+    except Exception as error:
+        raise ConfigError(
+            f"model.path: {path!r} is not a directory, and as a hub id it cannot be downloaded: "
+            f"{error}"
+        ) from error
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,11 @@ class LearnerActor:
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
+
+    def load_libraries(self) -> None:
+        """Import the learner, which may take longer than loading its model."""
+        for name in ("learner", "recording", "weight_writer"):
+            import_module(f"raylearner.learner.{name}")
 
     def rendezvous_address(self) -> tuple[str, int]:
         """Return this node's address and a free port on it."""

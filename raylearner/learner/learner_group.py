@@ -10,7 +10,7 @@ import logging
 import shutil
 import uuid
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,11 @@ class LearnerGroup:
         """Return the running ranks by name."""
         return {f"learner-{rank}": actor for rank, actor in enumerate(self._ranks)}
 
-    async def start(self) -> None:
-        """Start every rank, wherever Ray places it, and connect them at rank 0's node."""
+    async def start(self, *, model: Awaitable[None] | None = None) -> None:
+        """Start every rank, wherever Ray places it, and connect them at rank 0's node.
+
+        Ranks import their libraries first, and load the model once `model` is done.
+        """
         config = self._spec.learner
         # A killed rank's name stays taken for a while: the suffix lets a new rank start at once.
         suffix = uuid.uuid4().hex[:6]
@@ -111,7 +114,11 @@ class LearnerGroup:
             for rank, options in enumerate(self._ray_options)
         ]
         self._group, self._policy_version = None, 0
+        for rank in self._ranks:
+            rank.load_libraries.remote()  # `start` raises what fails in it
         (address,) = await self._gather([self._ranks[0].rendezvous_address.remote()])
+        if model is not None:
+            await model
         for rank, pid in enumerate(await self._call_all("start", len(self._ranks), address)):
             log.info("learner-%d runs as process %d", rank, pid)
         self._shares_prefixes = all(await self._call_all("shares_prefixes"))

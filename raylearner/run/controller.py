@@ -23,10 +23,11 @@ from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import CheckpointWriter
 from raylearner.run.evaluation import Evaluations, Evaluator
+from raylearner.run.model import RunModel, model_path, prepare_model
 from raylearner.run.recovery import Recovery
 from raylearner.run.replay_process import asked
 from raylearner.run.roles import Roles
-from raylearner.run.run_actors import RunActors, prepare_model
+from raylearner.run.run_actors import RunActors
 from raylearner.run.step_reporter import StepReporter
 from raylearner.run.stopping import stopped
 from raylearner.run.taking import Taker
@@ -157,10 +158,12 @@ class Controller:
         tracer = Tracer(track="controller", is_enabled=config.observability.trace)
         watchdog = Watchdog(config.run.watchdog_s, step=lambda: latest.step if latest else 0)
         limit_s = start_limit_s(config)
-        with recorder.stage("preparing the model"):
-            model_path = await watchdog.wait(
-                "preparing the model", prepare_model(config, folder, training), limit_s=limit_s
-            )
+
+        async def prepare() -> None:
+            label = "preparing the model"
+            with recorder.stage(label):
+                await watchdog.wait(label, prepare_model(config, folder, training), limit_s=limit_s)
+
         with recorder.stage(
             f"starting {config.learner.num_ranks} learner ranks and"
             f" {config.actors.min_actors} engines"
@@ -169,7 +172,7 @@ class Controller:
                 config,
                 training,
                 folder=folder,
-                model_path=model_path,
+                model=RunModel(model_path(config, folder), making=prepare()),
                 watchdog=watchdog,
                 tracer=tracer,
             )

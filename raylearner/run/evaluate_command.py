@@ -29,6 +29,7 @@ from raylearner.rewards.scorer import Scorer
 from raylearner.run import cluster, machine, prompt_checks
 from raylearner.run.evaluation import Evaluator
 from raylearner.run.fleet import RolloutFleet
+from raylearner.run.model import RunModel
 from raylearner.tokenization.template_checks import check_template
 from raylearner.types import PolicyVersion, Prompt
 
@@ -130,7 +131,7 @@ async def _evaluate(
                 "observability": config.observability.model_copy(update={"trace": False}),
             }
         ),
-        model_path=model,
+        model=RunModel(model),
         replay=None,
         on_loss=_no_loss,
         on_join=_no_join,

@@ -15,6 +15,7 @@ from raylearner.errors import ConfigError, PushBroken
 from raylearner.observability.spans import Span
 from raylearner.run import scaling
 from raylearner.run.launching import ActorLauncher
+from raylearner.run.model import RunModel
 from raylearner.run.placement import Colocation, answer
 from raylearner.run.slot import Stage
 from raylearner.run.slots import OnJoin, OnLoss, Slots, receiver
@@ -39,7 +40,7 @@ class RolloutFleet:
         self,
         *,
         config: RunConfig,
-        model_path: str,
+        model: RunModel,
         replay: Any,
         on_loss: OnLoss,
         on_join: OnJoin,
@@ -50,9 +51,7 @@ class RolloutFleet:
         self._section = config.actors
         self._colocation = colocation
         self._folder = folder
-        launcher = ActorLauncher(
-            config, model_path=model_path, replay=replay, colocation=colocation
-        )
+        launcher = ActorLauncher(config, model=model, replay=replay, colocation=colocation)
         self._slots = Slots(
             config, launcher, on_loss=on_loss, on_join=on_join, colocation=colocation
         )

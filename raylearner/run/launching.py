@@ -15,6 +15,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.config.section import number
 from raylearner.deaths import is_death
 from raylearner.errors import EngineError, EngineLost, summary
+from raylearner.run.model import RunModel
 from raylearner.run.placement import Colocation, answer
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,14 @@ class Launched:
 
 
 class ActorLauncher:
-    """Starts rollout actors, whose engines load `model_path`."""
+    """Starts rollout actors, whose engines load the model once it is on their node."""
 
     def __init__(
-        self, config: RunConfig, *, model_path: str, replay: Any, colocation: Colocation | None
+        self, config: RunConfig, *, model: RunModel, replay: Any, colocation: Colocation | None
     ) -> None:
         """With `colocation`, engines share the GPUs of learner ranks."""
         self._config = config
-        self._model_path = model_path
+        self._model = model
         self.replay = replay
         """Replay actor of the next actor."""
         self._colocation = colocation
@@ -61,18 +62,24 @@ class ActorLauncher:
     ) -> Launched:
         """Start an actor and its engine; call `on_placed` with its node once it has one.
 
-        Its engine has `actors.start_timeout_s`; with `has_to_wait` the wait for a node does not count.
-        Raises `EngineError` where the engine did not start, and `EngineLost` where its process died. A
-        failed actor is killed.
+        Its engine has `actors.start_timeout_s`; the wait for the model does not count, and with
+        `has_to_wait` neither does that for a node. Raises `EngineError` where the engine did not start,
+        `EngineLost` where its process died, and the error of a model that could not be made. A failed
+        actor is killed.
         """
         actors = self._config.actors
         actor = self._create(actor_id)
         limit = asyncio.timeout(None if has_to_wait else actors.start_timeout_s)
         try:
             async with limit:
-                on_placed(await answer(actor.node.remote()))
-                now = asyncio.get_running_loop().time()
-                if has_to_wait:
+                node = await answer(actor.node.remote())
+                on_placed(node)
+                actor.load_libraries.remote()  # `start` raises what fails in it
+                if has_to_wait or not self._model.is_ready(node):
+                    has_to_wait = True
+                    limit.reschedule(None)
+                    await self._model.ready(node)
+                    now = asyncio.get_running_loop().time()
                     limit.reschedule(now + actors.start_timeout_s)
                 pid, engine = await actor.start.remote()
         except Exception as error:
@@ -83,6 +90,8 @@ class ActorLauncher:
                     f"{actor_id}: the engine did not start within"
                     f" {actors.start_timeout_s:g} s (actors.start_timeout_s){waited}"
                 ) from error
+            if self._model.failed_with(error):
+                raise
             if is_own_failure(error):
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 raise EngineError(f"{actor_id}: the engine did not start: {cause}") from error
@@ -120,7 +129,7 @@ class ActorLauncher:
             options |= self._colocation.engine_options(actor_id)
         rollout_actor: Any = RolloutActor
         return rollout_actor.options(**options).remote(
-            actor_id, self._config, self._model_path, self.replay, self._adapter_rank
+            actor_id, self._config, self._model.path, self.replay, self._adapter_rank
         )
 
 

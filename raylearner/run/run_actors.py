@@ -10,16 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
-from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.config.schema import RunConfig
 from raylearner.errors import WeightTransferError
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
 from raylearner.observability.spans import Tracer
 from raylearner.run.fleet import RolloutFleet
+from raylearner.run.model import RunModel
 from raylearner.run.placement import Colocation, RankPlaces
 from raylearner.run.replay_process import ReplayProcess
 from raylearner.run.watchdog import Watchdog, start_limit_s
@@ -43,7 +42,7 @@ class RunActors:
         training: list[Prompt],
         *,
         folder: Path,
-        model_path: str,
+        model: RunModel,
         tracer: Tracer,
         places: RankPlaces | None,
     ) -> None:
@@ -57,7 +56,7 @@ class RunActors:
         self._replay = ReplayProcess(
             config, training, folder=folder, group_rewards=self._rewards.groups
         )
-        spec = LearnerSpec.of_run(config, model_path=model_path, run_dir=folder)
+        spec = LearnerSpec.of_run(config, model_path=model.path, run_dir=folder)
         self.learner = (
             LearnerGroup(spec, ray_options=None if places is None else places.rank_options())
             if colocation is None
@@ -67,7 +66,7 @@ class RunActors:
         )
         self.fleet = RolloutFleet(
             config=config,
-            model_path=model_path,
+            model=model,
             replay=self.replay,
             on_loss=self._forget,
             on_join=self._admit,
@@ -83,33 +82,40 @@ class RunActors:
         training: list[Prompt],
         *,
         folder: Path,
-        model_path: str,
+        model: RunModel,
         watchdog: Watchdog,
         tracer: Tracer,
     ) -> "RunActors":
-        """Start everything at once, and raise the first failure, after which nothing is left."""
-        places: RankPlaces | None = None
-        if transport_of(config.weights.transport).shares_memory:
-            places = await Colocation.reserve(config)
-        elif config.actors.is_elastic:
-            places = await RankPlaces.reserve(config)
-        actors = cls(
-            config,
-            training,
-            folder=folder,
-            model_path=model_path,
-            tracer=tracer,
-            places=places,
-        )
+        """Start everything at once, and raise the first failure, after which nothing is left.
+
+        Processes import their libraries while the model is made, and load it then.
+        """
+        actors: RunActors | None = None
         try:
+            actors = cls(
+                config,
+                training,
+                folder=folder,
+                model=model,
+                tracer=tracer,
+                places=await _reserve(config),
+            )
             limit_s = start_limit_s(config)
             await asyncio.gather(
+                model.made(),
                 watchdog.wait("starting reward models", actors._rewards.start(), limit_s=limit_s),
-                watchdog.wait("starting learner ranks", actors.learner.start(), limit_s=limit_s),
+                watchdog.wait(
+                    "starting learner ranks",
+                    actors.learner.start(model=model.made()),
+                    limit_s=limit_s,
+                    progress=lambda: model.is_made,  # which has a limit of its own
+                ),
                 actors.fleet.start(),  # has its own limit
             )
         except BaseException:
-            await actors.close()
+            await model.close()
+            if actors is not None:
+                await actors.close()
             raise
         return actors
 
@@ -229,25 +235,8 @@ class RunActors:
             await publisher.admit(actor_id, receive)
 
 
-@ray.remote(num_cpus=1)
-def _make_tiny_model(*arguments: Any) -> float | None:
-    """Run in a separate process, so that the driver never loads torch."""
-    from raylearner.tiny.demonstrations import prepare_tiny_model
-
-    return prepare_tiny_model(*arguments)
-
-
-async def prepare_model(config: RunConfig, folder: Path, training: list[Prompt]) -> str:
-    """Return a directory or hub id; `training` are the prompts of a warm start."""
-    model = config.model
-    if not isinstance(model, TinyModel):
-        return model.path
-    path = folder / "model"
-    if not path.exists():
-        make: Any = _make_tiny_model
-        loss = await make.remote(
-            model, config.renderer, config.environment, training, str(path), config.run.seed
-        )
-        if loss is not None:
-            logger.info("warm start ended with a loss of %.3f", loss)
-    return str(path)
+async def _reserve(config: RunConfig) -> RankPlaces | None:
+    """Reserve places of learner ranks that share GPUs with engines, or that must outlive changes of the fleet."""
+    if transport_of(config.weights.transport).shares_memory:
+        return await Colocation.reserve(config)
+    return await RankPlaces.reserve(config) if config.actors.is_elastic else None

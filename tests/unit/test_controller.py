@@ -13,6 +13,7 @@ from raylearner.errors import LearnerDied, LearnerError, ReplayDied, RunStopped,
 from raylearner.run import controller as controllers
 from raylearner.run import recovery
 from raylearner.run.controller import Controller
+from raylearner.run.model import RunModel
 from raylearner.run.watchdog import unless_set
 
 NAME = types.SimpleNamespace
@@ -51,6 +52,7 @@ CONFIG: Any = NAME(
     actors=NAME(min_actors=1, start_timeout_s=0.2),
     rewards=NAME(reported_failed_reward=0.0),
     weights=NAME(deadline_s=0.0),
+    model=NAME(path=""),
     environment=NAME(kind="single_turn"),
     observability=NAME(trace=False),
 )
@@ -203,14 +205,20 @@ async def test_a_stop_ends_a_run_that_is_still_starting(
 ) -> None:
     ended: list[bool] = []
 
-    async def prepare(*_: object) -> str:
+    async def prepare(*_: object) -> None:
         try:
             await asyncio.sleep(3600)
         finally:
             ended.append(True)
-        return ""
+
+    async def start(*_: object, model: RunModel, **__: object) -> None:
+        try:
+            await model.made()
+        finally:
+            await model.close()
 
     monkeypatch.setattr(controllers, "prepare_model", prepare)
+    monkeypatch.setattr(controllers.RunActors, "start", start)
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, stop.set)
     async with asyncio.timeout(5):

@@ -25,6 +25,7 @@ from raylearner.run import fleet as fleets
 from raylearner.run import restarts, slots
 from raylearner.run.fleet import RolloutFleet
 from raylearner.run.launching import Launched
+from raylearner.run.model import RunModel
 
 
 def remote(call: Callable[..., Any]) -> Any:
@@ -118,7 +119,7 @@ class Fleet(RolloutFleet):
         )
         super().__init__(
             config=config.model_copy(update={"weights": SimpleNamespace(transport="shared_files")}),
-            model_path="",
+            model=RunModel(""),
             replay=None,
             on_loss=self.lose,
             on_join=self.join,

@@ -7,12 +7,14 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
+from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
 
 from raylearner import leftovers
+from raylearner.config.schema import VllmEngine
 from raylearner.errors import EngineError, WeightTransferError
 from raylearner.leftovers import start_time
 
@@ -70,6 +72,13 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def load_libraries(section: VllmEngine, *, shares_memory: bool) -> None:
+    """Import vLLM, which takes longer than loading a small model."""
+    set_environment(kv_cache_gib=section.kv_cache_gib, shares_memory=shares_memory)
+    import_module("vllm.v1.engine.async_llm")
+    import_module("raylearner.actors.engines.vllm_worker")
 
 
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"

@@ -35,7 +35,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from raylearner.config.checks import CONTEXT_KEY, NO_VISION_CONTEXT, SLICED_LAYERS, context_error
 from raylearner.config.learner import LoraSection
-from raylearner.config.model_files import LENGTH_DEPENDENT, model_errors, rope_types, scoring_errors
+from raylearner.config.model_files import (
+    LENGTH_DEPENDENT,
+    local_directory,
+    model_errors,
+    rope_types,
+    scoring_errors,
+)
 from raylearner.errors import ConfigError
 from raylearner.learner import optimizer
 from raylearner.learner.checkpoint.state import read_shapes
@@ -48,9 +54,6 @@ from raylearner.tokenization.tokenizer import unknown_token_ids
 
 log = logging.getLogger(__name__)
 
-MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
-"""Files to download from a hub repository."""
-
 RANDOM_WIDTH = 0.02
 """Standard deviation of random weights."""
 
@@ -60,20 +63,7 @@ def model_directory(path: str, *, needs_weights: bool = True) -> Path:
 
     Raises `ConfigError` if there is none or its files are unusable.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
-        if looks_local or folder.exists():
-            raise ConfigError(f"model.path: no such directory: {path!r}")
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
-        except Exception as error:
-            raise ConfigError(
-                f"model.path: {path!r} is not a directory, and as a hub id it cannot be downloaded: "
-                f"{error}"
-            ) from error
+    folder = local_directory(path)
     for problem in model_errors(folder, needs_weights=needs_weights):
         raise ConfigError(f"model.path: {problem}")
     return folder
