@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from raylearner import credentials
 from raylearner.config import speed
+from raylearner.config.devices import UNKNOWN, Devices
 from raylearner.config.engine_count import Supply, num_actors
 from raylearner.config.image_checks import can_keep_caches
 from raylearner.config.micro_batch import choose_budget
@@ -46,10 +47,12 @@ def resolve(
     num_gpus: float,
     num_cpus: float = math.inf,
     gpu_bytes: int | None = None,
+    devices: Devices = UNKNOWN,
 ) -> Resolved:
     """Return the configuration with every `auto` resolved for a cluster of these GPUs and CPUs.
 
     `gpu_bytes` is the memory of a GPU, which decides how many engines share it; one if it is unknown.
+    `devices` are those of the cluster's machines; by default nothing is missing there.
     """
     _refuse_elastic_places(config)
     free = num_gpus - _rewards_gpus(config, num_gpus)
@@ -81,12 +84,12 @@ def resolve(
     ):
         engine = engine.model_copy(update={"device": "cuda"})
     if isinstance(engine, VllmEngine):
-        is_eager = speed.is_eager(config, gpus_per_actor=per_actor)
+        is_eager = speed.is_eager(config, gpus_per_actor=per_actor, devices=devices)
         engine = engine.model_copy(update={"eager": is_eager})
     learner = config.learner.model_copy(
         update={
             "gpus_per_rank": per_rank,
-            "compile": speed.should_compile(config, gpus_per_rank=per_rank),
+            "compile": speed.should_compile(config, gpus_per_rank=per_rank, devices=devices),
         }
     )
     if learner.max_tokens_per_micro_batch == "auto":
@@ -119,7 +122,7 @@ def resolve(
         }
     )
     _refuse_impossible(resolved)
-    return Resolved(resolved, (*decisions, *speed.decisions(config, resolved)))
+    return Resolved(resolved, (*decisions, *speed.decisions(config, resolved, devices)))
 
 
 def _rewards_gpus(config: RunConfig, num_gpus: float) -> int:

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from raylearner.config.devices import MIN_PACKED_CAPABILITY, Devices, attention_kernel
 from raylearner.config.memory import ModelSize
 from raylearner.config.schema import PretrainedModel, RunConfig, VllmEngine
+from raylearner.errors import ConfigError
 
 COMPILATION_FLOPS = 5e16
 """Training operations of a rank that take as long without compilation as with it, its start included:
@@ -15,12 +17,16 @@ FLOPS_PER_PARAMETER = 6.0
 """Operations per parameter and token in forward and backward (Kaplan et al. 2020, arXiv 2001.08361)."""
 
 
-def is_eager(config: RunConfig, *, gpus_per_actor: float) -> bool:
-    """Return whether engines run without CUDA graphs and compilation: on CPUs, where they gain nothing."""
+def is_eager(config: RunConfig, *, gpus_per_actor: float, devices: Devices) -> bool:
+    """Return whether engines run without CUDA graphs and compilation: on CPUs, where they gain nothing, and
+    on machines that cannot compile, where `actors.engine.eager: false` raises `ConfigError`.
+    """
     engine = config.actors.engine
-    if not isinstance(engine, VllmEngine) or engine.eager == "auto":
-        return gpus_per_actor == 0
-    return engine.eager
+    if isinstance(engine, VllmEngine) and engine.eager != "auto":
+        if gpus_per_actor and not engine.eager:
+            _require_compiler(devices, "actors.engine.eager: false")
+        return engine.eager
+    return gpus_per_actor == 0 or devices.compiler_error is not None
 
 
 def schedules_ahead(engine: VllmEngine, *, is_on_gpu: bool) -> bool:
@@ -34,14 +40,26 @@ def schedules_ahead(engine: VllmEngine, *, is_on_gpu: bool) -> bool:
     return is_possible and given.get("async_scheduling") is not False
 
 
-def should_compile(config: RunConfig, *, gpus_per_rank: float) -> bool:
-    """Return whether the learner compiles: on GPUs, in runs long enough."""
+def should_compile(config: RunConfig, *, gpus_per_rank: float, devices: Devices) -> bool:
+    """Return whether the learner compiles: on GPUs, in runs long enough.
+
+    Raises `ConfigError` for `learner.compile: true` on machines that cannot.
+    """
     if config.learner.compile != "auto":
+        if gpus_per_rank and config.learner.compile:
+            _require_compiler(devices, "learner.compile: true")
         return config.learner.compile
-    if gpus_per_rank == 0:
+    if gpus_per_rank == 0 or devices.compiler_error is not None:
         return False
     flops = flops_per_rank(config)
     return config.run.num_steps >= MIN_STEPS if flops is None else flops >= COMPILATION_FLOPS
+
+
+def _require_compiler(devices: Devices, setting: str) -> None:
+    if devices.compiler_error is not None:
+        raise ConfigError(
+            f"{setting}: kernels cannot be compiled: {devices.compiler_error}; or set it to auto"
+        )
 
 
 def flops_per_rank(config: RunConfig) -> float | None:
@@ -58,18 +76,25 @@ def flops_per_rank(config: RunConfig) -> float | None:
     return FLOPS_PER_PARAMETER * size.num_parameters * tokens / config.learner.num_ranks
 
 
-def decisions(config: RunConfig, resolved: RunConfig) -> Iterator[str]:
-    """Yield a line for each `auto` of `config` that `resolved` decides, on GPUs alone."""
+def decisions(config: RunConfig, resolved: RunConfig, devices: Devices) -> Iterator[str]:
+    """Yield a line for each way that `resolved` takes on GPUs, with the reason and cost of a slow one."""
+    if devices.gpus:
+        yield f"GPUs: {devices.names}"
     engine, chosen = config.actors.engine, resolved.actors.engine
-    if isinstance(engine, VllmEngine) and engine.eager == "auto" and resolved.actors.gpus_per_actor:
+    if isinstance(engine, VllmEngine) and resolved.actors.gpus_per_actor:
         assert isinstance(chosen, VllmEngine)
-        yield (
-            "engines run eagerly"
-            if chosen.eager
-            else "engines compile and capture CUDA graphs, about a minute at the start"
-            " (actors.engine.eager: true starts sooner and generates at less than half the speed)"
-        )
-    if isinstance(chosen, VllmEngine) and resolved.actors.gpus_per_actor:
+        if not chosen.eager:
+            yield (
+                "engines compile and capture CUDA graphs, about a minute at the start"
+                " (actors.engine.eager: true starts sooner and generates at less than half the speed)"
+            )
+        elif engine.eager == "auto":
+            yield (
+                "engines run eagerly, at less than half the speed, since kernels cannot be compiled:"
+                f" {devices.compiler_error}; vLLM may not start without its own kernels"
+            )
+        else:
+            yield "engines run eagerly, at less than half the speed (actors.engine.eager: true)"
         if schedules_ahead(chosen, is_on_gpu=True):
             yield "engines prepare each step while the last one runs (async scheduling)"
         else:
@@ -77,14 +102,53 @@ def decisions(config: RunConfig, resolved: RunConfig) -> Iterator[str]:
                 "engines wait for each step before they prepare the next, as"
                 " actors.engine.extra_arguments ask, which lowers throughput"
             )
-    if config.learner.compile == "auto" and resolved.learner.gpus_per_rank:
-        flops = flops_per_rank(config)
-        why = (
-            f"a run of {config.run.num_steps} steps"
-            if flops is None
-            else f"about {flops:.0e} operations per rank"
+    if resolved.learner.gpus_per_rank:
+        yield from _learner_lines(config, resolved, devices)
+
+
+def _learner_lines(config: RunConfig, resolved: RunConfig, devices: Devices) -> Iterator[str]:
+    section, oldest = resolved.learner, devices.min_capability
+    kernel = section.attention
+    is_half = section.compute_dtype == "bfloat16"
+    if kernel == "auto":
+        kernel = attention_kernel(
+            oldest if oldest is not None else MIN_PACKED_CAPABILITY,
+            is_half=is_half,
+            has_flash_attn=devices.has_flash_attn,
         )
-        if resolved.learner.compile:
-            yield f"the learner compiles its model, about a minute in the first step, for {why}"
-        else:
-            yield f"the learner does not compile its model: {why} would save less time than compiling takes"
+    if kernel != "sdpa":
+        name = "flash-attn" if kernel == "flash_attn" else "torch's varlen kernel"
+        if devices.has_flash_3 and section.attention == "auto":
+            name = "FlashAttention-3"
+        yield f"the learner attends with {name}, and updates with fused AdamW"
+    else:
+        reason = "learner.attention: sdpa"
+        if section.attention == "auto" and not is_half:
+            reason = f"learner.compute_dtype: {section.compute_dtype}"
+        elif section.attention == "auto":
+            reason = f"a GPU of compute capability {oldest:g}"
+        yield (
+            f"the learner attends with SDPA, one sequence at a time ({reason}): kernels for packed"
+            " sequences are faster, and need bfloat16 and compute capability"
+            f" {MIN_PACKED_CAPABILITY:g}"
+        )
+    if config.learner.compile != "auto":
+        verb = "compiles" if section.compile else "does not compile"
+        yield f"the learner {verb} its model (learner.compile: {str(section.compile).lower()})"
+        return
+    if devices.compiler_error is not None:
+        yield (
+            "the learner does not compile its model, which makes its steps about a third slower, since"
+            f" kernels cannot be compiled: {devices.compiler_error}"
+        )
+        return
+    flops = flops_per_rank(config)
+    why = (
+        f"a run of {config.run.num_steps} steps"
+        if flops is None
+        else f"about {flops:.0e} operations per rank"
+    )
+    if section.compile:
+        yield f"the learner compiles its model while engines start, about a minute, for {why}"
+    else:
+        yield f"the learner does not compile its model: {why} would save less time than compiling takes"

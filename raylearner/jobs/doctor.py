@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from raylearner import leftovers, network
+from raylearner.config import devices
 from raylearner.config.report import versions
 from raylearner.errors import ConfigError
 from raylearner.jobs import client as jobs_client
@@ -47,7 +48,7 @@ class Finding:
 def findings() -> Iterator[Finding]:
     """Yield findings one by one; imports are tested in separate processes."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        *(_versions, _torch, _torchvision, _vllm, _tune),
+        *(_versions, _torch, _speed, _torchvision, _vllm, _tune),
         *(
             _shared_memory,
             _leftovers,
@@ -123,6 +124,34 @@ def _torch() -> Iterator[Finding]:
         yield Finding("problem", "GPUs", f"torch (CUDA {found['cuda']}) finds none", advice)
     else:
         yield Finding("ok", "GPUs", "none: runs use the CPU, over gloo and shared files")
+
+
+def _speed() -> Iterator[Finding]:
+    """Report the ways that runs take on GPUs here."""
+    found = devices.probe()
+    if not found.gpus:
+        return
+    if found.compiler_error is None:
+        text = "on: kernels can be compiled, so engines capture CUDA graphs and long runs compile the learner"
+        yield Finding("ok", "compilation", text)
+    else:
+        text = (
+            "off: engines run eagerly, at less than half the speed, and the learner a third slower"
+        )
+        yield Finding("problem", "compilation", text, found.compiler_error)
+    kernel = devices.attention_kernel(
+        found.min_capability or 0.0, is_half=True, has_flash_attn=found.has_flash_attn
+    )
+    is_fine, output = _probe("import flash_attn") if found.has_flash_attn else (True, "")
+    if kernel == "sdpa":
+        text = f"SDPA, one sequence at a time: the kernels for packed sequences need compute capability {devices.MIN_PACKED_CAPABILITY:g}"
+        yield Finding("note", "attention", text, "expect slower steps of the learner")
+    elif not is_fine:
+        text = f"torch's varlen kernel, since flash-attn does not import: {output}"
+        yield Finding("note", "attention", text, "reinstall it for this torch, or uninstall it")
+    else:
+        name = "flash-attn" if kernel == "flash_attn" else "torch's varlen kernel"
+        yield Finding("ok", "attention", f"{name}, in bfloat16")
 
 
 def _torchvision() -> Iterator[Finding]:

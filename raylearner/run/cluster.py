@@ -13,12 +13,14 @@ from typing import Any
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylearner import job_variables
 from raylearner.actors.process import prepare_process, reach_nodes_directly
 from raylearner.cleanup import clean_up_now
-from raylearner.config import resources
+from raylearner.config import devices, resources
 from raylearner.config.checks import warnings
+from raylearner.config.devices import Devices
 from raylearner.config.learner import TOKEN_BUDGET
 from raylearner.config.resources import named_variables
 from raylearner.config.schema import ClusterSection, RunConfig
@@ -34,6 +36,8 @@ START_PAUSE_S = 3.0
 """Time between two tries, and for the processes of a failed one to end."""
 GPU_LIMIT_S = 30.0
 """Maximum time for a node to tell the memory of its GPUs."""
+PROBE_TIMEOUT_S = 60.0
+"""Maximum time for machines to report what their GPUs can do."""
 START_LOGGERS = ("ray._private.node", "ray._private.services", "ray._private.worker")
 """Ray's loggers that report a failed start with stacks and excerpts of logs."""
 
@@ -136,12 +140,35 @@ def disconnect() -> None:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Replace every `auto` by a value for this cluster, and log each decision."""
-    resolved = resources.resolve(config, **asdict(supply([config])))
+    available = supply([config])
+    found = find_devices() if available.num_gpus else devices.UNKNOWN
+    resolved = resources.resolve(config, **asdict(available), devices=found)
     for decision in resolved.decisions:
         logger.info("%s", decision)
     for warning in warnings(resolved.config):
         logger.warning("%s", warning)
     return resolved.config
+
+
+def find_devices() -> Devices:
+    """Return what the cluster's machines with GPUs can do, without those that do not answer in time."""
+    nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")]
+    probe: Any = _probe
+    calls = [
+        probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n, soft=False)).remote()
+        for n in nodes
+    ]
+    found, _ = ray.wait(calls, num_returns=len(calls), timeout=PROBE_TIMEOUT_S)
+    try:
+        return devices.merge(ray.get(found))
+    except ray.exceptions.RayError as error:
+        logger.warning("the GPUs of the cluster were not examined: %s", summary(error))
+        return devices.UNKNOWN
+
+
+@ray.remote(num_cpus=0)
+def _probe() -> Devices:
+    return devices.probe()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -228,3 +228,19 @@ def test_selective_checkpointing_recomputes_no_attention(
     assert x.grad is not None
     assert counts.calls["aten.sin.default"] > 2, "the rest is recomputed"
     assert counts.calls[name] == 1
+
+
+def test_a_broken_flash_attn_is_reported_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(name: str) -> None:
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "import_module", fail)
+    attention.has_flash_attn.cache_clear()
+    try:
+        assert not attention.has_flash_attn()
+        assert "undefined symbol" in caplog.text
+    finally:
+        attention.has_flash_attn.cache_clear()

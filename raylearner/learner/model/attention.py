@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
+from raylearner.config.devices import HOPPER, Kernel, attention_kernel
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.sharing import SharedKeys
 from raylearner.learner.model.images import vision_tower
@@ -32,12 +33,10 @@ log = logging.getLogger(__name__)
 SHORTEST_TO_LONGEST = 0.75
 """Minimum ratio of the shortest to the longest sequence of one padded call on the CPU."""
 
-Backend = Literal["sdpa", "flash_attn", "varlen"]
+Backend = Kernel
 
 FLASH_3 = "flash_attn_interface"
 """Module of FlashAttention-3."""
-HOPPER = 9
-"""Major compute capability of the GPUs that it is for."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -53,16 +52,19 @@ def register_backend(
     has_kernels = device_type == "cuda" and dtype in HALF
     backend = wanted
     if backend == "auto":
-        has_older = find_spec("flash_attn") is not None and not uses_flash_3()
-        best: Backend = "flash_attn" if has_older else "varlen"
-        backend = best if has_kernels else "sdpa"
+        has_older = has_kernels and not uses_flash_3() and has_flash_attn()
+        backend = attention_kernel(
+            _capability(device_type), is_half=dtype in HALF, has_flash_attn=has_older
+        )
     if backend != "sdpa" and not has_kernels:
         raise ConfigError(
             f"learner.attention: {backend!r} runs on GPUs in half precision, not on {device_type} "
             f"in {dtype}; use sdpa or auto"
         )
-    if backend == "flash_attn" and not find_spec("flash_attn"):
-        raise ConfigError("learner.attention: flash-attn is not installed; use varlen or auto")
+    if backend == "flash_attn" and not has_flash_attn():
+        raise ConfigError(
+            "learner.attention: flash-attn is not installed or does not import; use varlen or auto"
+        )
     version = " with FlashAttention-3" if backend == "varlen" and uses_flash_3() else ""
     log.info("packed attention on %s in %s: %s%s", device_type, dtype, backend, version)
     disable_progress_bar()
@@ -91,6 +93,30 @@ def uses_flash_3() -> bool:
             "FlashAttention-3 is installed but does not load, and attention takes about twice as long"
             " without it: %s: %s; reinstall it for this torch, or uninstall it",
             type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def _capability(device_type: str) -> float:
+    if device_type != "cuda":
+        return 0.0
+    major, minor = torch.cuda.get_device_capability()
+    return major + minor / 10
+
+
+@lru_cache(maxsize=1)
+def has_flash_attn() -> bool:
+    """Return whether flash-attn can be used; warn where it is installed but does not import."""
+    if find_spec("flash_attn") is None:
+        return False
+    try:
+        import_module("flash_attn")
+    except Exception as error:  # a build for another torch raises errors of any type
+        log.warning(
+            "flash-attn is installed but does not import (%s), so the learner attends with torch's varlen"
+            " kernel, at about the same speed; reinstall or uninstall it",
             error,
         )
         return False
