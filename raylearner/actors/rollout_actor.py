@@ -20,6 +20,7 @@ from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.config import schema
 from raylearner.environments.catalogue import EnvironmentFactory
+from raylearner.observability.phases import Phases
 from raylearner.observability.spans import Span, Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
@@ -70,6 +71,7 @@ class RolloutActor:
         self._replay = replay
         self._adapter_rank = adapter_rank
         self._tracer = Tracer(track=actor_id, is_enabled=config.observability.trace)
+        self._phases = Phases(self._tracer, "starting the process")
         self._importing = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -82,7 +84,9 @@ class RolloutActor:
     async def load_libraries(self) -> None:
         """Import the libraries of renderer and engine, which may take longer than loading the model."""
         async with self._importing:  # not in two threads: modules import each other in circles
+            self._phases.enter("importing libraries")
             await asyncio.to_thread(_import_libraries, self._config)
+            self._phases.enter("waiting for the model")
 
     async def start(self) -> tuple[int, str]:
         """Start the engine; return this process's id and the engine's class.
@@ -91,6 +95,7 @@ class RolloutActor:
         """
         config = self._config
         await self.load_libraries()
+        self._phases.enter("loading the tokenizer")
         async with AsyncExitStack() as resources:
             self._renderer = Renderer.from_pretrained(self._model_path, config.renderer)
             # An actor that was killed on this node left its engine's memory.
@@ -127,6 +132,7 @@ class RolloutActor:
             )
             resources.callback(self._worker.halt)
             self._resources = resources.pop_all()
+        self._phases.end()
         return os.getpid(), type(self._engine).__name__
 
     async def run(self) -> None:
@@ -164,6 +170,10 @@ class RolloutActor:
                 prompts, make_sampling(section, self._renderer), time_limit_s
             )
 
+    async def phase(self) -> str:
+        """Return what the actor is doing while it starts."""
+        return self._phases.current
+
     async def ping(self) -> None:
         """Answer."""
 
@@ -200,6 +210,7 @@ class RolloutActor:
                     lora_rank=self._adapter_rank,
                     max_images=config.renderer.images.max_images,
                     num_banned=len(renderer.banned_token_ids),
+                    report=self._phases.enter,
                 )
             case schema.TransformersEngine() as section:
                 from raylearner.actors.engines.transformers import TransformersEngine

@@ -18,6 +18,7 @@ import ray
 from raylearner import job_variables, stacks
 from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.spec import LearnerSpec, StepOutput
+from raylearner.observability.phases import Phases
 from raylearner.observability.spans import Span, Tracer
 from raylearner.types import PolicyVersion
 from raylearner.weights.transports import WeightGroup
@@ -46,6 +47,7 @@ class LearnerActor:
         self._spec = spec
         self._rank = rank
         self._tracer = Tracer(f"learner-{rank}", is_enabled=spec.observability.trace)
+        self._phases = Phases(self._tracer, "starting the process")
         self._free_since_s = time.time()
 
     def __repr__(self) -> str:
@@ -53,8 +55,10 @@ class LearnerActor:
 
     def load_libraries(self) -> None:
         """Import the learner, which may take longer than loading its model."""
+        self._phases.enter("importing libraries")
         for name in ("learner", "recording", "weight_writer"):
             import_module(f"raylearner.learner.{name}")
+        self._phases.enter("waiting for the model")
 
     def rendezvous_address(self) -> tuple[str, int]:
         """Return this node's address and a free port on it."""
@@ -70,9 +74,11 @@ class LearnerActor:
         from raylearner.learner.weight_writer import WeightWriter
 
         spec = self._spec
+        self._phases.enter("joining the other ranks")
         device_mesh = mesh.connect(
             rank=self._rank, world_size=world_size, address=address, device=spec.device
         )
+        self._phases.enter("loading the model")
         self._learner = Learner(spec, device_mesh=device_mesh, tracer=self._tracer)
         self._writer = WeightWriter(self._learner.models, spec)
         self._meter = Meter(
@@ -83,6 +89,7 @@ class LearnerActor:
         )
         folder = (spec.run_dir or Path()) / "profile"
         self._profiler = StepProfiler(spec.observability.profile, folder, rank=self._rank)
+        self._phases.end()
         return os.getpid()
 
     def shares_prefixes(self) -> bool:
@@ -111,6 +118,11 @@ class LearnerActor:
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
         """Answer, also in a step."""
+
+    @ray.method(concurrency_group="control")
+    def phase(self) -> str:
+        """Return what the rank is doing while it starts."""
+        return self._phases.current
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Span]:

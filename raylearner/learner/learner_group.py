@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 20.0
 """Maximum wait of a step's report for the spans of a rank."""
+PHASE_TIMEOUT_S = 1.0
+"""Maximum wait for a rank to report what it is doing while it starts."""
 GRACE_S = 3.0
 """Time for other ranks to fail too after the first, so that the likeliest cause can be reported."""
 
@@ -68,7 +70,7 @@ class LearnerGroup:
         self._transport = transport_of(spec.weights.transport)
         self._group: WeightGroup | None = None
         self._sending: asyncio.Future[list[Any]] | None = None
-        self._is_stepping = False
+        self._is_stepping = self._is_starting = False
         self._ranks: list[Any] = []
         self._policy_version: PolicyVersion = 0
         self._shares_prefixes = False
@@ -114,6 +116,7 @@ class LearnerGroup:
             for rank, options in enumerate(self._ray_options)
         ]
         self._group, self._policy_version = None, 0
+        self._is_starting = True
         for rank in self._ranks:
             rank.load_libraries.remote()  # `start` raises what fails in it
         (address,) = await self._gather([self._ranks[0].rendezvous_address.remote()])
@@ -122,6 +125,15 @@ class LearnerGroup:
         for rank, pid in enumerate(await self._call_all("start", len(self._ranks), address)):
             log.info("learner-%d runs as process %d", rank, pid)
         self._shares_prefixes = all(await self._call_all("shares_prefixes"))
+        self._is_starting = False
+
+    async def phases(self) -> list[str]:
+        """Return what each rank is doing while ranks start; empty afterwards."""
+        if not self._is_starting:
+            return []
+        calls = [asyncio.wait_for(_resolve(r.phase.remote()), PHASE_TIMEOUT_S) for r in self._ranks]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return [phase if isinstance(phase, str) else "starting the process" for phase in found]
 
     async def step(self, batches: Sequence[LearnerBatch]) -> StepOutput:
         """Step with one batch for each context group of neighbouring ranks, in order."""

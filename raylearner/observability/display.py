@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -28,6 +29,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 """Label, metric and format of the columns of a step line."""
 
+LOG_INTERVAL_S = 10.0
+"""Minimum time between two log lines about what a stage waits for."""
 ETA_WINDOW_STEPS = 20
 
 
@@ -55,6 +58,26 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+@dataclass(slots=True, eq=False)
+class Stage:
+    """A stage that runs."""
+
+    name: str
+    started_s: float
+    awaited: str = ""
+    """What the stage waits for."""
+    num_logged: int = 0
+
+    def wait_for(self, awaited: str) -> None:
+        """Show what the stage waits for, and log it from time to time; empty for nothing in particular."""
+        self.awaited = awaited
+        now_s = time.monotonic()
+        num_due = int((now_s - self.started_s) / LOG_INTERVAL_S)
+        if awaited and num_due > self.num_logged:
+            self.num_logged = num_due
+            logger.info("%s, %.0f s", awaited, now_s - self.started_s)
+
+
 class Display:
     """Log lines, and below them, on a terminal, running stages and a progress line."""
 
@@ -63,28 +86,27 @@ class Display:
         self._console = console or Console(file=sys.stderr)
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
-        self._stages: dict[int, tuple[str, float]] = {}
+        self._stages: list[Stage] = []
         self._spinner = Spinner("dots")
         self._metrics: Mapping[str, float | None] = {}
         self._step_ends_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[Stage]:
         """Show a stage while it runs and log its duration; stages may overlap."""
-        started_s = time.monotonic()
-        token = max(self._stages, default=0) + 1
-        self._stages[token] = (name, started_s)
+        stage = Stage(name, time.monotonic())
+        self._stages.append(stage)
         if self._is_live:
             self._show()
         else:
             logger.info("%s ...", name)
         outcome = "failed after"
         try:
-            yield
+            yield stage
             outcome = "took"
         finally:
-            del self._stages[token]
-            logger.info("%s %s %.1f s", name, outcome, time.monotonic() - started_s)
+            self._stages.remove(stage)
+            logger.info("%s %s %.1f s", name, outcome, time.monotonic() - stage.started_s)
 
     def step(self, metrics: Mapping[str, float | None]) -> None:
         self._metrics = metrics
@@ -109,8 +131,9 @@ class Display:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now_s = time.monotonic()
-        for name, started_s in list(self._stages.values()):
-            self._spinner.update(text=Text(f"{name}  {clock(now_s - started_s)}"))
+        for stage in list(self._stages):
+            text = stage.awaited or stage.name
+            self._spinner.update(text=Text(f"{text}  {clock(now_s - stage.started_s)}"))
             yield self._spinner
         if self._metrics:
             yield self._progress()

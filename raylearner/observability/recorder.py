@@ -17,7 +17,7 @@ from raylearner.config.schema import ObservabilitySection, RunConfig
 from raylearner.credentials import mask
 from raylearner.errors import naming
 from raylearner.observability import completions, logs, transcripts
-from raylearner.observability.display import Display
+from raylearner.observability.display import Display, Stage
 from raylearner.observability.jsonl import JsonlFile
 from raylearner.observability.run_directory import FAILURES_FILE
 from raylearner.observability.sinks.sink import (
@@ -92,10 +92,10 @@ class Recorder:
         self.close()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[Stage]:
         """Show, log and trace a stage of startup or shutdown with its duration."""
-        with self._tracer.span(name), self._display.stage(name):
-            yield
+        with self._tracer.span(name), self._display.stage(name) as stage:
+            yield stage
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one learner step; a missing `time_s` is filled in."""

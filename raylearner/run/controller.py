@@ -167,7 +167,7 @@ class Controller:
         with recorder.stage(
             f"starting {config.learner.num_ranks} learner ranks and"
             f" {config.actors.min_actors} engines"
-        ):
+        ) as stage:
             actors = await RunActors.start(
                 config,
                 training,
@@ -175,6 +175,7 @@ class Controller:
                 model=RunModel(model_path(config, folder), making=prepare()),
                 watchdog=watchdog,
                 tracer=tracer,
+                on_wait=stage.wait_for,
             )
         controller = cls(
             config, folder, recorder, held_out, actors=actors, tracer=tracer, stop=stop

@@ -84,6 +84,10 @@ class RolloutFleet:
         if self._folder is not None:
             await scaling.follow(self._folder, self.resize)
 
+    async def phases(self) -> list[str]:
+        """Return what is awaited for each actor that has not joined yet."""
+        return await self._slots.phases()
+
     async def stop(self) -> None:
         """End every actor with its engine; those that do not end in time are killed."""
         await self._slots.stop()

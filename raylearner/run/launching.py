@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 CALLS_BESIDE_EPISODES = 64
 """Concurrent calls of an actor for weights, evaluation and reports."""
+PHASE_TIMEOUT_S = 1.0
+"""Maximum wait for an actor to report what it is doing while it starts."""
 CONNECT_TIMEOUT_S = 20.0
 """Maximum wait for an actor to be connected to another replay actor."""
 
@@ -49,6 +51,7 @@ class ActorLauncher:
         """Replay actor of the next actor."""
         self._colocation = colocation
         self._adapter_rank = _find_adapter_rank(config)
+        self._starting: dict[str, Any] = {}
 
     @property
     def resources(self) -> str:
@@ -68,7 +71,7 @@ class ActorLauncher:
         actor is killed.
         """
         actors = self._config.actors
-        actor = self._create(actor_id)
+        actor = self._starting[actor_id] = self._create(actor_id)
         limit = asyncio.timeout(None if has_to_wait else actors.start_timeout_s)
         try:
             async with limit:
@@ -102,7 +105,21 @@ class ActorLauncher:
         except BaseException:
             ray.kill(actor)
             raise
+        finally:
+            del self._starting[actor_id]
         return Launched(actor=actor, pid=pid, engine=engine)
+
+    async def phase(self, actor_id: str) -> str:
+        """Return what an actor is doing while it starts."""
+        actor = self._starting.get(actor_id)
+        if actor is None:
+            return "receiving weights"
+        try:
+            return await asyncio.wait_for(answer(actor.phase.remote()), PHASE_TIMEOUT_S)
+        except Exception as error:
+            if not is_end(error) and not isinstance(error, TimeoutError):
+                raise
+            return "starting the process"
 
     async def connect(self, actor: Any) -> None:
         """Connect an actor to the current replay actor, which may have died since the launch.

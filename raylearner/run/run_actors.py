@@ -7,6 +7,7 @@ start, each bounded by its own limit, and for pushes, bounded by `weights.deadli
 import asyncio
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from raylearner.run.fleet import RolloutFleet
 from raylearner.run.model import RunModel
 from raylearner.run.placement import Colocation, RankPlaces
 from raylearner.run.replay_process import ReplayProcess
+from raylearner.run.start_view import follow
 from raylearner.run.watchdog import Watchdog, start_limit_s
 from raylearner.types import PolicyVersion, Prompt
 from raylearner.weights.publisher import Publisher
@@ -85,12 +87,15 @@ class RunActors:
         model: RunModel,
         watchdog: Watchdog,
         tracer: Tracer,
+        on_wait: Callable[[str], None],
     ) -> "RunActors":
         """Start everything at once, and raise the first failure, after which nothing is left.
 
-        Processes import their libraries while the model is made, and load it then.
+        Processes import their libraries while the model is made, and load it then. `on_wait` receives what
+        is waited for.
         """
         actors: RunActors | None = None
+        following: asyncio.Task[None] | None = None
         try:
             actors = cls(
                 config,
@@ -100,6 +105,7 @@ class RunActors:
                 tracer=tracer,
                 places=await _reserve(config),
             )
+            following = asyncio.create_task(follow(model, actors.learner, actors.fleet, on_wait))
             limit_s = start_limit_s(config)
             await asyncio.gather(
                 model.made(),
@@ -117,6 +123,9 @@ class RunActors:
             if actors is not None:
                 await actors.close()
             raise
+        finally:
+            if following is not None:
+                following.cancel()
         return actors
 
     async def close(self) -> None:

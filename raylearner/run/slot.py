@@ -9,11 +9,11 @@ from typing import Any
 class Stage(StrEnum):
     """What happens in a slot."""
 
-    UNPLACED = "waits for resources"
-    STARTING = "starts, or gets the current weights"
-    PLAYING = "plays"
-    RESTING = "waits before the next try"
-    GIVEN_UP = "waits until the budget allows a restart"
+    UNPLACED = "starting the process or waiting for resources"
+    STARTING = "starting"
+    PLAYING = "playing"
+    RESTING = "waiting before the next try"
+    GIVEN_UP = "waiting until the budget allows a restart"
 
 
 @dataclass(slots=True, eq=False)

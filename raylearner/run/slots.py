@@ -116,6 +116,13 @@ class Slots:
         """The slots that are not released."""
         return [slot for slot in self._slots if not slot.is_released]
 
+    async def phases(self) -> list[str]:
+        """Return what is awaited for each actor that has not joined yet."""
+        absent = [slot for slot in self.kept if slot.stage is not Stage.PLAYING]
+        starting = [self._launcher.phase(s.actor_id) for s in absent if s.stage is Stage.STARTING]
+        others = [str(slot.stage) for slot in absent if slot.stage is not Stage.STARTING]
+        return [*await asyncio.gather(*starting), *others]
+
     def add(self, num_slots: int) -> None:
         for _ in range(num_slots):
             slot = Slot()

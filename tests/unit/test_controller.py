@@ -56,7 +56,7 @@ CONFIG: Any = NAME(
     environment=NAME(kind="single_turn"),
     observability=NAME(trace=False),
 )
-RECORDER: Any = NAME(stage=lambda _: nullcontext(), spans=lambda _: None)
+RECORDER: Any = NAME(stage=lambda _: nullcontext(NAME(wait_for=None)), spans=lambda _: None)
 
 
 def make_controller(

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
@@ -81,12 +81,13 @@ class VllmEngine:
         lora_rank: int | None = None,
         max_images: int = ImagesSection().max_images,
         num_banned: int = 0,
+        report: Callable[[str], None] = lambda phase: None,
     ) -> Self:
         """Start vLLM. On failure all its processes are ended and `EngineError` names the cause.
 
         `actor_id` identifies the engine in pushes made for particular members, `lora_rank` is the rank
         of adapters received via the transport `adapter`. A request has at most `max_images` images and
-        bans `num_banned` tokens.
+        bans `num_banned` tokens. `report` receives the phases of the start.
         """
         transport = transport_of(weight_transport)
         vllm_process.set_environment(
@@ -99,6 +100,10 @@ class VllmEngine:
         engine = cls(receiver, sleep_level=2 if lora_rank is None else 1)
         before = set(vllm_process.children())
         engine._log.hold_sockets()
+        report("starting vLLM")
+        following = asyncio.create_task(
+            engine._log.follow_start(report, captures_graphs=config.eager is False)
+        )
         try:
             arguments = await asyncio.to_thread(  # which imports vLLM
                 engine_arguments,
@@ -120,6 +125,8 @@ class VllmEngine:
             if not isinstance(error, Exception):
                 raise
             raise EngineError(f"vLLM did not start with {model_path!r}: {cause}") from error
+        finally:
+            following.cancel()
         engine._processes = set(vllm_process.children()) - before
         engine._log.list_segments(engine._processes)
         return engine

@@ -1,12 +1,13 @@
 """vLLM's processes: the environment they read, the errors they log, and their end."""
 
+import asyncio
 import contextlib
 import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -32,6 +33,24 @@ EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b
 MAX_BANS = 1024
 """Maximum number of biases of one request under vLLM's second model runner, its default on GPUs;
 more would crash its core."""
+CAPTURING = "capturing CUDA graphs"
+PHASES = {
+    "Starting to load model": "loading weights",
+    "Loading model from scratch": "loading weights",
+    "Model loading took": "profiling memory",
+    "Starting torch.compile": "compiling",
+    "Using cache directory": "compiling",
+    "Dynamo bytecode transform": "compiling",
+    "Compiling a graph": "compiling",
+    "profiling/warmup run took": "profiling memory",
+    "Available KV cache memory": CAPTURING,
+    "memory for KV Cache as specified": CAPTURING,
+    "KV cache size": CAPTURING,
+    "Graph capturing finished": "warming up",
+}
+"""Parts of lines that vLLM logs, and the phase of its start that follows each."""
+PROGRESS_POLL_S = 0.5
+"""Interval at which the progress of a start is read."""
 SYMPTOM = "EngineDeadError"
 """vLLM's error for requests of a core that is gone: never the cause."""
 POINTS_TO_LOG = re.compile(r"root cause|stack trace", re.IGNORECASE)
@@ -92,6 +111,7 @@ class ErrorLog:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=leftovers.prefix("vllm")))
         self._errors = self._folder / "errors.log"
+        self._progress = self._folder / "progress.log"
         self._num_read = 0
 
     def hold_sockets(self) -> None:
@@ -103,7 +123,9 @@ class ErrorLog:
             os.environ[SOCKETS_VARIABLE] = str(self._folder)
 
     def configuration(self) -> str:
-        """Return the path of a logging configuration: the console as usual, errors to the file too."""
+        """Return the path of a logging configuration: the console as usual; errors, and the progress of the
+        start, to files too.
+        """
         level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper()
         path = self._folder / "logging.json"
         path.write_text(
@@ -128,11 +150,18 @@ class ErrorLog:
                             "level": "ERROR",
                             "delay": True,
                         },
+                        "progress": {
+                            "class": "logging.FileHandler",
+                            "filename": str(self._progress),
+                            "formatter": "plain",
+                            "level": "INFO",
+                            "delay": True,
+                        },
                     },
                     "loggers": {
                         "vllm": {
-                            "handlers": ["console", "errors"],
-                            "level": level,
+                            "handlers": ["console", "errors", "progress"],
+                            "level": "DEBUG" if level == "DEBUG" else "INFO",
                             "propagate": False,
                         }
                     },
@@ -140,6 +169,16 @@ class ErrorLog:
             )
         )
         return str(path)
+
+    async def follow_start(self, report: Callable[[str], None], *, captures_graphs: bool) -> None:
+        """Report the phases of the start as vLLM logs them, until cancelled."""
+        while True:
+            await asyncio.sleep(PROGRESS_POLL_S)
+            with contextlib.suppress(OSError):
+                text = await asyncio.to_thread(self._progress.read_text, errors="replace")
+                if phase := find_phase(text):
+                    is_capturing = phase == CAPTURING and not captures_graphs
+                    report("warming up" if is_capturing else phase)
 
     def cause(self, error: BaseException) -> str:
         """Return the error itself, or the logged one that vLLM's message only points to.
@@ -179,6 +218,15 @@ class ErrorLog:
     def remove(self) -> None:
         """Remove the folder, and shared memory that killed processes left."""
         leftovers.remove(self._folder)
+
+
+def find_phase(log: str) -> str | None:
+    """Return the phase after the last line of vLLM's log that begins one."""
+    for line in reversed(log.splitlines()):
+        for part, phase in PHASES.items():
+            if part in line:
+                return phase
+    return None
 
 
 def children() -> list[psutil.Process]:
