@@ -56,7 +56,7 @@ class LearnerActor:
     def load_libraries(self) -> None:
         """Import the learner, which may take longer than loading its model."""
         self._phases.enter("importing libraries")
-        for name in ("learner", "recording", "weight_writer"):
+        for name in ("learner", "recording", "warm_up", "weight_writer"):
             import_module(f"raylearner.learner.{name}")
         self._phases.enter("waiting for the model")
 
@@ -71,6 +71,7 @@ class LearnerActor:
         from raylearner.learner.learner import Learner
         from raylearner.learner.model import mesh
         from raylearner.learner.recording import Meter, StepProfiler
+        from raylearner.learner.warm_up import should_warm_up, warm_up
         from raylearner.learner.weight_writer import WeightWriter
 
         spec = self._spec
@@ -80,6 +81,14 @@ class LearnerActor:
         )
         self._phases.enter("loading the model")
         self._learner = Learner(spec, device_mesh=device_mesh, tracer=self._tracer)
+        if should_warm_up(spec.learner):
+            self._phases.enter("compiling" if spec.learner.compile is True else "warming up")
+            warm_up(
+                self._learner.models,
+                spec.learner,
+                temperature=spec.temperature,
+                device=spec.device,
+            )
         self._writer = WeightWriter(self._learner.models, spec)
         self._meter = Meter(
             self._learner.models.policy.causal_lm,

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylearner import job_variables
@@ -161,7 +162,7 @@ def find_devices() -> Devices:
     found, _ = ray.wait(calls, num_returns=len(calls), timeout=PROBE_TIMEOUT_S)
     try:
         return devices.merge(ray.get(found))
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         logger.warning("the GPUs of the cluster were not examined: %s", summary(error))
         return devices.UNKNOWN
 

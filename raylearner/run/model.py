@@ -47,7 +47,7 @@ class RunModel:
 
     def is_ready(self, node: str) -> bool:
         """Return whether a process on this node need not wait."""
-        parts = [] if self._making is None else [self._making]
+        parts: list[asyncio.Future[None]] = [] if self._making is None else [self._making]
         if is_hub_id(self.path):
             if node not in self._downloads:
                 return False
