@@ -19,6 +19,7 @@ from raylearner.actors.proxy.agent import start_agent
 from raylearner.actors.reward_actor import model_calls
 from raylearner.actors.rollout_worker import RolloutActivity, RolloutWorker
 from raylearner.config import schema
+from raylearner.config.model_files import local_directory
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.observability.phases import Phases
 from raylearner.observability.spans import Span, Tracer
@@ -97,10 +98,11 @@ class RolloutActor:
         await self.load_libraries()
         self._phases.enter("loading the tokenizer")
         async with AsyncExitStack() as resources:
-            self._renderer = Renderer.from_pretrained(self._model_path, config.renderer)
+            folder = await asyncio.to_thread(local_directory, self._model_path)
+            self._renderer = Renderer.from_pretrained(str(folder), config.renderer)
             # An actor that was killed on this node left its engine's memory.
             await asyncio.to_thread(leftovers.sweep, config.weights.folder)
-            self._engine = await self._start_engine()
+            self._engine = await self._start_engine(str(folder))
             resources.push_async_callback(self._engine.close)
             scorer = Scorer(config.rewards, models=model_calls(config.run.name, config.rewards))
             resources.push_async_callback(scorer.close)
@@ -195,7 +197,7 @@ class RolloutActor:
         """End `run` and the engine with its child processes."""
         await self._resources.aclose()
 
-    async def _start_engine(self) -> Engine:
+    async def _start_engine(self, folder: str) -> Engine:
         config, renderer = self._config, self._renderer
         match config.actors.engine:
             case schema.VllmEngine() as section:
@@ -203,7 +205,7 @@ class RolloutActor:
 
                 return await VllmEngine.start(
                     section,
-                    model_path=self._model_path,
+                    model_path=folder,
                     seed=config.run.seed,
                     weight_transport=config.weights.transport,
                     actor_id=self._actor_id,
@@ -217,7 +219,7 @@ class RolloutActor:
 
                 return await TransformersEngine.start(
                     section,
-                    model_path=self._model_path,
+                    model_path=folder,
                     seed=config.run.seed,
                     weight_transport=config.weights.transport,
                 )

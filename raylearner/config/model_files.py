@@ -23,7 +23,7 @@ LOGIT_CHANGES = (
 tests its model when it loads it.
 """
 
-HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Files to download from a hub repository."""
 
 CHUNK_BYTES = 1 << 24

@@ -82,6 +82,8 @@ def set_environment(*, kv_cache_gib: int, shares_memory: bool = False, num_banne
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if torch.cuda.is_available():
         environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        # Later starts of the same engine on as much free memory skip profiling.
+        environment.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
         return
     environment["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
