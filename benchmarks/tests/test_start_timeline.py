@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from benchmarks.gpu.start import timeline
-
 from raylearner.observability.spans import Span, TraceFile
 
 

@@ -73,7 +73,7 @@ class RolloutActor:
         self._adapter_rank = adapter_rank
         self._tracer = Tracer(track=actor_id, is_enabled=config.observability.trace)
         self._phases = Phases(self._tracer, "starting the process")
-        self._importing = asyncio.Lock()
+        self._importing, self._has_libraries = asyncio.Lock(), False
 
     def __repr__(self) -> str:
         return self._actor_id
@@ -85,9 +85,11 @@ class RolloutActor:
     async def load_libraries(self) -> None:
         """Import the libraries of renderer and engine, which may take longer than loading the model."""
         async with self._importing:  # not in two threads: modules import each other in circles
-            self._phases.enter("importing libraries")
-            await asyncio.to_thread(_import_libraries, self._config)
-            self._phases.enter("waiting for the model")
+            if not self._has_libraries:
+                self._phases.enter("importing libraries")
+                await asyncio.to_thread(_import_libraries, self._config)
+                self._phases.enter("waiting for the model")
+            self._has_libraries = True
 
     async def start(self) -> tuple[int, str]:
         """Start the engine; return this process's id and the engine's class.
@@ -99,9 +101,12 @@ class RolloutActor:
         self._phases.enter("loading the tokenizer")
         async with AsyncExitStack() as resources:
             folder = await asyncio.to_thread(local_directory, self._model_path)
-            self._renderer = Renderer.from_pretrained(str(folder), config.renderer)
+            self._renderer = await asyncio.to_thread(
+                Renderer.from_pretrained, str(folder), config.renderer
+            )
             # An actor that was killed on this node left its engine's memory.
             await asyncio.to_thread(leftovers.sweep, config.weights.folder)
+            self._phases.enter("loading the model")
             self._engine = await self._start_engine(str(folder))
             resources.push_async_callback(self._engine.close)
             scorer = Scorer(config.rewards, models=model_calls(config.run.name, config.rewards))
@@ -238,12 +243,12 @@ class RolloutActor:
 
 
 def _import_libraries(config: schema.RunConfig) -> None:
-    """Import what `start` needs. Imported modules are kept, so that a second call does nothing."""
+    """Import what the start of the engine needs."""
     match config.actors.engine:
         case schema.VllmEngine() as section:
             shares_memory = transport_of(config.weights.transport).shares_memory
             vllm_process.load_libraries(section, shares_memory=shares_memory)
         case schema.TransformersEngine():
-            import_module("raylearner.actors.engines.transformers")
+            import_module("raylearner.actors.engines.transformers_model")
         case schema.ScriptedEngine():
             pass
