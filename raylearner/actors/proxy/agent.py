@@ -7,9 +7,9 @@ time limit, or by a conversation in which no further call can be answered.
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raylearner.actors.episode import EpisodeKit, score_segments
-from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.actors.proxy.conversation import Conversation
 from raylearner.actors.proxy.program import Program, Task, make_program
 from raylearner.config.environment import EnvironmentSection, OpenAiProxy
@@ -17,6 +17,9 @@ from raylearner.environments.protocol import Outcome
 from raylearner.errors import EngineDead, EnvironmentFault, TrajectoryError
 from raylearner.tokenization.transcript import Transcript
 from raylearner.types import Claim, Sampling, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from raylearner.actors.proxy.chat_server import ChatServer
 
 
 async def start_agent(config: EnvironmentSection) -> "Agent | None":
@@ -26,6 +29,8 @@ async def start_agent(config: EnvironmentSection) -> "Agent | None":
     """
     if not isinstance(config, OpenAiProxy):
         return None
+    from raylearner.actors.proxy.chat_server import ChatServer  # its framework takes half a second
+
     return Agent(
         program=make_program(config),
         timeout_s=config.timeout_s,
@@ -50,7 +55,7 @@ class Agent:
     program: Program
     timeout_s: float
     max_calls: int
-    server: ChatServer
+    server: "ChatServer"
 
     async def close(self) -> None:
         await self.server.close()
