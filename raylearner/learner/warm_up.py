@@ -1,5 +1,6 @@
 """A pass of random tokens before the first step, which compiles the models while engines start."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,10 +10,11 @@ from raylearner.config.learner import LearnerSection
 from raylearner.config.section import number
 from raylearner.errors import LearnerError, summary
 from raylearner.learner.batch.micro_batch import PackedTokens
+from raylearner.learner.batch.prefixes import SharedPrefix
 from raylearner.learner.model.models import Models
 
 NUM_SEQUENCES = (4, 6)
-"""Sequences of the passes: with a second shape the compiler makes kernels for all of them."""
+"""Numbers of sequences of the passes: with a second shape the compiler makes kernels for all of them."""
 BUDGET_SHARE = 0.5
 """Share of the budget of a micro-batch: memory at the peak of the first step is not needed yet."""
 
@@ -50,12 +52,19 @@ def warm_up(models: Models, section: LearnerSection, *, temperature: float, devi
 def _tokens(models: Models, section: LearnerSection, *, device: str) -> Iterator[PackedTokens]:
     """Yield micro-batches of different shapes, the same ones on every rank."""
     budget = int(section.max_tokens_per_micro_batch * BUDGET_SHARE)
-    for num_sequences in NUM_SEQUENCES:
-        length = max(2, budget // max(NUM_SEQUENCES) - num_sequences)
-        ids = np.random.default_rng(num_sequences).integers(0, _vocabulary(models), length)
-        scored = np.arange(length) > 0
+    kinds = (False, True) if models.shares_prefixes else (False,)
+    for shares_prefix, num_rows in itertools.product(kinds, NUM_SEQUENCES):
+        length = max(4, budget // max(NUM_SEQUENCES) - num_rows)
+        ids = np.random.default_rng(num_rows).integers(0, _vocabulary(models), length)
+        num_shared = length // 2
+        scored = np.arange(length) > (num_shared if shares_prefix else 0)
+        prefix = SharedPrefix(family=0, num_tokens=num_shared) if shares_prefix else None
         yield PackedTokens.of(
-            [ids] * num_sequences, [scored] * num_sequences, reader=models.reader, device=device
+            [ids] * num_rows,
+            [scored] * num_rows,
+            prefixes=[prefix] * num_rows,
+            reader=models.reader,
+            device=device,
         )
 
 
