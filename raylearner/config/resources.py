@@ -63,7 +63,7 @@ def resolve(
         config = config.model_copy(update={"actors": actors})
         decisions += [why] if why else []
     per_rank, per_actor = _gpus(config, free)
-    if "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
+    if num_gpus or "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
         decisions.append(
             f"{num_gpus:g} GPUs: {per_rank:g} for each of {config.learner.num_ranks} learner ranks, "
             f"{per_actor:g} for each of {config.actors.min_actors} rollout actors"
