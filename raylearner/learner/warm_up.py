@@ -51,7 +51,7 @@ def warm_up(models: Models, section: LearnerSection, *, temperature: float, devi
 
 def _tokens(models: Models, section: LearnerSection, *, device: str) -> Iterator[PackedTokens]:
     """Yield micro-batches of different shapes, the same ones on every rank."""
-    budget = int(section.max_tokens_per_micro_batch * BUDGET_SHARE)
+    budget = int(section.token_budget * BUDGET_SHARE)
     kinds = (False, True) if models.shares_prefixes else (False,)
     for shares_prefix, num_rows in itertools.product(kinds, NUM_SEQUENCES):
         length = max(4, budget // max(NUM_SEQUENCES) - num_rows)

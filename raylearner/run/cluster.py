@@ -152,17 +152,17 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def find_devices() -> Devices:
-    """Return what the cluster's machines with GPUs can do, without those that do not answer in time."""
+    """Return what the cluster's machines with GPUs can do, as far as all of them answer in time."""
     nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")]
     probe: Any = _probe
     calls = [
         probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n, soft=False)).remote()
         for n in nodes
     ]
-    found, _ = ray.wait(calls, num_returns=len(calls), timeout=PROBE_TIMEOUT_S)
     try:
-        return devices.merge(ray.get(found))
-    except RayError as error:
+        found = ray.get(calls, timeout=PROBE_TIMEOUT_S)
+        return devices.merge(found) if found else devices.UNKNOWN
+    except RayError as error:  # a timeout is one
         logger.warning("the GPUs of the cluster were not examined: %s", summary(error))
         return devices.UNKNOWN
 
