@@ -145,7 +145,7 @@ async def test_ranks_import_their_libraries_before_they_load_the_model() -> None
     assert rank.names == ["load_libraries", "rendezvous_address"]
     done.set()
     await starting
-    assert rank.names[-1] == "start"
+    assert "start" in rank.names
 
 
 def test_the_directory_of_a_model_is_found_or_refused(tmp_path: Path) -> None:
