@@ -238,6 +238,7 @@ class Learner:
         """Update the policy from a mini-batch, unless it has moved further than `max_kl`."""
         shares: list[Tensor] = []
         measured: list[Metrics] = []
+        starts: list[tuple[PreparedMicroBatch, Tensor]] = []
         chosen = choose_tokens(
             self._spec,
             self.models.policy,
@@ -269,12 +270,12 @@ class Learner:
             if number < len(batch.mini_batches):
                 start = prepared.start_logprobs
                 start = scores.logprobs if start is None else start
-                self._start_logprobs.append((prepared, start.detach()))
-                measured.append(
-                    off_policy_metrics(
-                        self._config, prepared, start, policy_version=self.policy_version
-                    )
-                )
+                starts.append((prepared, start.detach()))
+        if starts:
+            self._start_logprobs += starts
+            measured.append(
+                off_policy_metrics(self._config, starts, policy_version=self.policy_version)
+            )
         if number > 0 and self._exceeds_max_kl(measured):
             self.models.optimizer.zero_grad()
             return Update(exceeds_max_kl=True)

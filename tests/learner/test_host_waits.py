@@ -21,6 +21,8 @@ from raylearner.learner.model import attention
 CONFIG: dict[str, Any] = {"compute_dtype": "float32", "learning_rate": 1e-2}
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal", "masked_select")
+COPIES = ("lift_fresh",)
+"""Of `torch.tensor`: a copy from the host's pageable memory waits for the device as well."""
 UNIQUE = ("unique", "_unique", "repeat_interleave.Tensor")
 
 
@@ -43,7 +45,7 @@ class Reads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = str(func).removeprefix("aten.")
-        if name.split(".")[0] in READS or name.startswith(UNIQUE):
+        if name.split(".")[0] in READS + COPIES or name.startswith(UNIQUE):
             self.note(name)
         if name.startswith(("index.", "index_put")) and any(
             isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
@@ -119,6 +121,8 @@ def test_an_update_waits_for_no_value(
     learner = make_learner(tiny_folder, CONFIG | changes)
     batch = one_batch(make_groups(0))
     assert len(batch.mini_batches[0].micro_batches) > 2
+    learner.step(batch)  # fills caches
+    batch = one_batch(make_groups(1, policy_version=1), policy_version=1)
     with recorded(learner, monkeypatch) as reads:
         output = learner.step(batch)
         assert not reads.is_open
@@ -143,6 +147,8 @@ def test_the_recorder_sees_what_would_wait(
             values.nonzero,
             lambda: values[values > 0],
             lambda: values.equal(values),
+            lambda: torch.tensor([1.0]),
+            lambda: values.new_tensor(1.0),
         ):
             reads.found.clear()
             read()

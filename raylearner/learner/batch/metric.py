@@ -61,10 +61,15 @@ def _power_sums(values: Tensor, mask: Tensor | None) -> Tensor:
     """Return count, sum and sum of squares of the selected values, float64 `[3]`."""
     values = values.detach().double()
     if mask is None:
-        count = values.new_tensor(float(values.numel()))
+        count = _filled(values.numel(), values)
     else:
-        values, count = torch.where(mask, values, 0.0), mask.sum().double()
+        values, count = torch.where(mask, values, 0.0), mask.sum(dtype=torch.float64)
     return torch.stack([count, values.sum(), values.square().sum()])
+
+
+def _filled(number: float, like: Tensor) -> Tensor:
+    """Return a number on the device of another tensor, which copies nothing from the host."""
+    return torch.full((), number, dtype=torch.float64, device=like.device)
 
 
 def _numbers(parts: Tensor) -> list[float]:
@@ -88,8 +93,12 @@ class Mean:
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None, *, offset: float = 0.0) -> Self:
         """Return the mean of `values` where `mask` is True; a bool tensor gives a fraction."""
-        count, total, _ = _power_sums(values, mask).unbind()
-        return cls(total, count, offset)
+        values = values.detach()
+        if mask is not None:
+            values, count = torch.where(mask, values, 0), mask.sum(dtype=torch.float64)
+        else:
+            count = _filled(values.numel(), values)
+        return cls(values.sum(dtype=torch.float64), count, offset)
 
     def combine(self, other: Self) -> Self:
         return replace(self, total=self.total + other.total, count=self.count + other.count)

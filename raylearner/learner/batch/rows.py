@@ -5,6 +5,7 @@ Legend: `T` packed tokens, `R` rows (one row is one trajectory segment), nothing
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 from raylearner.learner.lazy_torch import Tensor, torch
@@ -27,6 +28,13 @@ class Rows:
         counts = torch.as_tensor(lengths, dtype=torch.int64)
         index = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         return cls(index=index, num_rows=len(counts))
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Lay the rows of several packed batches end to end."""
+        offsets = accumulate((part.num_rows for part in parts), initial=0)
+        index = torch.cat([part.index + start for part, start in zip(parts, offsets, strict=False)])
+        return cls(index=index, num_rows=sum(part.num_rows for part in parts))
 
     @property
     def num_tokens(self) -> int:

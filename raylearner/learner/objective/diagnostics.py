@@ -4,6 +4,8 @@ Legend: `T` packed tokens, `R` rows, `E` episodes. All return combinable metrics
 statistics leave out rows without a trained token.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,17 @@ def weight_shares(log_ratio: Tensor, mask: Tensor) -> Metrics:
     `importance_weight/share_k` is the share of tokens in bin k of those that `WEIGHT_BOUNDS` divide,
     upper edges included.
     """
-    edges = torch.tensor(WEIGHT_BOUNDS, dtype=log_ratio.dtype, device=log_ratio.device).log()
-    bins = torch.bucketize(log_ratio, edges)
+    bins = torch.bucketize(log_ratio, _log_bounds(log_ratio.dtype, log_ratio.device))
     return {
         f"importance_weight/share_{number}": Mean.of(bins == number, mask)
         for number in range(len(WEIGHT_BOUNDS) + 1)
     }
+
+
+@cache
+def _log_bounds(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the logarithms of `WEIGHT_BOUNDS`; a copy from the host would wait for the device."""
+    return torch.tensor(WEIGHT_BOUNDS, dtype=dtype, device=device).log()
 
 
 def logprob_gap(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Metrics:

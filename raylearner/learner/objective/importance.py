@@ -177,7 +177,7 @@ def weight_mean(
 def normalize_weights(correction: Correction, mean: float) -> Correction:
     """Divide weights by their batch mean, unless that is 1e-8 or less."""
     factor = mean if mean > 1e-8 else 1.0
-    norm = Mean.of(correction.weights.new_tensor([factor]))
+    norm = Mean.of(torch.full_like(correction.weights[:1], factor))
     metrics: Metrics = {**correction.metrics, "importance_weight/batch_mean": norm}
     return replace(correction, weights=correction.weights / factor, metrics=metrics)
 

@@ -3,6 +3,7 @@
 Legend: `T` packed tokens, `R` rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from raylearner.config.schema import LearnerSection
 from raylearner.learner.batch.metric import Mean, Metrics, summary
+from raylearner.learner.batch.rows import Rows
 from raylearner.learner.batch.whole_batch import WholeBatch
 from raylearner.learner.model.critic import value_share
 from raylearner.learner.model.mesh import BatchLayout
@@ -180,38 +182,43 @@ def select_update_tokens(
 
 def off_policy_metrics(
     config: LearnerSection,
-    prepared: PreparedMicroBatch,
-    logprobs: Tensor,  # [T] the learner's
+    starts: Sequence[tuple[PreparedMicroBatch, Tensor]],  # with the learner's log-probabilities [T]
     *,
     policy_version: PolicyVersion,
 ) -> Metrics:
     """Return the distance of the learner, at the start of the step, from the policies that sampled.
 
+    The micro-batches of an update are measured together, since each measurement takes many small kernels.
+
     `logprob_gap` is over all sampled tokens, `on_policy_gap` over those of the learner's own
     version, where only engine and learner can differ.
     """
-    micro = prepared.micro
-    logprobs = logprobs.detach()
-    on_policy = diagnostics.logprob_gap(logprobs, micro.behavior_logprobs, micro.on_policy_mask)
+    micros = [prepared.micro for prepared, _ in starts]
+    logprobs = torch.cat([start.detach() for _, start in starts])
+    behavior = torch.cat([micro.behavior_logprobs for micro in micros])
+    mask = torch.cat([prepared.mask for prepared, _ in starts])
+    is_sampled = torch.cat([micro.sampled_mask for micro in micros])
+    is_on_policy = torch.cat([micro.on_policy_mask for micro in micros])
+    versions = torch.cat([micro.token_versions for micro in micros])
+    rows = Rows.join([micro.rows for micro in micros])
+    on_policy = diagnostics.logprob_gap(logprobs, behavior, is_on_policy)
     metrics: Metrics = {
-        **diagnostics.logprob_gap(logprobs, micro.behavior_logprobs, micro.sampled_mask),
-        **diagnostics.off_policy(logprobs, micro.behavior_logprobs, prepared.mask, micro.rows),
-        **diagnostics.staleness(
-            micro.token_versions, prepared.mask, micro.rows, policy_version=policy_version
-        ),
+        **diagnostics.logprob_gap(logprobs, behavior, is_sampled),
+        **diagnostics.off_policy(logprobs, behavior, mask, rows),
+        **diagnostics.staleness(versions, mask, rows, policy_version=policy_version),
         "on_policy_gap/mean": on_policy["logprob_gap/mean"],
         "on_policy_gap/max": on_policy["logprob_gap/max"],
-        "on_policy_fraction": Mean.of(micro.on_policy_mask, micro.sampled_mask),
+        "on_policy_fraction": Mean.of(is_on_policy, is_sampled),
     }
-    log_ratio = log_ratios(logprobs, micro.behavior_logprobs, prepared.mask)
-    metrics |= diagnostics.weight_shares(log_ratio, prepared.mask)
+    log_ratio = log_ratios(logprobs, behavior, mask)
+    metrics |= diagnostics.weight_shares(log_ratio, mask)
     is_reported = isinstance(config.loss, Reinforce) or any(c.weighs for c in config.corrections)
     if not is_reported:
         cap = config.loss.behavior_cap if isinstance(config.loss, DecoupledPpo) else REPORTED_CAP
         weights = importance_weights(
             log_ratio,
-            prepared.mask,
-            micro.rows,
+            mask,
+            rows,
             level="token",
             mode="truncate",
             low=None,
