@@ -39,6 +39,10 @@ KEPT_SHARE = 0.8
 """Share of free memory up to which a learner keeps what it could free and make again: activations are
 estimated to a third."""
 
+KEYS_PER_TOKEN = 6
+"""Maximum number of keys of a micro-batch, as a multiple of its token budget. Keys of a shared prefix are
+gathered for each row, one layer at a time."""
+
 Linears = tuple[tuple[str, int, int], ...]
 """Linear layers of all blocks: name within the block, inputs, outputs."""
 
@@ -269,6 +273,9 @@ def estimate(
         )
         unreduced = of_policy * master + size.num_block * compute
     per_token = _kept_per_token(size, config.activation_checkpointing)
+    if config.share_prefixes:
+        # Keys, values and their gradients, which kernels make for each query head first.
+        per_token += (KEYS_PER_TOKEN - 1) * 2 * size.attention_size
     if size.tower is not None and not is_tower_frozen:
         # Upper bound: a micro-batch of image tokens only.
         of_patch = _kept_per_token(size.tower, config.activation_checkpointing)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learners import make_episodes, prepend, random_trajectory
 
-from raylearner.learner.batch.balance import KEYS_PER_TOKEN, RowSize, divide
+from raylearner.config.memory import KEYS_PER_TOKEN
+from raylearner.learner.batch.balance import RowSize, divide
 from raylearner.learner.batch.micro_batch import MicroBatch
 from raylearner.learner.batch.pack import LearnerBatch, pack
 from raylearner.learner.batch.prefixes import Layout, SharedPrefix, find_prefixes

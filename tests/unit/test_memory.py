@@ -12,6 +12,7 @@ from raylearner.config import report
 from raylearner.config.learner import LearnerSection, LoraSection
 from raylearner.config.memory import (
     GIB,
+    KEYS_PER_TOKEN,
     Kept,
     ModelSize,
     choose_chunk,
@@ -142,6 +143,9 @@ def test_what_is_whole_or_depends_on_tokens_is_counted_apart(folder: Path) -> No
     assert full.activations < selective.activations < found.activations
     halves = estimate(section.model_copy(update={"context_parallel_size": 2}), size)
     assert halves.activations * 2 == found.activations
+    apart = estimate(section.model_copy(update={"share_prefixes": False}), size)
+    of_key = 2 * 2 * size.attention_size
+    assert found.activations - apart.activations == 4096 * (KEYS_PER_TOKEN - 1) * of_key
     adapters = estimate(section.model_copy(update={"lora": LoraSection(rank=3)}), size)
     assert adapters.masters == 240 * 4 + size.num_parameters * 2
     assert adapters.moments == 240 * 8

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raylearner.config.memory import KEYS_PER_TOKEN
 from raylearner.learner.batch.prefixes import SharedPrefix
 
 QUADRATIC_TOKENS = 24_576
 """Sequence length at which attention costs as much as everything else: 12 x a hidden size of 2,048.
 """
-
-KEYS_PER_TOKEN = 6
-"""Maximum number of keys of a micro-batch, as a multiple of its token budget. Keys of a shared prefix are
-gathered for each row, one layer at a time."""
 
 EXCESSES = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, math.inf)
 """Costs of a micro-batch up to which rows join their family, as multiples of the mean."""
