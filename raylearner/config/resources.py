@@ -106,6 +106,11 @@ def resolve(
         is_ahead = config.replay.max_staleness > 0 and not config.engines_sleep
         can_keep = is_ahead and can_keep_caches(config)
         weights = weights.model_copy(update={"cache": "keep" if can_keep else "recompute"})
+        if can_keep:
+            decisions.append(
+                "running requests keep their keys and values at a push (weights.cache: recompute computes"
+                " them again)"
+            )
     is_half = "float16" in f"{config.learner.compute_dtype} {getattr(engine, 'dtype', '')}"
     if weights.verify_statistic == "auto":
         weights = weights.model_copy(update={"verify_statistic": "mean" if is_half else "max"})

@@ -98,7 +98,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
             self.start_weight_update()
             self._tracked_load()(staged.tensors.items())
             self._finish(is_partial=staged.is_partial)
-        torch.accelerator.synchronize()  # before the tensors are freed
+        self._synchronize()  # before the tensors are freed
 
     def receive(self, update_info: dict[str, Any], *, has_slept: bool) -> None:
         """Receive a push that was not staged, straight into the parameters."""
@@ -112,7 +112,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
             self.start_weight_update()
             self._receive_into(self._tracked_load(), info)
             self._finish(is_partial=_is_partial(info))
-        torch.accelerator.synchronize()
+        self._synchronize()
 
     def start_weight_update(self) -> None:
         # It warns of a tied head that was not loaded separately; `_refuse_gaps` is the real check.
@@ -147,6 +147,10 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         if self._trace is None:
             raise ValueError("no weights have been loaded that could be verified")
         return self._trace.report()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _traced(self) -> Trace:
         self._trace = self._trace or Trace(self.model, may_repack=_may_repack)
