@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from raylearner.actors.rollout_worker import Outbox
+from raylearner.actors.outbox import Outbox
 from raylearner.config.schema import ReplaySection
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.types import Claim, CompletionStop, Prompt, Trajectory, Turn

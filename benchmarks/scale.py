@@ -36,7 +36,7 @@ from raylearner.weights.update import WeightReceipt, WeightUpdate
 
 STORE_BYTES = 600_000_000
 GROUP_SIZE = 8
-MAX_STALENESS = 3
+MAX_STALENESS = 15
 SLOTS = 4
 """Episodes of one simulated actor at once; a real one plays 32 or more, which would not fit on two cores."""
 EPISODES_PER_ACTOR_S = 0.2
@@ -97,7 +97,7 @@ class Simulation:
         self, num_actors: int, *, mode: str, profile: str, rate: float, is_local: bool
     ) -> None:
         in_flight = num_actors * SLOTS
-        self.groups_per_step = max(2, in_flight // GROUP_SIZE)
+        self.groups_per_step = max(2, in_flight // GROUP_SIZE // 4)
         config = ReplaySection(
             groups_per_step=self.groups_per_step,
             group_size=GROUP_SIZE,

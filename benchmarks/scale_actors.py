@@ -10,7 +10,8 @@ import numpy as np
 import ray
 
 from raylearner.actors.episode import EpisodeKit
-from raylearner.actors.rollout_worker import Episode, RolloutWorker
+from raylearner.actors.outbox import Episode
+from raylearner.actors.rollout_worker import RolloutWorker
 from raylearner.observability.spans import Tracer
 from raylearner.types import (
     Claim,
@@ -169,7 +170,7 @@ class SimulatedWorker(RolloutWorker):
             sampling=Sampling(),
             max_concurrent_episodes=num_slots,
             claim=host.claim,
-            put=host.put,
+            exchange=host.exchange,
         )
         self._host = host
 
@@ -241,11 +242,13 @@ class Host:
             self.drained.claim_s.append(seconds)
         return reply
 
-    async def put(self, episodes: list[Episode]) -> list[str]:
+    async def exchange(
+        self, name: str, version: int, episodes: list[Episode], max_claims: int
+    ) -> tuple[list[str], ClaimReply]:
         started_s = time.perf_counter()
-        outcomes = await self._replay.put.remote(episodes)
+        reply = await self._replay.exchange.remote(name, version, episodes, max_claims)
         self.drained.put_s.append(time.perf_counter() - started_s)
-        return outcomes
+        return reply
 
     async def run(self) -> None:
         await asyncio.gather(*(worker.run() for worker in self.workers))

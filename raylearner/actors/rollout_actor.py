@@ -14,6 +14,7 @@ from raylearner import leftovers
 from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.engine import Engine
 from raylearner.actors.episode import EpisodeKit
+from raylearner.actors.outbox import Episode
 from raylearner.actors.process import prepare_process
 from raylearner.actors.proxy.agent import start_agent
 from raylearner.actors.reward_actor import model_calls
@@ -134,7 +135,7 @@ class RolloutActor:
                 sampling=make_sampling(config.sampling, self._renderer),
                 max_concurrent_episodes=config.actors.max_concurrent_episodes,
                 claim=self._claim,
-                put=self._put,
+                exchange=self._exchange,
                 is_seeded=isinstance(config.actors.engine, schema.ScriptedEngine),
             )
             resources.callback(self._worker.halt)
@@ -238,8 +239,10 @@ class RolloutActor:
     ) -> ClaimReply:
         return await self._replay.claim.remote(actor_id, engine_version, max_claims, timeout_s)
 
-    async def _put(self, episodes: list[list[Trajectory]]) -> list[str]:
-        return await self._replay.put.remote(episodes)
+    async def _exchange(
+        self, actor_id: str, engine_version: int, episodes: list[Episode], max_claims: int
+    ) -> tuple[list[str], ClaimReply]:
+        return await self._replay.exchange.remote(actor_id, engine_version, episodes, max_claims)
 
 
 def _import_libraries(config: schema.RunConfig) -> None:

@@ -9,16 +9,15 @@ to be sent together with others.
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from raylearner.actors.engines.watched import WatchedEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
-from raylearner.codec import EpisodeBatch
+from raylearner.actors.outbox import Episode, Outbox
 from raylearner.config.schema import SamplingSection
 from raylearner.errors import EngineDead
 from raylearner.observability.spans import Tracer
@@ -32,10 +31,10 @@ CANCEL_LIMIT_S = 30.0
 END_LIMIT_S = 5.0
 """Maximum wait, when `run` ends, for cancelled episodes, and for finished ones to be sent."""
 
-Episode = list[Trajectory]
 ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
 Key = tuple[int, int, int]
-PutCall = Callable[[list[Episode]], Awaitable[list[str]]]
+ExchangeCall = Callable[[str, int, list[Episode], int], Awaitable[tuple[list[str], ClaimReply]]]
+"""Puts episodes and claims samples for their slots: actor, engine version, episodes, number of samples."""
 EvaluateCall = Callable[[list[Prompt], SamplingSection, float], Awaitable[list[Trajectory]]]
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class RolloutWorker:
         sampling: Sampling,
         max_concurrent_episodes: int,
         claim: ClaimCall,
-        put: PutCall,
+        exchange: ExchangeCall,
         is_seeded: bool = False,
     ) -> None:
         self.actor_id = actor_id
@@ -73,14 +72,16 @@ class RolloutWorker:
         self._sampling = sampling
         self._max_concurrent = max_concurrent_episodes
         self._claim = claim
-        self._outbox = Outbox(put)
+        self._exchange = exchange
+        self._outbox = Outbox(self._send)
         self._is_seeded = is_seeded
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._slot_freed, self._is_full = asyncio.Event(), asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
-        self._is_claiming = self._is_halted = False
+        self._is_halted = False
+        self._num_claiming = 0  # calls under way that may bring claims
         self._void: set[Key] = set()  # cancelled before the reply with their claim arrived
         self._num_episodes = self._num_tokens = 0
         self._busy = _BusyClock(kit.tracer)
@@ -94,8 +95,6 @@ class RolloutWorker:
         """
         for key, task in list(self._running.items()):  # ones that ignored their cancellation
             self._free(key, task)
-        self._is_claiming = False
-        self._void.clear()
         self._is_full.clear()
         duties = [
             asyncio.create_task(self._guard(duty))
@@ -199,13 +198,42 @@ class RolloutWorker:
                 self._is_full.set()
                 await self._slot_freed.wait()
                 continue
-            self._is_claiming = True
-            reply = await self._ask(free)
-            for claim in reply.claims:
-                if claim.key not in self._void:
-                    self._start(claim)
-            self._is_claiming = False
-            self._void.clear()
+            with self._claiming():
+                self._accept(await self._ask(free))
+
+    async def _send(self, episodes: list[Episode]) -> list[str]:
+        """Send finished episodes, and play others in their slots: one call does both."""
+        version = self._engine.policy_version
+        num_slots = 0 if self._ended.is_set() else sum(map(self._has_slot, episodes))
+        with self._claiming():
+            outcomes, reply = await self._exchange(self.actor_id, version, episodes, num_slots)
+            self._accept(reply)
+        return outcomes
+
+    @contextmanager
+    def _claiming(self) -> Iterator[None]:
+        """Remember cancellations that overtake the reply with their claim."""
+        self._num_claiming += 1
+        try:
+            yield
+        finally:
+            self._num_claiming -= 1
+            if self._num_claiming == 0:
+                self._void.clear()
+
+    def _accept(self, reply: ClaimReply) -> None:
+        """Cancel and start episodes; claims of an ended `run` are void."""
+        self._cancel(reply)
+        if self._ended.is_set():
+            return
+        for claim in reply.claims:
+            if claim.key not in self._void:
+                self._start(claim)
+
+    def _has_slot(self, episode: Episode) -> bool:
+        """Whether the task that sends an episode keeps its slot until then."""
+        task = self._running.get(episode[0].episode_key)
+        return task is not None and not task.cancelling()
 
     def _start(self, claim: Claim) -> None:
         task = asyncio.create_task(self._guard(partial(self._play, claim)))
@@ -219,19 +247,20 @@ class RolloutWorker:
         while True:
             await self._is_full.wait()
             host.shared().check()
-            await self._ask(0)
+            self._cancel(await self._ask(0))
 
     async def _ask(self, max_claims: int) -> ClaimReply:
-        """Wait for claims, or for episodes that are no longer wanted, which are cancelled."""
+        """Wait for claims, or for episodes that are no longer wanted."""
         version = self._engine.policy_version
-        reply = await self._claim(self.actor_id, version, max_claims, CLAIM_POLL_S)
+        return await self._claim(self.actor_id, version, max_claims, CLAIM_POLL_S)
+
+    def _cancel(self, reply: ClaimReply) -> None:
         for key in reply.cancelled:
             if task := self._running.get(key):
                 task.cancel()
                 asyncio.get_running_loop().call_later(CANCEL_LIMIT_S, self._abandon, key, task)
-            elif self._is_claiming:
+            elif self._num_claiming:
                 self._void.add(key)
-        return reply
 
     def _abandon(self, key: Key, task: asyncio.Task[None]) -> None:
         """Free the slot of a cancelled episode that does not end."""
@@ -279,85 +308,6 @@ class RolloutWorker:
         if not self._ended.is_set():
             self._failure = error
             self._ended.set()
-
-
-class Outbox:
-    """Sends finished episodes to the replay in batches, since many small calls would limit it.
-
-    At most one call is in flight. It carries up to `max_episodes`, in order of arrival, and starts when
-    that many are pending or the first has waited `max_delay_s`. A call that fails raises in every sender
-    whose episode it carried; later episodes go with the next call.
-    """
-
-    def __init__(self, call: PutCall, *, max_episodes: int = 64, max_delay_s: float = 0.02) -> None:
-        self._call = call
-        self._max_episodes = max_episodes
-        self._max_delay_s = max_delay_s
-        self._pending: deque[_PendingEpisode] = deque()
-        self._is_full = asyncio.Event()
-        self._flush_task: asyncio.Task[None] | None = None
-
-    async def send(self, episode: Episode) -> str:
-        """Return the replay's outcome for `episode`. A cancelled sender's episode is still sent."""
-        loop = asyncio.get_running_loop()
-        pending = _PendingEpisode(episode, loop.time(), loop.create_future())
-        self._pending.append(pending)
-        if len(self._pending) >= self._max_episodes:
-            self._is_full.set()
-        if self._flush_task is None:
-            self._flush_task = asyncio.create_task(self._flush())
-        return await pending.outcome
-
-    async def flush(self, timeout_s: float) -> None:
-        """Wait until everything is sent, or `timeout_s`."""
-        if self._flush_task is not None:
-            await asyncio.wait([self._flush_task], timeout=timeout_s)
-
-    async def _flush(self) -> None:
-        """Run while episodes are pending; an idle outbox has no task."""
-        try:
-            while self._pending:
-                await self._wait_for_more()
-                count = min(len(self._pending), self._max_episodes)
-                await self._send_batch([self._pending.popleft() for _ in range(count)])
-        finally:
-            self._flush_task = None
-            for pending in self._pending:
-                pending.outcome.cancel()
-            self._pending.clear()
-
-    async def _wait_for_more(self) -> None:
-        if len(self._pending) >= self._max_episodes:
-            return
-        self._is_full.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._pending[0].arrived_at_s + self._max_delay_s):
-                await self._is_full.wait()
-
-    async def _send_batch(self, batch: "list[_PendingEpisode]") -> None:
-        try:
-            outcomes = await self._call(EpisodeBatch(pending.episode for pending in batch))
-            if len(outcomes) != len(batch):
-                raise RuntimeError(f"{len(batch)} episodes sent, {len(outcomes)} outcomes received")
-        except asyncio.CancelledError:
-            for pending in batch:
-                pending.outcome.cancel()
-            raise
-        except Exception as error:  # raised in the senders; the flush task continues
-            for pending in batch:
-                if not pending.outcome.done():
-                    pending.outcome.set_exception(error)
-            return
-        for pending, outcome in zip(batch, outcomes, strict=True):
-            if not pending.outcome.done():
-                pending.outcome.set_result(outcome)
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingEpisode:
-    episode: Episode
-    arrived_at_s: float
-    outcome: asyncio.Future[str]
 
 
 class _BusyClock:

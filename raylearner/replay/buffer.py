@@ -357,7 +357,7 @@ class ReplayBuffer:
     def _decide(self, num_groups: int) -> list[StalenessDecision]:
         """Choose the oldest groups that may train, at most `num_groups`; drop those that may not."""
         decisions: list[StalenessDecision] = []
-        if self.ledger.num_ready < num_groups:
+        if len(self.ledger.held) < num_groups or self.ledger.num_ready < num_groups:
             return decisions
         for record in self.ledger.held_oldest_first():
             if record.awaits_scores:

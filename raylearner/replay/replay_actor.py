@@ -118,6 +118,16 @@ class ReplayActor:
         self._wake()
         return outcomes
 
+    async def exchange(
+        self, actor_id: str, engine_version: int, episodes: list[list[Trajectory]], max_claims: int
+    ) -> tuple[list[str], ClaimReply]:
+        """Store episodes, and claim the samples that are there for their slots without a wait.
+
+        One call instead of two, since calls are most of what an episode costs this process.
+        """
+        outcomes = await self.put(episodes)
+        return outcomes, await self.claim(actor_id, engine_version, max_claims, 0.0)
+
     async def take(self, num_groups: int, policy_version: int, timeout_s: float) -> Take | None:
         """Lease complete groups until `commit`; return None after `timeout_s`, so that callers can check
         progress and call again. Raises `TooManyFailures` when the run should end."""

@@ -10,7 +10,7 @@ import pytest
 import ray
 from episodes import make_trajectory
 
-from raylearner.actors.rollout_worker import Outbox
+from raylearner.actors.outbox import Outbox
 from raylearner.config.schema import ReplaySection
 from raylearner.errors import TooManyFailures
 from raylearner.replay.replay_actor import ReplayActor

@@ -4,7 +4,7 @@ from itertools import chain
 import pytest
 from episodes import make_trajectory
 
-from raylearner.actors.rollout_worker import Outbox
+from raylearner.actors.outbox import Outbox
 from raylearner.types import Trajectory
 
 

@@ -89,6 +89,16 @@ async def test_episodes_of_discarded_claims_are_late_and_no_errors() -> None:
         assert "never issued" in (await restored.put([[never]]))[0]
 
 
+async def test_an_exchange_stores_episodes_and_gives_what_is_there_for_their_slots() -> None:
+    replay = make_actor()
+    claims = (await replay.claim("a", 0, 6, 0.0)).claims
+    outcomes, reply = await replay.exchange("a", 0, [make_episode(c) for c in claims[:4]], 4)
+    assert outcomes == ["accepted"] * 4
+    assert [claim.key for claim in reply.claims] == [(3, 0, 0), (3, 1, 0)]  # the capacity
+    outcomes, reply = await replay.exchange("a", 0, [make_episode(claims[4])], 1)
+    assert (outcomes, reply.claims) == (["accepted"], [])
+
+
 async def test_a_save_that_was_given_up_ends_before_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

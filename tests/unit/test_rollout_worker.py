@@ -70,9 +70,11 @@ class Replay:
         self.max_claims.append(max_claims)
         return await self.actor.claim(actor_id, version, max_claims, wait_s)
 
-    async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
+    async def exchange(
+        self, actor_id: str, version: int, episodes: list[list[Trajectory]], max_claims: int
+    ) -> tuple[list[str], ClaimReply]:
         self.stored += [episode[0] for episode in episodes]
-        return await self.actor.put(episodes)
+        return await self.actor.exchange(actor_id, version, episodes, max_claims)
 
     def states(self) -> list[SampleState]:
         return [s.state for g in self.actor._buffer.ledger.running.values() for s in g.samples]
@@ -91,7 +93,7 @@ def make_worker(
         sampling=Sampling(max_tokens=4),
         max_concurrent_episodes=num_slots,
         claim=replay.claim,
-        put=replay.put,
+        exchange=replay.exchange,
     )
 
 
@@ -283,6 +285,11 @@ class Answers:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, asyncio.Future[ClaimReply]]] = []
+        self.next: list[Claim] = []
+        """Claims for the slots of finished episodes, given while there are any."""
+        self.may_exchange = asyncio.Event()
+        self.may_exchange.set()
+        self.num_slots: list[int] = []
 
     async def claim(
         self, actor_id: str, version: int, max_claims: int, wait_s: float
@@ -291,8 +298,14 @@ class Answers:
         self.calls.append((max_claims, answer))
         return await answer
 
-    async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
-        return ["late"] * len(episodes)
+    async def exchange(
+        self, actor_id: str, version: int, episodes: list[list[Trajectory]], max_claims: int
+    ) -> tuple[list[str], ClaimReply]:
+        self.num_slots.append(max_claims)
+        given, self.next = self.next[:max_claims], self.next[max_claims:]
+        await self.may_exchange.wait()
+        reply = ClaimReply(claims=given, cancelled=[], policy_version=0)
+        return ["late"] * len(episodes), reply
 
     def answer(self, call: int, *claims: Claim, cancelled: Sequence[Claim] = ()) -> None:
         keys = [claim.key for claim in cancelled]
@@ -329,6 +342,80 @@ async def test_a_cancellation_may_overtake_its_claim(
         replay.answer(3, third)
         await until(lambda: third in played)
     assert second not in played
+
+
+async def test_a_finished_episode_brings_the_next_one(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further claim is made while there are samples."""
+    played: list[Claim] = []
+
+    async def play(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
+        played.append(claim)
+        return [make_trajectory(claim=claim)]
+
+    monkeypatch.setattr(rollout_worker, "play_episode", play)
+    claims = [make_claim(group_id=i) for i in range(4)]
+    replay = Answers()
+    replay.next = claims[2:]
+    kit = make_stage(tokenizer_folder, RandomTokens(**SHORT))
+    async with running(make_worker(kit, replay, num_slots=2)):
+        await until(lambda: len(replay.calls) == 1)
+        replay.answer(0, *claims[:2])
+        await until(lambda: len(replay.num_slots) == 2)
+        await until(lambda: len(replay.calls) == 3)
+    assert played == claims
+    assert [max_claims for max_claims, _ in replay.calls if max_claims] == [2, 2]
+    assert replay.num_slots == [2, 2]
+
+
+async def test_a_cancellation_may_overtake_a_claim_for_a_finished_slot(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[Claim] = []
+
+    async def play(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
+        played.append(claim)
+        return [make_trajectory(claim=claim)]
+
+    monkeypatch.setattr(rollout_worker, "play_episode", play)
+    first, second = (make_claim(group_id=i) for i in range(2))
+    replay = Answers()
+    replay.next = [second]
+    replay.may_exchange.clear()
+    kit = make_stage(tokenizer_folder, RandomTokens(**SHORT))
+    async with running(make_worker(kit, replay, num_slots=1)):
+        await until(lambda: len(replay.calls) == 1)
+        replay.answer(0, first)
+        await until(lambda: len(replay.calls) == 2 and len(replay.num_slots) == 1)
+        replay.answer(1, cancelled=[second])
+        await asyncio.sleep(0.05)
+        replay.may_exchange.set()
+        await until(lambda: [max_claims for max_claims, _ in replay.calls].count(1) == 2)
+    assert played == [first]
+
+
+async def test_a_cancelled_episode_that_is_sent_brings_none(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot was free before."""
+
+    async def play(kit: EpisodeKit, claim: Claim, sampling: Sampling) -> list[Trajectory]:
+        return [make_trajectory(claim=claim)]
+
+    monkeypatch.setattr(rollout_worker, "play_episode", play)
+    first = make_claim()
+    replay = Answers()
+    kit = make_stage(tokenizer_folder, RandomTokens(**SHORT))
+    worker = make_worker(kit, replay, num_slots=1)
+    worker._outbox._max_delay_s = 0.2
+    async with running(worker):
+        await until(lambda: len(replay.calls) == 1)
+        replay.answer(0, first)
+        await until(lambda: len(replay.calls) == 2)
+        replay.answer(1, cancelled=[first])
+        await until(lambda: len(replay.num_slots) == 1)
+    assert replay.num_slots == [0]
 
 
 async def test_an_episode_that_ignores_its_cancellation_loses_its_slot(

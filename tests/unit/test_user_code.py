@@ -302,7 +302,7 @@ async def test_a_rollout_worker_ends_with_the_function_named(
         sampling=Sampling(),
         max_concurrent_episodes=1,
         claim=None,  # type: ignore[arg-type]
-        put=None,  # type: ignore[arg-type]
+        exchange=None,  # type: ignore[arg-type]
     )
     with pytest.raises(UserCodeStuck) as caught:
         await worker.run()

@@ -1,22 +1,26 @@
-"""CPU time of the replay actor's code for one call, by the number of claims that wait meanwhile.
+"""CPU time of the replay actor's own code: of a call by the number of claims that wait, and of an episode.
 
-`python benchmarks/scale_waiting.py [--out FILE.jsonl] [--sizes 10,100,300,1000]` needs no Ray: the class of
-the actor runs in this process, so that the figures do not depend on what else the machine does.
+`python benchmarks/scale_costs.py [--out FILE.jsonl] [--sizes 10,100,300,1000]` needs no Ray: the class of the
+actor runs in this process, so that the figures hardly depend on what else the machine does.
 """
 
 import argparse
 import asyncio
 import json
+import pickle
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scale_actors import PROFILES, make_trajectory, make_variants
+from scale_actors import PROFILES, Variant, make_trajectory, make_variants
 
+from raylearner.codec import EpisodeBatch
 from raylearner.config.schema import ReplaySection
+from raylearner.replay.buffer import ReplayBuffer
 from raylearner.replay.replay_actor import ReplayActor
 from raylearner.types import Prompt
 
@@ -92,6 +96,73 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """CPU time of one episode in microseconds, from the bytes that arrive to those that leave."""
+
+    profile: str
+    unpack_us: float
+    put_us: float
+    take_us: float
+    pack_us: float
+    commit_us: float
+
+    @property
+    def total_us(self) -> float:
+        return self.unpack_us + self.put_us + self.take_us + self.pack_us + self.commit_us
+
+
+def measure_episode(profile: str, *, num_rounds: int = 5) -> Episode:
+    """Return the lowest costs over several rounds of 256 episodes, 8 to a put."""
+    config = ReplaySection(
+        groups_per_step=NUM_GROUPS, group_size=GROUP_SIZE, max_staleness=0, group_time_limit_s=1e6
+    )
+    prompts = [Prompt(prompt_id=f"prompt-{i}", messages=()) for i in range(100)]
+    buffer = ReplayBuffer(config, prompts, 0)
+    variants = make_variants(PROFILES[profile], 0)
+    rounds = [_round(buffer, variants) for _ in range(num_rounds)]
+    lowest = [1e6 * min(times) / (NUM_GROUPS * GROUP_SIZE) for times in zip(*rounds, strict=True)]
+    unpack_us, put_us, take_us, pack_us, commit_us = lowest
+    return Episode(
+        profile=profile,
+        unpack_us=unpack_us,
+        put_us=put_us,
+        take_us=take_us,
+        pack_us=pack_us,
+        commit_us=commit_us,
+    )
+
+
+def _round(buffer: ReplayBuffer, variants: list[Variant]) -> list[float]:
+    """Return the CPU time of unpacking, puts, take, packing and commit of a full buffer."""
+    calls: list[tuple[bytes, list[bytes]]] = []
+    for _ in range(NUM_GROUPS):
+        claims = buffer.claim("a", 0, GROUP_SIZE).claims
+        episodes = [[make_trajectory(variants[c.group_id % len(variants)], c)] for c in claims]
+        calls.append(_pickled(EpisodeBatch(episodes)))
+    marks = [time.process_time()]
+    received = [pickle.loads(data, buffers=parts) for data, parts in calls]
+    marks.append(time.process_time())
+    for batch in received:
+        assert [buffer.put(episode) for episode in batch] == ["accepted"] * GROUP_SIZE
+    marks.append(time.process_time())
+    take = buffer.take(NUM_GROUPS, 0)
+    assert take is not None
+    marks.append(time.process_time())
+    pickle.dumps(take, protocol=5, buffer_callback=lambda _: None)
+    marks.append(time.process_time())
+    buffer.commit([group.group_id for group in take.groups], 0)
+    marks.append(time.process_time())
+    return [end - start for start, end in pairwise(marks)]
+
+
+def _pickled(value: object) -> tuple[bytes, list[bytes]]:
+    """Return the pickle and its buffers, which Ray sends apart from it."""
+    parts: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=parts.append)
+    return data, [bytes(part.raw()) for part in parts]
+
+
 def table(costs: Sequence[Cost]) -> list[str]:
     return [
         "| claims that wait | put, us | commit, us per sample | new weights of one engine, us | of all, s |",
@@ -104,6 +175,18 @@ def table(costs: Sequence[Cost]) -> list[str]:
     ]
 
 
+def episode_table(costs: Sequence[Episode]) -> list[str]:
+    return [
+        "| episodes | unpack | put | take | pack | commit | total, us | episodes/s of a core |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| {c.profile} | {c.unpack_us:.0f} | {c.put_us:.0f} | {c.take_us:.0f} | {c.pack_us:.0f} "
+            f"| {c.commit_us:.0f} | {c.total_us:.0f} | {1e6 / c.total_us:,.0f} |"
+            for c in costs
+        ),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="10,100,300,1000")
@@ -111,11 +194,12 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit that is measured")
     arguments = parser.parse_args()
     costs = [asyncio.run(measure(int(size))) for size in arguments.sizes.split(",")]
+    episodes = [measure_episode(profile) for profile in PROFILES]
     if arguments.out is not None:
         with arguments.out.open("a") as file:
-            for cost in costs:
+            for cost in (*costs, *episodes):
                 file.write(json.dumps({"commit": arguments.commit, **asdict(cost)}) + "\n")
-    sys.stdout.write("\n".join(table(costs)) + "\n")
+    sys.stdout.write("\n".join([*table(costs), "", *episode_table(episodes)]) + "\n")
 
 
 if __name__ == "__main__":
