@@ -17,6 +17,7 @@ MIN_CAPABILITY = 7.0
 """Lowest compute capability that Triton compiles for."""
 MIN_PACKED_CAPABILITY = 8.0
 """Lowest compute capability of flash-attn and of torch's varlen kernel."""
+MIB = 2**20
 HOPPER = 9
 """Major compute capability of the GPUs that FlashAttention-3 is for."""
 QUERY_TIMEOUT_S = 30.0
@@ -30,6 +31,8 @@ class Gpu:
 
     name: str
     capability: float
+    num_bytes: int | None = None
+    """Size of its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,12 @@ class Devices:
     """Whether flash-attn is installed, on all machines."""
     has_flash_3: bool = False
     """Whether FlashAttention-3 is, and all GPUs are Hopper ones, which it is for."""
+
+    @property
+    def min_bytes(self) -> int | None:
+        """Return the memory of the smallest GPU; None if the memory of any is unknown."""
+        sizes = [gpu.num_bytes for gpu in self.gpus]
+        return None if None in sizes else min((n for n in sizes if n is not None), default=None)
 
     @property
     def min_capability(self) -> float | None:
@@ -85,16 +94,26 @@ def merge(found: Iterable[Devices]) -> Devices:
 
 
 def find_gpus() -> list[Gpu]:
-    """Return the GPUs that `nvidia-smi` lists; none where it fails."""
-    command = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    """Return the visible GPUs that `nvidia-smi` lists; none where it fails."""
+    query = "--query-gpu=name,compute_cap,memory.total"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
         )
-        rows = [line.rpartition(",") for line in done.stdout.splitlines() if line.strip()]
-        return [Gpu(name.strip(), float(capability)) for name, _, capability in rows]
+        rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.strip()]
+        gpus = [Gpu(name.strip(), float(c), _bytes(size)) for name, c, size in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [number.strip() for number in visible]
+    if all(number.isdigit() for number in numbers):  # not ids, and not empty
+        return [gpu for number, gpu in enumerate(gpus) if str(number) in numbers]
+    return gpus
+
+
+def _bytes(mebibytes: str) -> int | None:
+    return int(mebibytes) * MIB if mebibytes.strip().isdigit() else None
 
 
 def compiler_errors(gpus: Iterable[Gpu]) -> Iterator[str]:

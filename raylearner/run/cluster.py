@@ -3,12 +3,11 @@
 import logging
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -23,7 +22,7 @@ from raylearner.config import devices, resources
 from raylearner.config.checks import warnings
 from raylearner.config.devices import Devices
 from raylearner.config.learner import TOKEN_BUDGET
-from raylearner.config.resources import named_variables
+from raylearner.config.resources import Resolved, named_variables
 from raylearner.config.schema import ClusterSection, RunConfig
 from raylearner.errors import ConfigError, StartError, summary
 from raylearner.network import check_reachable, refuse_bad_authentication
@@ -35,8 +34,6 @@ NUM_STARTS = 3
 """Maximum number of tries to start a local cluster."""
 START_PAUSE_S = 3.0
 """Time between two tries, and for the processes of a failed one to end."""
-GPU_LIMIT_S = 30.0
-"""Maximum time for a node to tell the memory of its GPUs."""
 PROBE_TIMEOUT_S = 60.0
 """Maximum time for machines to report what their GPUs can do."""
 START_LOGGERS = ("ray._private.node", "ray._private.services", "ray._private.worker")
@@ -141,9 +138,7 @@ def disconnect() -> None:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Replace every `auto` by a value for this cluster, and log each decision."""
-    available = supply([config])
-    found = find_devices() if available.num_gpus else devices.UNKNOWN
-    resolved = resources.resolve(config, **asdict(available), devices=found)
+    resolved = supply([config]).resolve(config)
     for decision in resolved.decisions:
         logger.info("%s", decision)
     for warning in warnings(resolved.config):
@@ -174,56 +169,38 @@ def _probe() -> Devices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSupply:
-    """What `auto` is resolved for. Bytes of each GPU's memory; None if unknown or without GPUs."""
+    """What `auto` is resolved for."""
 
     num_gpus: float
     num_cpus: float
-    gpu_bytes: int | None
+    devices: Devices
+
+    def resolve(self, config: RunConfig) -> Resolved:
+        return resources.resolve(
+            config,
+            num_gpus=self.num_gpus,
+            num_cpus=self.num_cpus,
+            gpu_bytes=self.devices.min_bytes,
+            devices=self.devices,
+        )
 
 
 def supply(configs: Sequence[RunConfig]) -> ClusterSupply:
     """Return the resources of the cluster, in use or not, that decide what `auto` is in these configurations."""
-    found = ray.cluster_resources()
-    gpus = found.get("GPU", 0.0)
+    amounts = ray.cluster_resources()
+    num_gpus = amounts.get("GPU", 0.0)
+    found = find_devices() if num_gpus else devices.UNKNOWN
     is_auto = any(
         "auto" in (config.actors.num_actors, config.learner.max_tokens_per_micro_batch)
         for config in configs
     )
-    return ClusterSupply(
-        num_gpus=gpus,
-        num_cpus=found.get("CPU", 0.0),
-        gpu_bytes=_read_gpu_bytes() if gpus >= 1 and is_auto else None,
-    )
-
-
-def _read_gpu_bytes() -> int | None:
-    """Ask a node with GPUs for the memory of its smallest one."""
-    ask: Any = _smallest_gpu
-    call = ask.remote()
-    try:
-        return ray.get(call, timeout=GPU_LIMIT_S)
-    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayTaskError):
-        ray.cancel(call)
+    if num_gpus >= 1 and is_auto and found.min_bytes is None:
         logger.warning(
             "the memory of the GPUs is unknown: one engine on each and micro-batches of %d tokens,"
             " unless configured",
             TOKEN_BUDGET,
         )
-        return None
-
-
-@ray.remote(num_cpus=0, num_gpus=0.001, max_retries=0)
-def _smallest_gpu() -> int | None:
-    """Return the bytes of memory of this node's smallest GPU, or None if its driver does not tell."""
-    prepare_process()
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, check=True, timeout=GPU_LIMIT_S
-        )
-        return min(int(line) for line in done.stdout.split()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+    return ClusterSupply(num_gpus=num_gpus, num_cpus=amounts.get("CPU", 0.0), devices=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +215,7 @@ class RunSize:
 
 def run_size(config: RunConfig, supply: ClusterSupply, *, min_cpus: float = 0.0) -> RunSize:
     """Return the resources of a run alone on a cluster with this supply."""
-    config = resources.resolve(config, **asdict(supply)).config
+    config = supply.resolve(config).config
     return RunSize(
         cpus=max(config.cpus_needed, min_cpus),
         gpus=config.gpus_needed,
@@ -250,7 +227,9 @@ def run_size(config: RunConfig, supply: ClusterSupply, *, min_cpus: float = 0.0)
 def check_supply(config: RunConfig) -> None:
     """Raise `ConfigError` with demand and supply when the cluster cannot hold the run."""
     gpus = ray.cluster_resources().get("GPU", 0.0)
-    check_fits(run_size(config, ClusterSupply(num_gpus=gpus, num_cpus=math.inf, gpu_bytes=None)))
+    check_fits(
+        run_size(config, ClusterSupply(num_gpus=gpus, num_cpus=math.inf, devices=devices.UNKNOWN))
+    )
 
 
 def check_variables(config: RunConfig) -> None:

@@ -16,7 +16,9 @@ from raylearner.config.schema import VllmEngine
 from raylearner.errors import ConfigError
 from raylearner.jobs import doctor
 
-H200, V100, P100 = Gpu("NVIDIA H200", 9.0), Gpu("Tesla V100", 7.0), Gpu("Tesla P100", 6.0)
+GIB = 2**30
+H200 = Gpu("NVIDIA H200", 9.0, 140 * GIB)
+V100, P100 = Gpu("Tesla V100", 7.0, 32 * GIB), Gpu("Tesla P100", 6.0, 16 * GIB)
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 Machine = Callable[..., None]
@@ -32,7 +34,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         packages: tuple[str, ...] = ("triton",),
         has_headers: bool = True,
     ) -> None:
-        rows = "".join(f"{gpu.name}, {gpu.capability}\n" for gpu in gpus)
+        rows = "".join(
+            f"{gpu.name}, {gpu.capability}, {(gpu.num_bytes or 0) // 2**20}\n" for gpu in gpus
+        )
 
         def run(command: list[str], **_: Any) -> Any:
             if not gpus:
@@ -44,6 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         if has_headers:
             (folder / "Python.h").touch()
         monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(
             devices, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run})
         )
@@ -71,6 +76,24 @@ def test_a_machine_that_can_do_everything_has_no_error(machine: Machine) -> None
     assert probe().gpus == ()
 
 
+def test_only_visible_gpus_count(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(V100, H200)
+    for visible, gpus in (("1", (H200,)), ("", (V100, H200)), ("GPU-1f2e", (V100, H200))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert probe().gpus == gpus
+
+
+def test_the_memory_of_a_gpu_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = SimpleNamespace(stdout="NVIDIA GB10, 12.1, [N/A]\n")
+    monkeypatch.setattr(
+        devices,
+        "subprocess",
+        SimpleNamespace(**vars(subprocess) | {"run": lambda *_, **__: answer}),
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.find_gpus() == [Gpu("NVIDIA GB10", 12.1, None)]
+
+
 @pytest.mark.parametrize(
     ("gpu", "options", "named"),
     [
@@ -95,6 +118,8 @@ def test_a_cluster_compiles_if_every_machine_can() -> None:
     assert merge([whole, other]) == Devices(gpus=(H200, V100), compiler_error="no C compiler")
     assert merge([whole, whole]).compiler_error is None
     assert merge([whole, other]).min_capability == 7.0
+    assert merge([whole, other]).min_bytes == 32 * GIB
+    assert Devices(gpus=(H200, Gpu("GPU", 9.0))).min_bytes is Devices().min_bytes is None
 
 
 @pytest.mark.parametrize(
