@@ -203,5 +203,6 @@ def test_one_rank_and_two_and_any_micro_batching_agree(
     for key, tensor in our_weights.items():
         if key.endswith("k_proj.bias") and not is_double:
             continue  # softmax cancels it: rounding errors are all its gradient
-        limit = 1e-6 if is_double else 2e-5 * np.abs(tensor).max()
+        # Adam divides small gradients by their own size, rounding errors included.
+        limit = 1e-6 if is_double else 4e-5 * np.abs(tensor).max()
         np.testing.assert_allclose(tensor, their_weights[key], rtol=0, atol=limit)
