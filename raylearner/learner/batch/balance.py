@@ -19,8 +19,9 @@ QUADRATIC_TOKENS = 24_576
 """Sequence length at which attention costs as much as everything else: 12 x a hidden size of 2,048.
 """
 
-EXCESSES = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, math.inf)
-"""Costs of a micro-batch up to which rows join their family, as multiples of the mean."""
+EXCESSES = (math.inf, 1.5, 1.2, 1.1, 1.05, 1.0)
+"""Costs of a micro-batch up to which rows join their family, as multiples of the mean, from most shared to
+least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +63,15 @@ def row_cost(num_tokens: int) -> float:
 def divide(sizes: Sequence[RowSize], num_ranks: int, max_tokens: int) -> list[list[Bin]]:
     """Return rounds of `num_ranks` micro-batches each, which run at the same time."""
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index].num_tokens, index))
-    divisions = [_divide(order, sizes, num_ranks, max_tokens, excess=0.0)]
+    tried = [(order, 0.0)]
     if any(size.prefix is not None for size in sizes):
         by_family = _by_family(order, sizes)
-        divisions += [
-            _divide(by_family, sizes, num_ranks, max_tokens, excess=excess) for excess in EXCESSES
-        ]
+        tried = [*((by_family, excess) for excess in EXCESSES), *tried]
+    divisions: list[list[list[Bin]]] = []
+    for some_order, excess in tried:
+        # Families that are together less need no fewer rounds.
+        least = len(divisions[-1]) if divisions and excess else 1
+        divisions.append(_divide(some_order, sizes, num_ranks, max_tokens, excess, least=least))
     return min(divisions, key=lambda rounds: (_time(rounds), len(rounds)))
 
 
@@ -96,15 +100,17 @@ def _divide(
     sizes: Sequence[RowSize],
     num_ranks: int,
     max_tokens: int,
-    *,
     excess: float,
+    *,
+    least: int,
 ) -> list[list[Bin]]:
+    """Return the fewest rounds that fit, but at least `least`; see `EXCESSES`."""
     shared = {size.prefix: size for size in sizes if size.prefix is not None}.values()
     total = sum(size.num_tokens - size.num_shared for size in sizes)
     total += sum(size.num_shared for size in shared)
     cost = sum(size.cost - size.saved_cost for size in sizes)
     cost += sum(size.saved_cost for size in shared)
-    num_rounds = max(1, math.ceil(total / (max_tokens * num_ranks)))
+    num_rounds = max(least, math.ceil(total / (max_tokens * num_ranks)))
     while True:
         num_bins = num_rounds * num_ranks
         limit = excess * cost / num_bins if excess else 0.0

@@ -4,7 +4,7 @@ Model families change logits after the head, attention or positions in their own
 of configuration keys covers the next family. Three short rows are scored by the model's own
 forward, one by one by ours, and packed; all must agree. The middle row is packed once more between
 other rows: its computation then has the same shapes, so rounding cannot hide an influence of other
-rows.
+rows. Whether rows may share a prefix is measured after that, and changes speed only.
 """
 
 import logging
