@@ -17,6 +17,19 @@ from raylearner.actors.engines.vllm_scheduler import PART_TOKENS, _Parts
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 0}
 
 
+TEXTS = ("one", "two", "></", "?!?", "<end>")
+
+
+class Tokenizer:
+    """The texts of five tokens."""
+
+    def __len__(self) -> int:
+        return len(TEXTS)
+
+    def batch_decode(self, ids: list[list[int]]) -> list[str]:
+        return [TEXTS[token] for (token,) in ids]
+
+
 class Plain:
     """A scheduler that samples one token for each request in a step, and can be paused."""
 
@@ -56,6 +69,9 @@ class Plain:
 
 class Scheduler(_Parts, Plain):
     """The one under test, over `Plain`."""
+
+    def _make_tokenizer(self) -> Tokenizer:
+        return Tokenizer()
 
 
 class Core:
@@ -149,8 +165,12 @@ def test_a_step_in_flight_at_a_pause_is_sent_with_it() -> None:
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"detokenize": True, "stop": ["x"]}, {"output_kind": RequestOutputKind.DELTA}],
-    ids=["stop strings", "streams"],
+    [
+        {"detokenize": True, "stop": ["b", "a\n"]},
+        {"detokenize": True, "stop": ["</é"]},
+        {"output_kind": RequestOutputKind.DELTA},
+    ],
+    ids=["stop at a space", "stop beyond ASCII", "streams"],
 )
 def test_what_is_read_at_once_is_sent_at_once(parameters: dict[str, Any]) -> None:
     core = Core("waits")
@@ -159,6 +179,25 @@ def test_what_is_read_at_once_is_sent_at_once(parameters: dict[str, Any]) -> Non
         core.step({"waits": i, "reads": 10 + i})
         assert core.tokens["reads"] == list(range(10, 11 + i))
     assert core.logprobs["reads"] == [np.float32(-i / 1000) for i in (10, 11, 12)]
+
+
+def test_a_token_that_may_complete_a_stop_string_is_sent_at_once() -> None:
+    core = Core("waits")
+    core.add("reads", detokenize=True, stop=["</answer>", "!!"])
+    sent = []
+    for token in (0, 1, 2, 4, 1, 3, 1):
+        before = len(core.tokens.get("reads", []))
+        core.step({"waits": 0, "reads": token})
+        sent.append((TEXTS[token], len(core.tokens.get("reads", [])) - before))
+    assert sent == [
+        ("one", 0),
+        ("two", 2),  # its first part is short, as others' are not
+        ("></", 1),
+        ("<end>", 1),
+        ("two", 0),
+        ("?!?", 2),
+        ("two", 0),
+    ]
 
 
 def test_requests_without_logprobs_receive_none() -> None:

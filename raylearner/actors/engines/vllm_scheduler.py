@@ -2,7 +2,7 @@
 
 vLLM sends each token of each request to the process of its owner at once, with three arrays for its
 log-probability: packing and unpacking them takes longer than sampling. Nobody reads them before a request
-ends, unless it has stop strings, which the owner searches for.
+ends, except where the owner searches its text for stop strings: a token that may complete one is sent at once.
 
 A core imports this module because the engine arguments name one of its classes.
 """
@@ -20,6 +20,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
+from raylearner.actors.engines.vllm_stops import StopTokens
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request, RequestStatus
@@ -36,6 +38,7 @@ class _Waiting:
     has_logprobs: bool
     may_wait: bool
     room: int
+    sent_at_once: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
 
@@ -71,18 +74,21 @@ class _Parts:
         self._waiting: dict[str, _Waiting] = {}
         # Requests that start together are sent in different steps.
         self._rooms = itertools.cycle(range(1, PART_TOKENS + 1))
+        self._stop_tokens = StopTokens(self._make_tokenizer)
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)  # pyright: ignore[reportAttributeAccessIssue]
         parameters = request.sampling_params
-        if parameters is not None:
-            self._waiting[request.request_id] = _Waiting(
-                client_index=request.client_index,
-                has_logprobs=parameters.num_logprobs is not None,
-                may_wait=parameters.output_kind is RequestOutputKind.FINAL_ONLY
-                and not parameters.detokenize,
-                room=next(self._rooms),
-            )
+        if parameters is None:
+            return
+        ends = self._stop_tokens.of(parameters.stop) if parameters.stop else frozenset[int]()
+        self._waiting[request.request_id] = _Waiting(
+            client_index=request.client_index,
+            has_logprobs=parameters.num_logprobs is not None,
+            may_wait=parameters.output_kind is RequestOutputKind.FINAL_ONLY and ends is not None,
+            room=next(self._rooms),
+            sent_at_once=ends or frozenset(),
+        )
 
     def finish_requests(
         self, request_ids: "str | Iterable[str] | None", finished_status: "RequestStatus"
@@ -134,7 +140,7 @@ class _Parts:
                 if logprob is not None:
                     waiting.logprobs.append(logprob)
                 waiting.room -= 1
-                if waiting.room <= 0:
+                if waiting.room <= 0 or output.new_token_ids[0] in waiting.sent_at_once:
                     kept.append(waiting.take(request_id))
                 continue
             if waiting.token_ids:
@@ -151,6 +157,11 @@ class _Parts:
             if waiting.token_ids:
                 message = messages.setdefault(waiting.client_index, EngineCoreOutputs(outputs=[]))
                 message.outputs.append(waiting.take(request_id))
+
+    def _make_tokenizer(self) -> Any:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(self.vllm_config.model_config)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def _is_paused(self) -> bool:

@@ -114,8 +114,15 @@ def register_engines() -> None:
             WeightTransferEngineFactory.register_engine(receiver.backend, engine)
 
 
+def install_parts() -> None:
+    """Replace parts of vLLM in a worker; the owner of an engine imports this module for the backends alone."""
+    if multiprocessing.parent_process() is None:
+        return
+    vllm_sampler.install()
+    if current_platform.is_cuda_alike():
+        vllm_compilation.install()
+
+
 register_engines()
-vllm_sampler.install()
-if current_platform.is_cuda_alike():
-    vllm_compilation.install()
+install_parts()
 watch_owner()
