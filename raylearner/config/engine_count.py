@@ -109,7 +109,14 @@ def _size(config: RunConfig) -> ModelSize | None:
     """Return the model's size; that of a tiny one counts as nothing."""
     if isinstance(config.model, PretrainedModel):
         return ModelSize.of(Path(config.model.path).expanduser())
-    nothing = dict.fromkeys(
-        ["num_parameters", "num_block", "num_rest", "num_blocks", "hidden_size"], 0
+    return ModelSize(
+        num_parameters=0,
+        num_block=0,
+        num_rest=0,
+        num_blocks=0,
+        hidden_size=0,
+        intermediate_size=0,
+        attention_size=0,
+        vocab_size=0,
+        linears=(),
     )
-    return ModelSize(**nothing, intermediate_size=0, attention_size=0, vocab_size=0, linears=())

@@ -173,6 +173,8 @@ def _gpus_needed(config: RunConfig) -> str:
 
 def _actors(actors: ActorsSection) -> str:
     share = _share(actors.min_actors, actors.cpus_per_actor, actors.gpus_per_actor)
+    if actors.num_actors == "auto":
+        return f"{share}; on GPUs, as many as fit beside the learner"
     return f"{share}, up to {actors.max_actors}" if actors.is_elastic else share
 
 

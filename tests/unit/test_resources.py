@@ -280,3 +280,24 @@ def test_a_learner_compiles_if_the_run_is_long_enough(
     resolved = resolve(config(**changes), num_gpus=3)
     assert resolved.config.learner.compile is compiles
     assert any("the learner" in line for line in resolved.decisions)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "extra", "said", "ahead"),
+    [
+        (0, "{}", 0, False),
+        (3, "{}", 1, True),
+        (3, "{async_scheduling: true}", 1, True),
+        (3, "{async_scheduling: false}", 1, False),
+        (3, "{distributed_executor_backend: ray}", 1, False),
+    ],
+)
+def test_steps_are_prepared_ahead_on_gpus_unless_the_arguments_exclude_it(
+    num_gpus: int, extra: str, said: int, ahead: bool
+) -> None:
+    resolved = resolve(config(actors__engine__extra_arguments=extra), num_gpus=num_gpus)
+    engine = resolved.config.actors.engine
+    assert isinstance(engine, VllmEngine)
+    assert speed.schedules_ahead(engine, is_on_gpu=num_gpus > 0) is ahead
+    lines = [line for line in resolved.decisions if "prepare" in line]
+    assert len(lines) == said
