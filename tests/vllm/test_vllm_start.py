@@ -22,6 +22,7 @@ def arguments(model: Path, **section: Any) -> dict[str, Any]:
         seed=0,
         weight_backend="nccl",
         lora_rank=None,
+        receives_beside_weights=False,
         max_images=1,
     )
 
