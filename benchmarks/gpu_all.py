@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +35,26 @@ class Stage:
     limit_s: float
     arguments: tuple[str, ...] = ()
     on_cpu: bool = True
+
+
+def real_size(size: str, *, num_gpus: int) -> Iterator[Stage]:
+    """Yield the stages at one size: vLLM alone, both layouts, and asynchronous training by staleness."""
+    runs: dict[str, tuple[str, ...]] = {
+        "bare": ("--layout", "bare", "--seconds", "60"),
+        "async": ("--layout", "async"),
+        "colocated": ("--layout", "colocated"),
+        **{f"async_{n}": ("--layout", "async", "--staleness", str(n)) for n in (1, 2, 8)},
+    }
+    for kind, arguments in runs.items():
+        name = f"real_size_{size}_{kind}"
+        yield Stage(
+            name,
+            "benchmarks.gpu.real_size",
+            1 if kind == "bare" else num_gpus,
+            360,
+            ("--size", size, "--name", name, *arguments),
+            on_cpu=size != "8B" and kind in ("bare", "async"),
+        )
 
 
 STAGES = (
@@ -161,18 +182,28 @@ STAGES = (
         ("--name", "start_12", "--engines", "12"),
         on_cpu=False,
     ),
-    Stage("modes_async", "benchmarks.gpu.modes", 4, 290, ("--mode", "async")),
-    Stage("modes_sync", "benchmarks.gpu.modes", 4, 290, ("--mode", "sync")),
-    Stage("stories", "benchmarks.stories", 2, 320, ("--engines", "6")),
+    Stage("modes_async", "benchmarks.gpu.modes", 4, 400, ("--mode", "async")),
+    Stage("modes_sync", "benchmarks.gpu.modes", 4, 400, ("--mode", "sync")),
+    Stage("stories", "benchmarks.stories", 2, 420),
     Stage(
-        "stories_4",
+        "stories_wait",
         "benchmarks.stories",
         2,
-        320,
-        ("--engines", "4", "--name", "stories_4"),
+        420,
+        ("--on-stale", "wait", "--name", "stories_wait"),
         on_cpu=False,
     ),
-    Stage("modes_colocated", "benchmarks.gpu.modes", 4, 290, ("--mode", "colocated"), on_cpu=False),
+    Stage(
+        "stories_tuned",
+        "benchmarks.stories",
+        2,
+        420,
+        ("--engines", "6", "--tuned", "--name", "stories_tuned"),
+        on_cpu=False,
+    ),
+    Stage("modes_colocated", "benchmarks.gpu.modes", 4, 400, ("--mode", "colocated"), on_cpu=False),
+    *real_size("8B", num_gpus=4),
+    *real_size("2.3B", num_gpus=1),
     Stage("task", "benchmarks.gpu.task", 4, 330),
     Stage(
         "pushes_8B_2to2",

@@ -1,9 +1,10 @@
 """Long-tailed writing: stories of about N words, N log-uniform in 30 to 600, rewarded by their length.
 
-    python benchmarks/stories.py --out DIR --model SMOLLM2 [--engines 6] [--steps 30] [--cpu]
+    python benchmarks/stories.py --out DIR --model SMOLLM2 [--engines 6 --tuned] [--steps 60] [--cpu]
 
 makes the prompts, runs `python -m raylearner train` on the GPUs that are visible (one for the learner,
 the engines share the others) and reports trained trajectories per second, lengths and idle fractions.
+No option of speed is set; `--tuned` sets some by hand.
 """
 
 import json
@@ -78,29 +79,32 @@ def config(
     *,
     model: str,
     num_steps: int,
-    engines: int,
+    engines: int | None,
     max_staleness: int,
     groups_per_step: int,
     cpu: bool,
-    graphs: bool = True,
+    tuned: bool = False,
     **sections: dict[str, Any],
 ) -> dict[str, Any]:
-    """The run as the configuration file that it is. Further sections are merged in by key."""
+    """The run as the configuration file that it is. Further sections are merged in by key.
+
+    Without `engines` and `tuned`, the run decides everything that changes only its speed.
+    """
     longest = 64 if cpu else 1024
     engine: dict[str, Any] = {
         "kind": "vllm",
         "dtype": "float32" if cpu else "bfloat16",
         "max_model_tokens": 256 if cpu else 1152,
-        "max_sequences": 16 if cpu else 256,
+        "max_sequences": 16 if cpu else 128,
     }
-    if not cpu and graphs:
+    if tuned and not cpu:
         # CUDA graphs of whole decode steps without compilation: most of the speed, little start.
         engine["eager"] = False
         engine["extra_arguments"] = {
             "compilation_config": {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256],
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128],
             }
         }
     found: dict[str, Any] = {
@@ -112,8 +116,7 @@ def config(
         "sampling": {"max_turn_tokens": longest},
         "rewards": {"functions": [{"kind": "benchmarks.stories:length_reward"}]},
         "actors": {
-            "num_actors": engines,
-            "max_concurrent_episodes": 16 if cpu else max(32, 384 // engines),
+            "max_concurrent_episodes": 16 if cpu else 128,
             "cpus_per_actor": 0.5,
             "engine": engine,
         },
@@ -126,12 +129,14 @@ def config(
             "learning_rate": 1e-6,
             "cpus_per_rank": 0.5,
             "compute_dtype": "float32" if cpu else "bfloat16",
-            "max_tokens_per_micro_batch": 1024 if cpu else 16_384,
-            "logprob_chunk_tokens": 256 if cpu else 4096,
         },
         "observability": {"trace": False},
         "evaluation": {"every_steps": 0},
     }
+    if engines is not None:
+        found["actors"]["num_actors"] = engines
+    if tuned and not cpu:
+        found["learner"] |= {"max_tokens_per_micro_batch": 16_384, "logprob_chunk_tokens": 4096}
     for key, section in sections.items():
         found[key] = {**found.get(key, {}), **section}
     return found
@@ -139,9 +144,10 @@ def config(
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--engines", type=int, default=6)
-    args.add_argument("--steps", type=int, default=30)
-    args.add_argument("--eager", action="store_true")
+    args.add_argument("--engines", type=int, help="as many as the run decides without")
+    args.add_argument("--steps", type=int, default=60)
+    args.add_argument("--tuned", action="store_true")
+    args.add_argument("--on-stale", default="mask", choices=("mask", "wait"))
     args.add_argument("--name", default="stories")
     arguments = args.parse_args()
     cpu = arguments.cpu
@@ -163,12 +169,13 @@ def main() -> None:
             max_staleness=4,
             groups_per_step=1 if cpu else 8,
             cpu=cpu,
-            graphs=not arguments.eager,
+            tuned=arguments.tuned,
+            replay={"on_stale": arguments.on_stale},
             **({"cluster": {"num_cpus": 4}} if cpu else {}),
         ),
         cpu=cpu,
     )
-    code = run.wait(timeout_s=400 if cpu else 300)
+    code = run.wait(timeout_s=400)
     result.add(engines=arguments.engines, exit_code=code, total_s=time.monotonic() - started)
     numbers = summary(run.metrics(), skip=0 if cpu else 5, trajectories_per_step=8 if cpu else 64)
     result.add(tail=run.tail(), **numbers)

@@ -15,6 +15,7 @@ KEYS = (
     "rollout/reward/mean",
     "rollout/sampled_tokens/mean",
     "rollout/tokens_per_s",
+    "rollout/actors",
     "rollout/idle_fraction",
     "learner/idle_fraction",
     "learner/tokens_per_s",
