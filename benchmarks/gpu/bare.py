@@ -12,6 +12,9 @@ from typing import Any
 
 from benchmarks.gpu.common import say
 
+MAX_WARM_UP_S = 120.0
+"""Maximum time until the first token is counted."""
+
 
 def run_bare(
     folder: str,
@@ -100,6 +103,11 @@ async def _run(
     workers = [asyncio.create_task(keep_busy()) for _ in range(num_requests)]
     try:
         await _sleep(warm_up_s, workers)
+        until = time.monotonic() + MAX_WARM_UP_S
+        while _num_sampled() == 0:
+            if time.monotonic() > until:
+                raise RuntimeError(f"vLLM counted no token in {MAX_WARM_UP_S:g} s")
+            await _sleep(1.0, workers)
         before, began = _num_sampled(), time.monotonic()
         await _sleep(seconds, workers)
         sampled, took = _num_sampled() - before, time.monotonic() - began
