@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from learners import make_groups, make_learner, one_batch
+from learners import make_groups, make_learner, one_batch, with_prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raylearner.learner.batch.pack import LearnerBatch
 from raylearner.learner.learner import Learner
 from raylearner.learner.model import attention
 
@@ -63,6 +64,15 @@ def attend_without_reading(
     return mixed.transpose(0, 1)
 
 
+def attend_shared_without_reading(
+    query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> Tensor:  # [C, H, D]
+    """The same over gathered keys."""
+    *_, keys = options
+    of_keys, of_values = (keys.gather(part.transpose(0, 1)) for part in (key, value))
+    return attend_without_reading(query, key, value) + (of_keys * of_values).mean()
+
+
 @contextmanager
 def recorded(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     reads, models = Reads(), learner.models
@@ -93,6 +103,7 @@ def recorded(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Read
         for name in METHODS:
             patch.setattr(Tensor, name, noted(name, getattr(Tensor, name)))
         patch.setitem(attention.BACKENDS, "sdpa", attend_without_reading)
+        patch.setattr(attention, "attend_sdpa", attend_shared_without_reading)
         patch.setattr(models.policy, "forward", opens(models.policy.forward))
         patch.setattr(models.policy, "backward", closes(models.policy.backward))
         if models.critic is not None:
@@ -118,11 +129,34 @@ def recorded(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Read
 def test_an_update_waits_for_no_value(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    learner = make_learner(tiny_folder, CONFIG | changes)
-    batch = one_batch(make_groups(0))
-    assert len(batch.mini_batches[0].micro_batches) > 2
-    learner.step(batch)  # fills caches
-    batch = one_batch(make_groups(1, policy_version=1), policy_version=1)
+    batches = [one_batch(make_groups(n, policy_version=n), policy_version=n) for n in range(2)]
+    assert_no_value_is_read(tiny_folder, changes, batches, monkeypatch)
+
+
+@pytest.mark.parametrize("changes", [{}, {"advantage": {"kind": "gae"}, "critic": {}}])
+def test_an_update_with_shared_prompts_waits_for_no_value(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    options = {"max_tokens_per_micro_batch": 90, "shares_prefixes": True}
+    batches = [
+        one_batch(with_prompts(make_groups(n, policy_version=n)), policy_version=n, **options)
+        for n in range(2)
+    ]
+    assert batches[1].num_computed_tokens < batches[1].num_tokens
+    assert_no_value_is_read(tiny_folder, changes, batches, monkeypatch)
+
+
+def assert_no_value_is_read(
+    folder: Path,
+    changes: dict[str, Any],
+    batches: list[LearnerBatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the second of two steps; the first fills caches."""
+    learner = make_learner(folder, CONFIG | changes)
+    first, batch = batches
+    assert len(first.mini_batches[0].micro_batches) > 2
+    learner.step(first)
     with recorded(learner, monkeypatch) as reads:
         output = learner.step(batch)
         assert not reads.is_open
