@@ -9,6 +9,7 @@ Legend: `C` computed tokens, `K` keys, `S` sequences, `H` query heads, `G` key-v
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.attention.varlen  # registers its operations
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from raylearner.learner.batch.sharing import SharedKeys, sum_copies
 
 SHORTEST_TO_LONGEST = 0.75
 """Minimum ratio of the shortest to the longest query sequence of one padded call."""
+
+LONGEST_MASKED = 1024
+"""Maximum number of queries of a call with a mask, which has a number for each query and key."""
 
 
 def attend_varlen(
@@ -115,7 +119,8 @@ def attend_sdpa(
 ) -> Tensor:  # [C, H, D]
     """Attend in one call per bucket of sequences with equally long prefixes and similar length.
 
-    Padding is at the end, where causality hides it.
+    Padding is at the end, where causality hides it. Long sequences are cut into parts, whose prefix is all
+    before them.
     """
     lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
     key_lengths = tuple((keys.cu_seqlens[1:] - keys.cu_seqlens[:-1]).tolist())
@@ -146,25 +151,34 @@ def _buckets(
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
     """Return, per bucket: the tokens before each first query; the token of each padded query `[r, size]`;
     the key of each padded key; and the reverse of the padding of queries."""
-    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
-    key_starts = torch.tensor((0, *key_lengths)).cumsum(0)[:-1]
-    befores = [many - few for few, many in zip(lengths, key_lengths, strict=True)]
-    waiting = sorted(range(len(lengths)), key=lambda i: (befores[i], -lengths[i]))
+    starts, key_starts = (np.cumsum((0, *some))[:-1].tolist() for some in (lengths, key_lengths))
+    # First query and key, number of queries, tokens before the first query.
+    pieces: list[tuple[int, int, int, int]] = []
+    for start, key_start, length, num_keys in zip(
+        starts, key_starts, lengths, key_lengths, strict=True
+    ):
+        before = num_keys - length
+        step = LONGEST_MASKED if before else length
+        pieces += [
+            (start + first, key_start, min(step, length - first), before + first)
+            for first in range(0, length, step)
+        ]
+    waiting = sorted(pieces, key=lambda piece: (piece[3], -piece[2]))
     buckets: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
     while waiting:
-        num_before, size = befores[waiting[0]], lengths[waiting[0]]
+        _, _, size, num_before = waiting[0]
         chosen = [
-            i
-            for i in waiting
-            if befores[i] == num_before and lengths[i] >= SHORTEST_TO_LONGEST * size
+            piece
+            for piece in waiting
+            if piece[3] == num_before and piece[2] >= SHORTEST_TO_LONGEST * size
         ]
         waiting = waiting[len(chosen) :]
-        ends = torch.tensor([lengths[i] for i in chosen])[:, None]
+        first_queries, first_keys, ends, _ = torch.tensor(chosen).T[:, :, None]
         offsets = torch.arange(size)
-        queries = starts[chosen, None] + torch.minimum(offsets, ends - 1)
+        queries = first_queries + torch.minimum(offsets, ends - 1)
         key_offsets = torch.minimum(torch.arange(num_before + size), num_before + ends - 1)
         padded = (offsets < ends).flatten().nonzero().squeeze(1)
-        parts = queries, key_starts[chosen, None] + key_offsets, queries.flatten()[padded], padded
+        parts = queries, first_keys + key_offsets, queries.flatten()[padded], padded
         buckets.append((num_before, *(part.to(device) for part in parts)))
     return buckets
 
