@@ -115,6 +115,7 @@ STAGES = (
         ),
         on_cpu=False,
     ),
+    Stage("engine", "benchmarks.gpu.engine", 1, 1500, on_cpu=False),
     Stage("head", "benchmarks.gpu.head", 1, 120),
     Stage("prefix", "benchmarks.gpu.prefix", 1, 150),
     Stage(
