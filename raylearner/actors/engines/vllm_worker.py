@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from raylearner import leftovers
-from raylearner.actors.engines import vllm_compilation, vllm_sampler
+from raylearner.actors.engines import vllm_compilation, vllm_plans, vllm_sampler
 from raylearner.actors.engines.vllm_process import OWNER_VARIABLE
 from raylearner.actors.engines.vllm_transfer import Background, VerifiedTransfer, free_bytes
 from raylearner.leftovers import start_time
@@ -121,6 +121,7 @@ def install_parts() -> None:
     vllm_sampler.install()
     if current_platform.is_cuda_alike():
         vllm_compilation.install()
+        vllm_plans.install()
 
 
 register_engines()
