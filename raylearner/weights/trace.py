@@ -62,8 +62,22 @@ class Copies(NamedTuple):
 
     def run(self) -> None:
         """Make all copies, on GPUs in few kernels and without waiting for them."""
-        if self.places:
-            torch.ops.aten._foreach_copy_(self.places, self.parts)
+        for places, parts in self.batches():
+            torch.ops.aten._foreach_copy_(places, parts)
+
+    def batches(self) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        """Return the copies in batches that one kernel can make: of one type on either side, and dense or not.
+
+        Some releases of PyTorch would write all tensors of a call on a GPU in the type of the first, and a
+        single tensor that is not dense makes a call copy each alone.
+        """
+        found: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        for place, part in zip(self.places, self.parts, strict=True):
+            is_dense = place.is_contiguous() and part.is_contiguous()
+            places, parts = found.setdefault((place.dtype, part.dtype, is_dense), ([], []))
+            places.append(place)
+            parts.append(part)
+        return found.values()
 
 
 @dataclass(slots=True)

@@ -168,6 +168,20 @@ async def test_tensors_that_do_not_fit_beside_the_weights_arrive_in_the_pause(
     assert llm.calls[0] == "stage"
 
 
+async def test_tensors_in_memory_of_others_are_staged_on_a_full_gpu(
+    engine: VllmEngine,
+    llm: Llm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(shared_files.Receiver, "_staging_bytes", lambda self, payload: 0)
+    llm.free_bytes = 0
+    await engine.receive(update(tmp_path))
+    assert llm.calls[0] == "stage"
+    assert not caplog.text
+
+
 async def test_an_engine_that_slept_gets_its_weights_before_its_cache(
     engine: VllmEngine, llm: Llm, tmp_path: Path
 ) -> None:

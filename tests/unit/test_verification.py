@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raylearner.errors import WeightTransferError
 from raylearner.weights.checksums import checksum, read
-from raylearner.weights.trace import Trace
+from raylearner.weights.trace import Copies, Trace
 from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.update import Probe, WeightUpdate
 from raylearner.weights.verification import check_shapes, check_tensor_names, verify_weights
@@ -210,6 +210,21 @@ def test_a_push_that_broke_off_leaves_nothing_that_the_next_one_would_miss() -> 
     report = worker.load(now)
     assert report["computed"] == ["scale"]
     assert verify_weights(sent(now), [report], policy_version=1) == 2
+
+
+def test_copies_of_one_call_have_the_same_types_and_are_all_dense_or_none_is() -> None:
+    table = torch.zeros(6, 8, dtype=torch.bfloat16)
+    places = [torch.zeros(8), table[0], table[1:, :4], torch.zeros(3, dtype=torch.bfloat16)]
+    parts = [torch.full_like(place, i + 1, dtype=torch.bfloat16) for i, place in enumerate(places)]
+    copies = Copies(places, parts)
+    batches = list(copies.batches())
+    for some, of in batches:
+        assert len({place.dtype for place in some}) == len({part.dtype for part in of}) == 1
+        assert len({place.is_contiguous() for place in some}) == 1
+    assert [len(some) for some, _ in batches] == [1, 2, 1]
+    copies.run()
+    assert [place.float().unique().tolist() for place in places] == [[1], [2], [3], [4]]
+    assert not table[1:, 4:].any()
 
 
 def test_tensors_that_use_the_same_memory_in_turn_are_distinguished() -> None:

@@ -147,9 +147,8 @@ def _make_file_reader() -> type[Any]:
                     f"{update_info.path} has {len(tensors)} tensors instead of "
                     f"{update_info.num_tensors}"
                 )
-            load: Any = self.model.load_weights
-            with torch.device(self.device):
-                load(iter(tensors.items()))
+            load: Any = self.model.load_weights  # on the device of the caller's choice
+            load(iter(tensors.items()))
 
         def finish_weight_update(self) -> None:
             with torch.device(self.device):

@@ -145,7 +145,7 @@ class Receiver:
             free for free in await llm.collective_rpc("free_weight_bytes") if free is not None
         ]
         free = min(limits, default=needed + STAGING_MARGIN_BYTES) - STAGING_MARGIN_BYTES
-        if needed <= free:
+        if not needed or needed <= free:
             arguments = self._update_arguments(update.payload)
             self._is_staged = all(await run_task(llm, "stage", arguments))
         if not self._is_staged:
