@@ -117,11 +117,11 @@ class LearnerGroup:
         ]
         self._group, self._policy_version = None, 0
         self._is_starting = True
-        for rank in self._ranks:
-            rank.load_libraries.remote()  # `start` raises what fails in it
-        (address,) = await self._gather([self._ranks[0].rendezvous_address.remote()])
+        await self._call_all("load_libraries")
         if model is not None:
             await model
+        # Only now, since another process may take the port, which is free until ranks start.
+        (address,) = await self._gather([self._living[0].rendezvous_address.remote()])
         for rank, pid in enumerate(await self._call_all("start", len(self._ranks), address)):
             log.info("learner-%d runs as process %d", rank, pid)
         self._shares_prefixes = all(await self._call_all("shares_prefixes"))

@@ -142,10 +142,11 @@ async def test_ranks_import_their_libraries_before_they_load_the_model() -> None
 
     starting = asyncio.ensure_future(group.start(model=made()))
     await asyncio.sleep(0.05)
-    assert rank.names == ["load_libraries", "rendezvous_address"]
+    assert rank.names == ["load_libraries"]
     done.set()
     await starting
-    assert "start" in rank.names
+    # The port is free when it is found, and may be taken soon.
+    assert rank.names[1:3] == ["rendezvous_address", "start"]
 
 
 def test_the_directory_of_a_model_is_found_or_refused(tmp_path: Path) -> None:
