@@ -12,6 +12,7 @@ from raylearner.config.environment import PageFetchTool, PageSearchTool
 from raylearner.config.model import TINY_MAX_PIXELS, TINY_MIN_PIXELS, TINY_TOKEN_PIXELS
 from raylearner.config.model_files import (
     folder_pixel_range,
+    is_hub_id,
     processor_values,
     read_json,
     vision_errors,
@@ -212,7 +213,7 @@ def _lost_adapters(config: RunConfig) -> Iterator[Finding]:
 
 def _stale_images(config: RunConfig) -> Iterator[Finding]:
     """Engines keep the encoded images of running requests, and give them to new ones."""
-    if config.weights.cache == "keep" and not can_keep_caches(config):
+    if config.weights.cache == "keep" and config.learner.vision_tower != "frozen":
         yield Finding(
             "weights.cache",
             "'keep' would keep encoded images of earlier weights for new requests; use 'recompute', or set"
@@ -221,8 +222,19 @@ def _stale_images(config: RunConfig) -> Iterator[Finding]:
 
 
 def can_keep_caches(config: RunConfig) -> bool:
-    """Whether requests of a later version may share encoded images with earlier ones."""
-    return config.learner.vision_tower == "frozen" or not has_vision(config)
+    """Whether requests of a later version may share encoded images with earlier ones, if there are any."""
+    return config.learner.vision_tower == "frozen" or not _may_have_vision(config)
+
+
+def _may_have_vision(config: RunConfig) -> bool:
+    """Whether the policy is a vision-language model, or one of the hub that was not downloaded yet."""
+    model = config.model
+    if isinstance(model, TinyModel) or not is_hub_id(model.path):
+        return has_vision(config)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.path, "config.json")
+    return not isinstance(found, str) or "vision_config" in read_json(Path(found))
 
 
 def has_vision(config: RunConfig) -> bool:

@@ -1,9 +1,11 @@
 """What `auto` becomes: shares that fit, transports that work there, explicit numbers untouched."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 from minimal import QUICKSTART
 
@@ -11,7 +13,7 @@ from raylearner.config import engine_count, speed
 from raylearner.config.loader import load
 from raylearner.config.memory import ModelSize
 from raylearner.config.resources import resolve
-from raylearner.config.schema import RunConfig, VllmEngine
+from raylearner.config.schema import PretrainedModel, RunConfig, VllmEngine
 from raylearner.errors import ConfigError
 
 
@@ -230,6 +232,27 @@ def test_caches_are_kept_where_engines_run_ahead_and_share_nothing_stale() -> No
     assert cache(**vision, learner__vision_tower="frozen") == "keep"
     assert cache(weights__cache="recompute") == "recompute"
     assert cache(replay__max_staleness=0, weights__cache="keep") == "keep"
+
+
+def test_caches_are_kept_for_models_of_the_hub_that_are_known_to_be_text_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    cached: dict[str, str] = {}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda id, _: cached.get(id))
+
+    def cache(**changes: Any) -> str:
+        given = config(**changes)
+        model = PretrainedModel(kind="pretrained", path="owner/name")
+        return resolve(given.model_copy(update={"model": model}), num_gpus=0).config.weights.cache
+
+    assert cache() == "recompute"
+    assert cache(learner__vision_tower="frozen") == "keep"
+    cached["owner/name"] = str(file)
+    file.write_text("{}")
+    assert cache() == "keep"
+    file.write_text('{"vision_config": {}}')
+    assert cache() == "recompute"
 
 
 def test_a_range_of_actors_needs_only_its_minimum_and_excludes_ipc() -> None:
