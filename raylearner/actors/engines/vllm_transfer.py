@@ -132,7 +132,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         self.finish_weight_update()
 
     def finish_weight_update(self) -> None:
-        super().finish_weight_update()
+        super().finish_weight_update()  # pyright: ignore[reportAbstractUsage] - a transport's
         # On CPUs a tied head was repacked when the checkpoint was loaded and is not part of the
         # reload: without this it would keep the old weights under the new version.
         for module in self.model.modules():
@@ -183,7 +183,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         def load_tracked(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             try:
                 with torch.device(self.device):
-                    loaded = set(load(trace.track(weights)) or ())
+                    loaded: set[str] = set(load(trace.track(weights)) or ())
             except (KeyError, ValueError) as error:
                 raise ValueError(
                     f"weights refused: the model has no such tensor: {error}"
