@@ -12,6 +12,7 @@ whose rate the others report their share; it goes first. Speed options are the d
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,8 @@ def main() -> None:
         measure_bare(arguments, model, result)
     else:
         measure_run(arguments, model, result)
+    if not result.content["is_done"]:
+        sys.exit(f"{arguments.name} made too few steps or tokens to be measured")
 
 
 if __name__ == "__main__":
