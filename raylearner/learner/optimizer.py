@@ -57,7 +57,7 @@ class ClippedAdamW(torch.optim.AdamW):
         """Return the norm over all ranks' shards; the same on every rank, NaN or inf included."""
         grads = [p.grad for p in self._trained if p.grad is not None]
         shards = [shard for grad in grads if (shard := local(grad)).numel()]
-        norms = torch._foreach_norm(shards, 2, dtype=torch.float64) if shards else []
+        norms = torch._foreach_norm(shards, 2, dtype=torch.float64) if shards else []  # pyright: ignore[reportPrivateImportUsage]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
         mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
         if mesh is not None:
@@ -76,7 +76,7 @@ class ClippedAdamW(torch.optim.AdamW):
         """
         if norm > self._max_grad_norm:
             grads = [local(p.grad) for p in self._trained if p.grad is not None]
-            torch._foreach_mul_(grads, self._max_grad_norm / norm)
+            torch._foreach_mul_(grads, self._max_grad_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
         if rate_of is not None:
             for group in self.param_groups:
                 group["lr"] = rate_of(peak=group[PEAK])
