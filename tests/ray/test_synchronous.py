@@ -12,8 +12,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 
 def test_losses_and_parameters_equal_a_synchronous_loop(launcher: Launcher) -> None:
-    """With two ranks."""
-    change = {"model": TINY, "learner": {"num_ranks": 2}}
+    """With two ranks, whose rows share their prompts."""
+    change = {
+        "model": TINY,
+        "data": {"system_prompt": "Compute the value of the expression, exactly."},
+        "renderer": {"max_prompt_tokens": 128},
+        "learner": {"num_ranks": 2},
+    }
     launcher.run("run", change)
     folder = launcher.folder / "run"
     config = RunConfig.model_validate(merged(SCRIPTED, change))
@@ -30,3 +35,4 @@ def test_losses_and_parameters_equal_a_synchronous_loop(launcher: Launcher) -> N
         moved = max(moved, float((expected - started.state_dict()[name]).abs().max()))
     assert moved > 1e-4
     assert all(row["buffer/staleness/max"] == 0 for row in metrics)
+    assert all(row["learner/shared_prefix_fraction"] > 0.2 for row in metrics)

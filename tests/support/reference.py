@@ -25,8 +25,8 @@ def reference_loop(config: RunConfig, model_folder: Path) -> tuple[list[float], 
         model.parameters(), lr=config.learner.learning_rate, weight_decay=0.0
     )
     script = RandomTokens(vocab_size=200, max_tokens=24)
-    source = PromptSource(load_prompts(config.data.train), config.run.seed)
-    prompts = load_prompts(config.data.train)
+    prompts = load_prompts(config.data.train, system_prompt=config.data.system_prompt)
+    source = PromptSource(prompts, config.run.seed)
     losses, group_id = [], 0
     for _ in range(config.run.num_steps):
         episodes = []
