@@ -199,7 +199,7 @@ def rates(
         if values:
             found[f"{key}/values"] = values
     bare = rows_of(arguments.out / f"real_size_{arguments.size}_bare.json")
-    if "tokens_per_s" in bare:
+    if bare.get("is_done"):
         sampled = sum(step["rollout/tokens_per_s"] for step in metrics) / len(metrics)
         whole = engines * bare["tokens_per_s"]
         found["sampled_share_of_bare"] = sampled / whole
