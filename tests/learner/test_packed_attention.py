@@ -154,6 +154,7 @@ def test_flash_attention_3_is_taken_where_it_is_installed_loads_and_the_gpu_is_h
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(attention, "has_flash_attn", lambda: "flash_attn" in installed)
     uses_flash_3.cache_clear()
     try:
         assert register_backend("cuda", torch.bfloat16) == wanted
