@@ -179,7 +179,7 @@ CONFIG: Any = NAME(
     ),
     learner=NAME(
         num_data_ranks=1,
-        max_tokens_per_micro_batch=1,
+        token_budget=1,
         num_mini_batches=1,
         mask_truncated=False,
         num_ranks=1,
@@ -224,6 +224,7 @@ class Run:
         output = NAME(policy_version=2, metrics={}, advantages={}, logprobs={})
         learner = NAME(
             policy_version=1,
+            shares_prefixes=False,
             step=call("step", output),
             save=call("copy"),
             finish_save=call("write"),
