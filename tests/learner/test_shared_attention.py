@@ -184,8 +184,13 @@ def test_recomputation_gives_the_same_gradients_and_gathered_keys_are_not_kept(
 
 
 @pytest.mark.usefixtures("varlen_on_cpu")
-def test_compiled_blocks_trace_shared_keys_as_one_graph() -> None:
+def test_compiled_blocks_trace_shared_keys_as_one_graph_and_keep_no_gathered_ones() -> None:
     torch.manual_seed(0)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
 
     def run(x: Tensor, sizes: Tensor, longest: int, keys: SharedKeys) -> Tensor:
         y = x.sin()
@@ -193,8 +198,11 @@ def test_compiled_blocks_trace_shared_keys_as_one_graph() -> None:
 
     x = torch.randn(2, sum(SIZES), 8, dtype=torch.float64, requires_grad=True)
     options = torch.tensor([0, *SIZES]).cumsum(0).int(), max(SIZES), SHARING.keys
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found, wanted = compiled(x, *options), run(x, *options)
+    compiled = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = compiled(x, *options)
+    assert max(t.numel() for t in kept if t.is_floating_point()) == x.numel()
+    wanted = run(x, *options)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     found, wanted = (torch.autograd.grad(out.sum(), x)[0] for out in (found, wanted))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -374,6 +374,7 @@ def kernels() -> list[Any]:
         torch.ops.aten._scaled_dot_product_cudnn_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
         torch.ops.torch_attn._varlen_attn,
+        torch.ops.raylearner.attend_gathered,
         getattr(torch.ops.flash_attn, "_flash_attn_varlen_forward", None),
     )
     return [packet.default for packet in packets if packet is not None]

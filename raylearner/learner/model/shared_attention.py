@@ -65,46 +65,104 @@ class _Varlen(torch.autograd.Function):
     ) -> Tensor:
         index, copies, starts = places
         sides = [-1 if window is None else window - 1, 0]
-        out, lse, rng_state = torch.ops.torch_attn._varlen_attn(
-            query,
-            key.index_select(0, index),
-            value.index_select(0, index),
-            *cu_seqlens,
-            *max_lengths,
-            window is None,
-            scaling,
-            sides,
-            query.shape[1] != key.shape[1],
+        out, lse, rng_state = torch.ops.raylearner.attend_gathered(
+            query, key, value, index, *cu_seqlens, *max_lengths, scaling, sides
         )
         ctx.save_for_backward(
             query, key, value, out, lse, rng_state, index, copies, starts, *cu_seqlens
         )
-        ctx.max_lengths, ctx.scaling = max_lengths, scaling
-        ctx.is_causal, ctx.sides = window is None, sides
+        ctx.max_lengths, ctx.scaling, ctx.sides = max_lengths, scaling, sides
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, lse, rng_state, index, copies, starts, *cu_seqlens = (
-            ctx.saved_tensors
+        found = torch.ops.raylearner.attend_gathered_backward(
+            grads[0].contiguous(), *ctx.saved_tensors, *ctx.max_lengths, ctx.scaling, ctx.sides
         )
-        grad_query, *gathered = torch.ops.torch_attn._varlen_attn_backward(
-            grads[0].contiguous(),
-            query,
-            key.index_select(0, index),
-            value.index_select(0, index),
-            out,
-            lse,
-            *cu_seqlens,
-            *ctx.max_lengths,
-            ctx.is_causal,
-            rng_state,
-            ctx.scaling,
-            ctx.sides,
-        )
-        grad_key, grad_value = (sum_copies(grad, copies, starts) for grad in gathered)
-        return grad_query, grad_key, grad_value, *(None,) * 5
+        return *found, *(None,) * 5
+
+
+# Operations of their own, since the compiler would see that forward and backward gather the same, and
+# keep what was gathered in every layer.
+@torch.library.custom_op("raylearner::attend_gathered", mutates_args=())
+def _attend_gathered(
+    query: Tensor,  # [C, H, D]
+    key: Tensor,  # [C, G, D]
+    value: Tensor,
+    index: Tensor,  # [K]
+    cu_seqlens: Tensor,  # [S + 1]
+    key_cu_seqlens: Tensor,  # [S + 1]
+    max_length: int,
+    max_keys: int,
+    scaling: float | None,
+    sides: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.torch_attn._varlen_attn(
+        query,
+        key.index_select(0, index),
+        value.index_select(0, index),
+        cu_seqlens,
+        key_cu_seqlens,
+        max_length,
+        max_keys,
+        sides[0] < 0,
+        scaling,
+        sides,
+        query.shape[1] != key.shape[1],
+    )
+
+
+@torch.library.register_fake("raylearner::attend_gathered")
+def _attended(query: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    log_sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
+
+
+@torch.library.custom_op("raylearner::attend_gathered_backward", mutates_args=())
+def _attend_gathered_backward(
+    grad: Tensor,  # [C, H, D]
+    query: Tensor,
+    key: Tensor,  # [C, G, D]
+    value: Tensor,
+    out: Tensor,  # [C, H, D]
+    lse: Tensor,  # [H, C]
+    rng_state: Tensor,
+    index: Tensor,  # [K]
+    copies: Tensor,  # [K]
+    starts: Tensor,  # [C]
+    cu_seqlens: Tensor,  # [S + 1]
+    key_cu_seqlens: Tensor,  # [S + 1]
+    max_length: int,
+    max_keys: int,
+    scaling: float | None,
+    sides: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, *gathered = torch.ops.torch_attn._varlen_attn_backward(
+        grad,
+        query,
+        key.index_select(0, index),
+        value.index_select(0, index),
+        out,
+        lse,
+        cu_seqlens,
+        key_cu_seqlens,
+        max_length,
+        max_keys,
+        sides[0] < 0,
+        rng_state,
+        scaling,
+        sides,
+    )
+    grad_key, grad_value = (sum_copies(part, copies, starts) for part in gathered)
+    return grad_query, grad_key, grad_value
+
+
+@torch.library.register_fake("raylearner::attend_gathered_backward")
+def _gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def attend_sdpa(
