@@ -1,6 +1,7 @@
 """A pass of random tokens before the first step, which compiles the models while engines start."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -52,9 +53,10 @@ def warm_up(models: Models, section: LearnerSection, *, temperature: float, devi
 def _tokens(models: Models, section: LearnerSection, *, device: str) -> Iterator[PackedTokens]:
     """Yield micro-batches of different shapes, the same ones on every rank."""
     budget = int(section.token_budget * BUDGET_SHARE)
+    longest = min(budget // max(NUM_SEQUENCES), _max_positions(models))
     kinds = (False, True) if models.shares_prefixes else (False,)
     for shares_prefix, num_rows in itertools.product(kinds, NUM_SEQUENCES):
-        length = max(4, budget // max(NUM_SEQUENCES) - num_rows)
+        length = max(4, longest - num_rows)
         ids = np.random.default_rng(num_rows).integers(0, _vocabulary(models), length)
         num_shared = length // 2
         scored = np.arange(length) > (num_shared if shares_prefix else 0)
@@ -73,6 +75,12 @@ def _vocabulary(models: Models) -> int:
     head = models.policy.causal_lm.get_output_embeddings()
     assert head is not None
     return max(2, len(head.get_parameter("weight")) // 2)
+
+
+def _max_positions(models: Models) -> int:
+    """Return the number of positions that the model knows: learned ones have no others."""
+    config = models.policy.causal_lm.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _pass(models: Models, tokens: PackedTokens, *, temperature: float) -> None:

@@ -70,6 +70,18 @@ def test_blocks_are_compiled_for_more_than_one_shape(
     assert max(size for size, _ in sizes) <= SECTION.max_tokens_per_micro_batch / 2
 
 
+def test_no_position_is_beyond_those_of_the_model(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learned position that does not exist would end the process of a GPU."""
+    models = make_learner(tiny_folder, SECTION).models
+    monkeypatch.setattr(models.policy.causal_lm.config, "max_position_embeddings", 12)
+    section = SECTION.model_copy(update={"max_tokens_per_micro_batch": 65_536})
+    shown = list(module._tokens(models, section, device="cpu"))
+    assert {int(tokens.position_ids.max()) < 12 for tokens in shown} == {True}
+    assert len({len(tokens.input_ids) for tokens in shown}) == len(shown)
+
+
 def test_a_model_that_does_not_compile_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch._dynamo.exc.BackendCompilerFailed(fail, RuntimeError("no ptxas"), None)
