@@ -409,7 +409,7 @@ def test_the_next_images_load_ahead_and_the_cache_is_bounded() -> None:
     loader = PixelLoader(load, max_kept_bytes=1200, num_workers=4)
     loader.expect(line)
     may_end[names[0]].set()
-    (first,) = loader.pixels(line[0])
+    (first,) = loader.pixels((*line[0],))  # a copy, as FSDP makes it
     assert float(first.result()[0]) == 0.0
     while len(started) < 2:
         time.sleep(0.001)

@@ -53,11 +53,12 @@ class PixelLoader:
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="pixels")
         self._futures: dict[bytes, Future[Tensor]] = {}  # least recently requested first
         self._expected: list[Sequence[bytes]] = []
+        self._place = -1  # of the last request among those expected
         self._waited_s = 0.0
 
     def expect(self, requests: Iterable[Sequence[bytes]]) -> None:
         """Announce the requests from now on, in order and repeated; start loading the first."""
-        self._expected = list(requests)
+        self._expected, self._place = list(requests), -1
         if self._expected:
             self._begin(self._expected[0])
 
@@ -86,9 +87,12 @@ class PixelLoader:
         return sum(_num_bytes(future) for future in self._futures.values())
 
     def _following(self, images: Sequence[bytes]) -> Sequence[bytes]:
-        for place, expected in enumerate(self._expected):
-            if expected is images:
-                return self._expected[(place + 1) % len(self._expected)]
+        # Equal rather than the same: FSDP copies containers where it casts a model's inputs.
+        number = len(self._expected)
+        for place in ((self._place + more) % number for more in range(1, number + 1)):
+            if self._expected[place] == images:
+                self._place = place
+                return self._expected[(place + 1) % number]
         return ()
 
     def _begin(self, images: Sequence[bytes]) -> list[Future[Tensor]]:
