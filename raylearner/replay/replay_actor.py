@@ -107,6 +107,7 @@ class ReplayActor:
         self._engine_versions[actor_id] = engine_version
         self._claims.advance(actor_id, engine_version)
         self._start_scoring()
+        self._watch_time_limits()
 
     async def put(self, episodes: list[list[Trajectory]]) -> list[str]:
         """Store episodes and return the outcome of each; see `ReplayBuffer.put`."""

@@ -139,6 +139,17 @@ async def test_time_limits_close_groups_while_claims_wait() -> None:
             assert (await task).claims[0].group_id > 3
 
 
+async def test_time_limits_count_for_groups_that_new_weights_start() -> None:
+    replay = make_actor(group_time_limit_s=0.05, partial_groups="drop")
+    await replay.commit([], 2)
+    listening = asyncio.create_task(replay.claim("0", 0, 0, LONG_S))
+    async with waiting_claims(replay, 1) as (task,):
+        await settle()
+        await replay.advance_engine("0", 2)
+        (claim,) = (await task).claims
+        assert claim.key in (await asyncio.wait_for(listening, 5)).cancelled
+
+
 async def test_a_rollback_reconsiders_engines_that_were_ahead(tmp_path: Path) -> None:
     replay = make_actor()
     await replay.save(str(tmp_path / "replay"))
