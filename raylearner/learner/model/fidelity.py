@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from raylearner.config.checks import SLICED_LAYERS
@@ -150,7 +151,9 @@ def can_share_prefixes(
             folder,
             problem,
         )
-    return problem is None
+    agrees = torch.tensor(int(problem is None), device=device)
+    dist.all_reduce(agrees, op=dist.ReduceOp.MIN)  # ranks must make the same passes
+    return bool(agrees.item())
 
 
 def _precision(compute_dtype: torch.dtype, device: torch.device | str) -> str:
