@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import activate_flash_attention_impl
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,9 +28,6 @@ from raylearner.learner.model.mesh import ContextGroup
 from raylearner.learner.model.shared_attention import attend_sdpa, attend_varlen
 
 log = logging.getLogger(__name__)
-
-SHORTEST_TO_LONGEST = 0.75
-"""Minimum ratio of the shortest to the longest sequence of one padded call on the CPU."""
 
 Backend = Kernel
 
@@ -246,59 +242,9 @@ def _sdpa(
     window: int | None,
     is_causal: bool = True,
 ) -> Tensor:  # [T, H, D]
-    """Attend in one call per bucket of sequences of similar length; any device, any precision.
-
-    They are padded at the end, where causality hides padding from every real token: the result equals
-    one sequence at a time, without a mask. Without causality only equal lengths share a call.
-    """
-    lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
-    device = query.device
-    is_grouped = key.shape[0] != query.shape[0]
-    out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
-    for gather, scatter in _buckets(lengths, device, SHORTEST_TO_LONGEST if is_causal else 1.0):
-        size = gather.shape[1]
-        mask = None if window is None or size <= window else _window_mask(size, window).to(device)
-        attended = F.scaled_dot_product_attention(
-            query[:, gather].transpose(0, 1),  # [r, H, size, D]
-            key[:, gather].transpose(0, 1),
-            value[:, gather].transpose(0, 1),
-            attn_mask=mask,
-            is_causal=is_causal and mask is None,
-            scale=scaling,
-            enable_gqa=is_grouped,
-        )
-        positions, padded = scatter
-        flat = attended.transpose(1, 2).flatten(0, 1)  # [r * size, H, D]
-        out = out.index_put((positions,), flat[padded])
-    return out
-
-
-@lru_cache(maxsize=8)
-def _buckets(
-    lengths: tuple[int, ...], device: torch.device, shortest_to_longest: float
-) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Return, per bucket, the packed token of each padded place `[r, size]`, and the reverse."""
-    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
-    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
-    buckets: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
-    while order:
-        size = lengths[order[0]]
-        chosen = [i for i in order if lengths[i] >= shortest_to_longest * size]
-        order = order[len(chosen) :]
-        offsets = torch.arange(size)
-        ends = torch.tensor([lengths[i] for i in chosen])
-        gather = starts[chosen, None] + torch.minimum(offsets, ends[:, None] - 1)
-        is_real = (offsets < ends[:, None]).flatten()
-        padded = is_real.nonzero().squeeze(1)
-        positions = gather.flatten()[padded].to(device)
-        buckets.append((gather.to(device), (positions, padded.to(device))))
-    return buckets
-
-
-@lru_cache(maxsize=4)
-def _window_mask(size: int, window: int) -> Tensor:
-    distance = torch.arange(size)[:, None] - torch.arange(size)
-    return (distance >= 0) & (distance < window)
+    return attend_sdpa(
+        query, key, value, cu_seqlens, max_length, scaling, window, None, is_causal=is_causal
+    )
 
 
 def _varlen(

@@ -1,4 +1,5 @@
-"""Attention of rows that share prefixes: packed queries, and keys gathered for each row.
+"""Attention of rows that share prefixes: packed queries, and keys gathered for each row. On CPUs also that
+of rows without.
 
 No mask on GPUs: torch's varlen kernel aligns causal attention and windows at the last query and key of a
 sequence, like flash-attn since 2.1, so that a row's queries see their whole prefix. Gathered keys exist
@@ -173,19 +174,25 @@ def attend_sdpa(
     max_length: int,
     scaling: float | None,
     window: int | None,
-    keys: SharedKeys,
+    keys: SharedKeys | None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:  # [C, H, D]
-    """Attend in one call per bucket of sequences with equally long prefixes and similar length.
+    """Attend in one call per bucket of sequences with equally long prefixes and similar length; any device,
+    any precision.
 
-    Padding is at the end, where causality hides it. Long sequences are cut into parts, whose prefix is all
-    before them.
+    Padding is at the end, where causality hides it: without causality only equal lengths share a call.
+    Long sequences after a prefix are cut into parts, whose prefix is all before them.
     """
-    lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
-    key_lengths = tuple((keys.cu_seqlens[1:] - keys.cu_seqlens[:-1]).tolist())
-    of_keys, of_values = (keys.gather(part.transpose(0, 1)) for part in (key, value))  # [K, G, D]
+    lengths = key_lengths = _lengths(cu_seqlens)
+    of_keys, of_values = key.transpose(0, 1), value.transpose(0, 1)  # [K, G, D]
+    if keys is not None:
+        key_lengths = _lengths(keys.cu_seqlens)
+        of_keys, of_values = keys.gather(of_keys), keys.gather(of_values)
     out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+    ratio = SHORTEST_TO_LONGEST if is_causal else 1.0
     for num_before, queries, reads, positions, padded in _buckets(
-        lengths, key_lengths, query.device
+        lengths, key_lengths, query.device, ratio
     ):
         size = queries.shape[1]
         is_plain = num_before == 0 and (window is None or size <= window)
@@ -194,7 +201,7 @@ def attend_sdpa(
             of_keys[reads].transpose(1, 2),  # [r, G, num_before + size, D]
             of_values[reads].transpose(1, 2),
             attn_mask=None if is_plain else _mask(size, num_before, window).to(query.device),
-            is_causal=is_plain,
+            is_causal=is_plain and is_causal,
             scale=scaling,
             enable_gqa=key.shape[0] != query.shape[0],
         )
@@ -203,9 +210,16 @@ def attend_sdpa(
     return out
 
 
+def _lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
+    return tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+
+
 @lru_cache(maxsize=8)
 def _buckets(
-    lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    device: torch.device,
+    shortest_to_longest: float,
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
     """Return, per bucket: the tokens before each first query; the token of each padded query `[r, size]`;
     the key of each padded key; and the reverse of the padding of queries."""
@@ -216,7 +230,7 @@ def _buckets(
         starts, key_starts, lengths, key_lengths, strict=True
     ):
         before = num_keys - length
-        step = LONGEST_MASKED if before else length
+        step = LONGEST_MASKED if before else max(length, 1)
         pieces += [
             (start + first, key_start, min(step, length - first), before + first)
             for first in range(0, length, step)
@@ -228,7 +242,7 @@ def _buckets(
         chosen = [
             piece
             for piece in waiting
-            if piece[3] == num_before and piece[2] >= SHORTEST_TO_LONGEST * size
+            if piece[3] == num_before and piece[2] >= shortest_to_longest * size
         ]
         waiting = waiting[len(chosen) :]
         first_queries, first_keys, ends, _ = torch.tensor(chosen).T[:, :, None]
