@@ -12,23 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from loop import Launcher, finish, rows, wait_for
+from loop import Launcher, finish, process_of, rows, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
 
 def checkpoints(folder: Path, pattern: str = "step_??????") -> list[Path]:
     return sorted((folder / "checkpoints").glob(pattern))
-
-
-def process_of(log: Path, name: str) -> int:
-    """The process that the log of a run names for an actor."""
-    lines = [
-        line
-        for line in log.read_text().splitlines()
-        if f"{name} " in line and "runs as process" in line
-    ]
-    return int(lines[-1].rsplit(" ", 1)[1])
 
 
 def check_that_nothing_was_lost_or_repeated(folder: Path, *, num_steps: int) -> None:

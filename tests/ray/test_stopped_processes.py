@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop import Launcher, finish, is_alive, processes_of, rows, wait_for
+from loop import Launcher, finish, is_alive, process_of, processes_of, rows, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -22,23 +22,13 @@ def steps(folder: Path) -> list[int]:
     return [row["step"] for row in rows(path)] if path.exists() else []
 
 
-def process_of(folder: Path, name: str) -> int:
-    """The process that the log of a run names for an actor."""
-    lines = [
-        line
-        for line in (folder / "log.txt").read_text().splitlines()
-        if f"{name} " in line and "runs as process" in line
-    ]
-    return int(lines[-1].rsplit(" ", 1)[1])
-
-
 def test_stopped_actors_are_reported_and_replaced(launcher: Launcher) -> None:
     folder = launcher.folder / "run"
     process = launcher.start("run", LONG)
     for name in ("learner-0", "rollout-0"):
         reached = max(steps(folder), default=0)
         wait_for(lambda: max(steps(folder), default=0) >= reached + 3, what="three steps")  # noqa: B023
-        pid = process_of(folder, name)
+        pid = process_of(folder / "log.txt", name)
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: not is_alive(pid), what=f"the end of {name}")  # noqa: B023
         text = (folder / "log.txt").read_text()

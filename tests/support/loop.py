@@ -179,6 +179,16 @@ def processes_of(log: Path) -> list[int]:
     return [int(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "runs as process" in line]
 
 
+def process_of(log: Path, name: str) -> int:
+    """The process that the log of a run names for an actor."""
+    lines = [
+        line
+        for line in log.read_text().splitlines()
+        if f"{name} " in line and "runs as process" in line
+    ]
+    return int(lines[-1].rsplit(" ", 1)[1])
+
+
 def wait_for_the_end(log: Path) -> None:
     wait_for(
         lambda: not any(map(is_alive, processes_of(log))),
