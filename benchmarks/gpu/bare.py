@@ -16,7 +16,7 @@ MAX_WARM_UP_S = 120.0
 """Maximum time until the first token is counted."""
 
 
-def run_bare(
+async def run_bare(
     folder: str,
     *,
     lengths: Callable[[], int],
@@ -30,31 +30,6 @@ def run_bare(
     """Return tokens per second over `seconds`, and the time of the start."""
     if cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    return asyncio.run(
-        _run(
-            folder,
-            lengths=lengths,
-            num_requests=num_requests,
-            max_model_tokens=max_model_tokens,
-            prompt_tokens=prompt_tokens,
-            seconds=seconds,
-            warm_up_s=warm_up_s,
-            cpu=cpu,
-        )
-    )
-
-
-async def _run(
-    folder: str,
-    *,
-    lengths: Callable[[], int],
-    num_requests: int,
-    max_model_tokens: int,
-    prompt_tokens: int,
-    seconds: float,
-    warm_up_s: float,
-    cpu: bool,
-) -> dict[str, float]:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM

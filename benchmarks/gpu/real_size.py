@@ -9,6 +9,7 @@ synchronous, a rank and an engine that sleeps on every GPU. `bare` measures vLLM
 whose rate the others report their share; it goes first. Speed options are the defaults.
 """
 
+import asyncio
 import json
 import math
 import random
@@ -131,15 +132,17 @@ def config(arguments: Any, model: Path, prompts: Path, *, num_gpus: int) -> dict
 
 def measure_bare(arguments: Any, model: Path, result: Result) -> None:
     generator = random.Random(1)
-    found = run_bare(
-        str(model),
-        lengths=lambda: log_uniform(generator, (arguments.shortest, arguments.longest)),
-        num_requests=arguments.requests,
-        max_model_tokens=PROMPT_TOKENS + arguments.longest,
-        prompt_tokens=24,
-        seconds=4 if arguments.cpu else arguments.seconds,
-        warm_up_s=2 if arguments.cpu else 30,
-        cpu=arguments.cpu,
+    found = asyncio.run(
+        run_bare(
+            str(model),
+            lengths=lambda: log_uniform(generator, (arguments.shortest, arguments.longest)),
+            num_requests=arguments.requests,
+            max_model_tokens=PROMPT_TOKENS + arguments.longest,
+            prompt_tokens=24,
+            seconds=4 if arguments.cpu else arguments.seconds,
+            warm_up_s=2 if arguments.cpu else 30,
+            cpu=arguments.cpu,
+        )
     )
     result.add(**found)
     if found["tokens_per_s"] > 0:
