@@ -60,7 +60,8 @@ class Recorder:
         self._metrics = JsonlFile(run_dir / "metrics.jsonl")
         self._evaluations = JsonlFile(run_dir / "eval.jsonl")
         self._failures = JsonlFile(run_dir / FAILURES_FILE)
-        self._trajectories = run_dir / "trajectories"
+        self._trajectories = run_dir / transcripts.TRAJECTORIES
+        self._evaluated = run_dir / transcripts.EVALUATIONS
         self._trace = TraceFile(run_dir / "trace.json") if config.trace else None
         self._tracer = Tracer("controller", is_enabled=config.trace)
         self._display = Display(num_steps=num_steps)
@@ -170,6 +171,14 @@ class Recorder:
         samples = completions.samples(trajectories, policy_version=policy_version)
         self._write(StepRecord(step=step, scalars={}, samples=samples, texts=texts))
 
+    def evaluation_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write the trajectories of one evaluation, unless trajectories are switched off.
+
+        May be called from another thread.
+        """
+        if self._config.trajectories_every_steps:
+            transcripts.write(self._evaluated, step, trajectories)
+
     def spans(self, spans: Iterable[Span]) -> None:
         """Record spans drained from tracers, here or in actors."""
         self._write_spans(spans)
@@ -178,7 +187,8 @@ class Recorder:
         """Remove records of later steps, and log the rollback."""
         num_rows = self._metrics.rewind(step)
         num_evaluations = self._evaluations.rewind(step)
-        files = sorted(self._trajectories.glob("step_*.jsonl"))
+        folders = (self._trajectories, self._evaluated)
+        files = [path for folder in folders for path in sorted(folder.glob("step_*.jsonl"))]
         late = [path for path in files if path.name > transcripts.step_file(path.parent, step).name]
         for path in late:
             path.unlink()

@@ -14,6 +14,10 @@ from raylearner.errors import naming
 from raylearner.observability.jsonl import dumps
 from raylearner.types import Trajectory, TrajectoryKey, Turn
 
+TRAJECTORIES = "trajectories"
+"""Folder of a run directory with a file for each step."""
+EVALUATIONS = "evaluations"
+"""Folder of a run directory with a file for each evaluation."""
 IMAGES = "images"
 """Folder, next to the steps' files, of images named by the hash of their content."""
 

@@ -106,6 +106,7 @@ class Controller:
                     config.evaluation,
                     held_out,
                     failed_reward=config.rewards.reported_failed_reward,
+                    record_trajectories=recorder.evaluation_trajectories,
                 ),
                 actors=actors,
                 can_lend=not config.engines_sleep,

@@ -142,7 +142,10 @@ async def _evaluate(
                 await asyncio.gather(rewards.start(), fleet.start())
             assert config.evaluation is not None, "checked above"
             evaluator = Evaluator(
-                config.evaluation, prompts, failed_reward=config.rewards.reported_failed_reward
+                config.evaluation,
+                prompts,
+                failed_reward=config.rewards.reported_failed_reward,
+                record_trajectories=recorder.evaluation_trajectories,
             )
             # Engines start at version 0: they loaded these weights, and none are pushed.
             record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)

@@ -43,9 +43,18 @@ class Evaluator:
     """Plays `num_prompts` held-out prompts, spread over the actors, and reports rewards by source."""
 
     def __init__(
-        self, config: EvaluationSection, prompts: Sequence[Prompt], *, failed_reward: float = 0.0
+        self,
+        config: EvaluationSection,
+        prompts: Sequence[Prompt],
+        *,
+        failed_reward: float = 0.0,
+        record_trajectories: Callable[[int, Sequence[Trajectory]], None] = lambda *_: None,
     ) -> None:
-        """`failed_reward` is the reward of a failed episode in means."""
+        """`failed_reward` is the reward of a failed episode in means.
+
+        `record_trajectories` receives the step and all trajectories of an evaluation, in a thread.
+        """
+        self._record_trajectories = record_trajectories
         self._config = config
         self._failed_reward = failed_reward
         self._prompts = _spread(prompts)[: config.num_prompts]
@@ -79,7 +88,9 @@ class Evaluator:
             done, remaining = await self._play(remaining, able, failed, time_limit_s=left_s)
             played.extend(done)
             if not remaining or time.monotonic() >= ends_at_s:
-                return self._record(played, step=step, policy_version=policy_version)
+                record = self._record(played, step=step, policy_version=policy_version)
+                await asyncio.to_thread(self._record_trajectories, step, played)
+                return record
         raise EvaluationIncomplete(
             f"evaluation at step {step}: {len(remaining)} of {len(self._prompts)} prompts were not"
             f" played, since every rollout actor that tried failed ({', '.join(sorted(failed))})"

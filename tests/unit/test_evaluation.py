@@ -58,6 +58,17 @@ async def test_a_limit_takes_prompts_of_every_source() -> None:
     assert (record["a/reward/mean"], record["b/reward/mean"]) == (1.0, 0.0)
 
 
+async def test_the_trajectories_of_an_evaluation_are_recorded() -> None:
+    recorded: dict[int, int] = {}
+    evaluator = Evaluator(
+        EvaluationSection(),
+        PROMPTS,
+        record_trajectories=lambda step, found: recorded.update({step: len(found)}),
+    )
+    await evaluator.evaluate(lambda: {"x": Actor()}, step=5, policy_version=3)
+    assert recorded == {5: len(PROMPTS) + 1}
+
+
 async def test_segments_of_an_episode_count_its_reward_once() -> None:
     record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
         lambda: {"x": Actor()}, step=0, policy_version=3

@@ -334,6 +334,23 @@ def test_sinks_are_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
     assert (sink.num_written, sink.most_inside) == (6, 1)
 
 
+def test_evaluation_transcripts_are_written_beside_those_of_steps_and_rolled_back(
+    tmp_path: Path,
+) -> None:
+    with open_recorder(tmp_path) as recorder:
+        for step in (2, 4):
+            recorder.evaluation_trajectories(step, [make_episode()])
+        files = [path.name for path in sorted((tmp_path / "run" / "evaluations").iterdir())]
+        assert files == ["step_000002.jsonl", "step_000004.jsonl"]
+        recorder.rewind(3)
+    files = [path.name for path in (tmp_path / "run" / "evaluations").iterdir()]
+    assert files == ["step_000002.jsonl"]
+    config = ObservabilitySection(trajectories_every_steps=0, tensorboard=False, trace=False)
+    with Recorder(tmp_path / "other", config, num_steps=10) as recorder:
+        recorder.evaluation_trajectories(2, [make_episode()])
+    assert not (tmp_path / "other" / "evaluations").exists()
+
+
 def test_stages_and_spans_end_up_in_one_trace(tmp_path: Path) -> None:
     actor = Tracer("actor-0")
     with actor.span("episode", group=3):

@@ -265,6 +265,10 @@ def test_a_sweep_resumes_from_its_folder_and_refuses_that_of_another(folder: Pat
     assert again.is_resumed
     assert (again.trials[2].status, again.trials[2].value) == (Status.DONE, 0.5)
     SweepState(folder / "sweep", read(max_concurrent=2))
+    record = json.loads((folder / "sweep" / "sweep.json").read_text())
+    assert record["metric"]["goal"] == "max"
+    points = [(point["values"], point["seed"]) for point in record["points"]]
+    assert points == [(trial.values, trial.seed) for trial in read().trials]
     with pytest.raises(ConfigError, match="another name"):
         SweepState(folder / "sweep", read(seeds=[0, 1, 2]))
     Path("base.yaml").write_text(MINIMAL + "run: {num_steps: 7}\n")

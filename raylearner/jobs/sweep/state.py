@@ -54,13 +54,28 @@ class TrialState:
 
 
 class SweepState:
-    """Owns a sweep's folder: `sweep.json`, and `trials/NNN`, the run directory of each trial."""
+    """Owns a sweep's folder: `sweep.json`, and `trials/NNN`, the run directory of each trial.
+
+    `sweep.json` also names the metric and each trial's point, for readers without the sweep file.
+    """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         """Load the folder's state. Raises `ConfigError` if it is of another sweep or not a folder."""
         check_folder(folder)
         self.folder = folder
         self._plan_hash = plan_hash(plan)
+        self._head = {
+            "name": plan.sweep.name,
+            "metric": plan.sweep.metric.model_dump(mode="json"),
+            "points": [
+                {
+                    "seed": trial.seed,
+                    "num_steps": trial.config.run.num_steps,
+                    "values": trial.values,
+                }
+                for trial in plan.trials
+            ],
+        }
         self.trials = [TrialState(number=trial.number) for trial in plan.trials]
         path = folder / FILE
         self.is_resumed = path.is_file()
@@ -74,7 +89,8 @@ class SweepState:
 
     def save(self) -> None:
         """Replace the file atomically."""
-        record = {"plan": self._plan_hash, "trials": [asdict(trial) for trial in self.trials]}
+        trials = [asdict(trial) for trial in self.trials]
+        record = {"plan": self._plan_hash, **self._head, "trials": trials}
         draft = self.folder / f"{FILE}.partial"
         draft.write_text(dump_json(record, indent=1), encoding="utf-8")
         os.replace(draft, self.folder / FILE)
