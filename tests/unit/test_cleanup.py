@@ -126,11 +126,11 @@ def test_a_stop_of_the_system_leaves_the_command_line_in_one_line(
 ) -> None:
     import typer
 
-    from raylearner import cli
+    from raylearner.cli import exits
 
     error = OSError(errno.ENOSPC, "No space left on device", "/runs/x\x1b[2J")
     error.__cause__ = ConfigError("inner")
-    with pytest.raises(typer.Exit) as left, cli._exit_codes():
+    with pytest.raises(typer.Exit) as left, exits.exit_codes():
         raise error
-    assert left.value.exit_code == cli.FAILED
+    assert left.value.exit_code == exits.FAILED
     assert capsys.readouterr().err == ("the run failed: /runs/x\\x1b[2J: No space left on device\n")

@@ -149,7 +149,7 @@ def test_runs_and_environments_stay_behind_and_sweep_files_do_not(tmp_path: Path
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     behind = ["runs/a/log.txt", ".venv/bin/python", ".venv-2/x", "a/b.safetensors"]
     behind += ["x/__pycache__/y", ".env", "x/.env.local", ".ssh/id_rsa", "x/server.pem", ".netrc"]
-    along = ["raylearner/cli.py", "configs/sweeps/a.yaml", "raylearner/jobs/sweep/plan.py"]
+    along = ["raylearner/cli/jobs.py", "configs/sweeps/a.yaml", "raylearner/jobs/sweep/plan.py"]
     command = ["git", "-C", str(tmp_path), "check-ignore", *behind, *along]
     message = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert message.splitlines() == behind

@@ -12,6 +12,7 @@ from minimal import MINIMAL, problems_of
 from typer.testing import CliRunner
 
 from raylearner import cli, job_variables
+from raylearner.cli import exits
 from raylearner.config.loader import load
 from raylearner.config.schema import WandbSection
 from raylearner.errors import ConfigError
@@ -64,7 +65,7 @@ def test_the_command_line_ends_with_one_line(
     monkeypatch.delenv("DEMO_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli.app, [command, base, f"rewards.functions=[{JUDGE}]"])
-    assert done.exit_code == cli.BAD_INPUT
+    assert done.exit_code == exits.BAD_INPUT
     assert "rewards.functions.0.api_key_variable: the environment variable DEMO_KEY" in done.output
     assert len(done.output.strip().splitlines()) == 2
 

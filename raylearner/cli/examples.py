@@ -1,0 +1,85 @@
+"""What `--help` says beside the options: arguments and examples of each command."""
+
+RUN_ARGUMENTS = (
+    ("CONFIG [OVERLAY..]", "YAML files; each is merged over those before it"),
+    ("KEY=VALUE", "overrides over the files, such as run.num_steps=20"),
+)
+RUN_DIR = ("RUN_DIR", "run directory, such as runs/first")
+
+ARGUMENTS = {
+    "train": RUN_ARGUMENTS,
+    "eval": (
+        *RUN_ARGUMENTS,
+        ("checkpoint=DIR", "RUN_DIR/checkpoints/step_NNNNNN, not the files' model"),
+    ),
+    "check": RUN_ARGUMENTS,
+    "submit": RUN_ARGUMENTS,
+    "sweep": (("FILE", "sweep file; configs/sweeps/ has examples"),),
+    "scale": (
+        ("RUN", "run directory, or the name of a run in runs/"),
+        ("actors=N", "number of rollout actors"),
+    ),
+    "view": (RUN_DIR,),
+}
+
+QUICKSTART = "configs/quickstart.yaml"
+
+EXAMPLES = {
+    "train": (
+        ("train a tiny model on this machine, in minutes", f"train {QUICKSTART}"),
+        (
+            "shorter, with a directory of its own",
+            f"train {QUICKSTART} run.num_steps=20 run.dir=runs/first",
+        ),
+        ("continue a run for more steps", "train --resume runs/first run.num_steps=200"),
+        ("resume after crashes", f"train --retries 3 {QUICKSTART}"),
+    ),
+    "eval": (
+        ("the model of the configuration", f"eval {QUICKSTART}"),
+        (
+            "a checkpoint of a run",
+            "eval runs/first/config.yaml \\\n      checkpoint=runs/first/checkpoints/step_000060",
+        ),
+    ),
+    "check": (
+        ("validate, and print the sizes that follow", f"check {QUICKSTART}"),
+        ("also play one episode without an engine", f"check {QUICKSTART} --play"),
+    ),
+    "submit": (
+        (
+            "a run on a cluster, and its log",
+            f"submit {QUICKSTART} --follow \\\n      --address http://HOST:8265",
+        ),
+        ("resume a run there", "submit --resume runs/first"),
+        ("a sweep", "submit --sweep configs/sweeps/objective_staleness.yaml"),
+        ("with a variable of this shell", f"submit {QUICKSTART} --env HF_TOKEN"),
+    ),
+    "sweep": (
+        ("show the trials", "sweep configs/sweeps/objective_staleness.yaml --dry-run"),
+        ("run them, or the rest of them", "sweep configs/sweeps/objective_staleness.yaml"),
+    ),
+    "scale": (("from any shell that sees the cluster", "scale runs/first actors=4"),),
+    "view": (
+        ("the last step, in a browser", "view runs/first"),
+        ("a page to send to someone", "view runs/first --step 20 --output page.html"),
+    ),
+    "doctor": (("before the first run on a machine", "doctor"),),
+}
+
+
+def help_text(name: str, summary: str) -> str:
+    """Return the help of a command: its summary, then its arguments in a table."""
+    arguments = ARGUMENTS.get(name, ())
+    width = max((len(argument) for argument, _ in arguments), default=0)
+    lines = [f"  {argument:<{width}}  {meaning}" for argument, meaning in arguments]
+    return "\n".join([summary, *(["", "\b", "Arguments:", *lines] if lines else [])])
+
+
+def epilog(name: str) -> str:
+    """Return the examples of a command; `\\b` keeps click from joining lines."""
+    lines = [
+        line
+        for meaning, command in EXAMPLES[name]
+        for line in (f"  # {meaning}", f"  raylearner {command}")
+    ]
+    return "\n".join(["\b", "Examples:", *lines])
