@@ -72,7 +72,7 @@ class RolloutActor:
         self._model_path = model_path
         self._replay = replay
         self._adapter_rank = adapter_rank
-        self._tracer = Tracer(track=actor_id, is_enabled=config.observability.trace)
+        self._tracer = Tracer(track=actor_id, is_enabled=config.recorded.trace)
         self._phases = Phases(self._tracer, "starting the process")
         self._importing, self._has_libraries = asyncio.Lock(), False
 

@@ -177,7 +177,7 @@ def _yaml() -> Any:
 
 
 def _represent_text(representer: Any, text: str) -> Any:
-    """Quote spellings of null, which `loader.ambiguous_words` would refuse."""
+    """Quote spellings of null, which `null_words.ambiguous_words` would refuse."""
     style = "'" if text.lower() in NULL_WORDS else None
     return representer.represent_scalar(_TAG + "str", text, style=style)
 

@@ -191,7 +191,9 @@ configuration, reports all errors together with file and line, and prints the re
 Files merge from left to right; `key=value` overrides come last: `learner.learning_rate=2e-6`,
 `environment.tools.0.top_n=3`, `learner.loss={kind: gspo}`. A mapping merges key by key; a list, or a section of
 another `kind`, is replaced. A section whose default is *absent* is switched on by writing it, with `{}` for its
-defaults, and a section is switched off by `null`, as in `evaluation: null`.
+defaults, and a section is switched off by its own name: `evaluation: null`, `learner.kl: null`,
+`observability: null`. The same works in overrides and as a value of a sweep's axis; for a list, such as
+`learner.corrections`, null is the empty list.
 
 ## The twenty keys that people set
 """

@@ -278,7 +278,7 @@ def named_variables(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def wants_wandb_key(config: RunConfig) -> bool:
     """Return whether a run logs in to Weights & Biases."""
-    wandb = config.observability.wandb
+    wandb = config.recorded.wandb
     return wandb is not None and wandb.mode == "online"
 
 
@@ -316,7 +316,7 @@ def check_variables(config: RunConfig, environment: Mapping[str, str]) -> Iterat
                 f"the environment variable {name} is not set; export it where the run starts, or set this"
                 " to null for a service without a key",
             )
-    if config.observability.wandb is None:
+    if config.recorded.wandb is None:
         return
     if importlib.util.find_spec("wandb") is None:
         yield Finding(

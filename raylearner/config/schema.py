@@ -176,7 +176,7 @@ class WeightsSection(Section):
 
 
 class EvaluationSection(Section):
-    """Evaluation on held-out prompts."""
+    """Evaluation on held-out prompts; `evaluation: null` switches it off."""
 
     every_steps: NaturalInt = 0
     """Evaluates every k steps, on one actor while training continues, besides step 0 and the last step; 0:
@@ -228,7 +228,7 @@ class WandbSection(Section):
 
 
 class ObservabilitySection(Section):
-    """Metrics, trajectories and profiles that are recorded."""
+    """What is recorded besides `metrics.jsonl` and the log; `observability: null` switches all of it off."""
 
     tensorboard: bool = True
     """Writes TensorBoard files to `tensorboard/`."""
@@ -245,6 +245,14 @@ class ObservabilitySection(Section):
     profile: ProfileSection | None = None
     """If present, chosen learner steps are profiled into `profile/`."""
 
+
+NOTHING_RECORDED = ObservabilitySection(
+    tensorboard=False,
+    ray_metrics=False,
+    trajectories_every_steps=0,
+    completions=None,
+    trace=False,
+)
 
 __all__ = [
     "ActorRange",
@@ -315,7 +323,7 @@ class RunConfig(Section):
     learner: LearnerSection = LearnerSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvaluationSection | None = EvaluationSection()
-    observability: ObservabilitySection = ObservabilitySection()
+    observability: ObservabilitySection | None = ObservabilitySection()
 
     @model_validator(mode="after")
     def _inherit_sampling(self) -> Self:
@@ -327,6 +335,11 @@ class RunConfig(Section):
             evaluation = self.evaluation.model_copy(update={"sampling": sampling})
             object.__setattr__(self, "evaluation", evaluation)  # frozen
         return self
+
+    @property
+    def recorded(self) -> ObservabilitySection:
+        """What is recorded besides `metrics.jsonl` and the log; nothing with `observability: null`."""
+        return self.observability or NOTHING_RECORDED
 
     @property
     def capacity_groups(self) -> int:

@@ -57,7 +57,7 @@ class LearnerSpec:
             model_path=model_path,
             run=config.run,
             weights=config.weights,
-            observability=config.observability,
+            observability=config.recorded,
             temperature=config.sampling.temperature,
             reward_weights=config.rewards.weights,
             run_dir=run_dir,

@@ -79,12 +79,12 @@ class Recorder:
             draft.write_text(resolved_yaml(config), encoding="utf-8")
         draft.replace(run_dir / "config.yaml")
         sinks = make_sinks(
-            config.observability,
+            config.recorded,
             run_dir,
             run_name=config.run.name,
             hparams=flatten(config.model_dump(mode="json")),
         )
-        return cls(run_dir, config.observability, num_steps=num_steps, sinks=sinks)
+        return cls(run_dir, config.recorded, num_steps=num_steps, sinks=sinks)
 
     def __enter__(self) -> Self:
         return self

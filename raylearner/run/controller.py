@@ -156,7 +156,7 @@ class Controller:
         latest: Checkpoint | None,
         stop: asyncio.Event,
     ) -> "Controller":
-        tracer = Tracer(track="controller", is_enabled=config.observability.trace)
+        tracer = Tracer(track="controller", is_enabled=config.recorded.trace)
         watchdog = Watchdog(config.run.watchdog_s, step=lambda: latest.step if latest else 0)
         limit_s = start_limit_s(config)
 

@@ -128,7 +128,7 @@ async def _evaluate(
         config=config.model_copy(
             update={
                 "weights": config.weights.model_copy(update={"transport": "shared_files"}),
-                "observability": config.observability.model_copy(update={"trace": False}),
+                "observability": config.recorded.model_copy(update={"trace": False}),
             }
         ),
         model=RunModel(model),

@@ -168,6 +168,8 @@ def format_value(value: object) -> str:
         return f"{head}({', '.join(rest)})" if rest else head
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
