@@ -54,6 +54,10 @@ class EngineLost(EngineError):
     """The process of an engine died before it had started; another try may succeed."""
 
 
+class CompilationError(EngineError):
+    """An engine's model could not be compiled, or its CUDA graphs not captured: it can start without."""
+
+
 class ToolError(TrajectoryError):
     """A tool or the service behind it failed."""
 

@@ -261,17 +261,17 @@ def estimate(
         held += critic.num_parameters
         trained += critic.num_trained(is_tower_frozen=is_tower_frozen)
     of_reference = 0 if reference is None else reference.num_parameters
-    whole = GATHERED_BLOCKS * size.num_block + size.num_rest
+    # Scores of one micro-batch after another keep what is gathered of every model.
+    models = [size, *(other for other in (critic, reference) if other is not None)]
+    whole = GATHERED_BLOCKS * max(model.num_block for model in models)
+    whole += sum(model.num_rest for model in models)
     if kept.weights:
-        whole = size.num_parameters
+        whole = sum(model.num_parameters for model in models)
     unreduced = size.num_block * compute + size.num_rest * master if config.lora is None else 0
     if kept.gradients:
-        of_policy = (
-            trained
-            if critic is None
-            else trained - critic.num_trained(is_tower_frozen=is_tower_frozen)
-        )
-        unreduced = of_policy * master + size.num_block * compute
+        # The critic's are reduced before the policy's begin.
+        of_critic = 0 if critic is None else critic.num_trained(is_tower_frozen=is_tower_frozen)
+        unreduced += max(trained - of_critic, of_critic) * master
     per_token = _kept_per_token(size, config.activation_checkpointing)
     if config.share_prefixes:
         # Keys, values and their gradients, which kernels make for each query head first.

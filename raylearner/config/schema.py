@@ -160,8 +160,8 @@ class WeightsSection(Section):
     """Folder of shared files; the run creates its own folder inside and removes it at the end."""
     cache: Literal["auto", "recompute", "keep"] = "auto"
     """What happens to the keys and values of running requests at a push: `recompute` computes them again under
-    the new weights, `keep` continues with stale ones, which costs nothing. New requests never use stale ones.
-    `auto` keeps them in asynchronous runs, unless a vision tower is trained."""
+    the new weights, `keep` continues with stale ones. Requests sent after a push never use stale ones, but
+    those that still waited at the push do. `auto` keeps them in asynchronous runs, unless a vision tower is trained."""
     deadline_s: PositiveFloat = 120.0
     """Maximum time for an engine to acknowledge a push; an engine that takes longer has failed and is replaced."""
     max_failed_pushes: PositiveInt = 3

@@ -146,22 +146,23 @@ class Push:
                 actor_id, PushBroken(f"the learner died while {actor_id} received from it")
             )
 
-    async def _wait_for_all(self, pending: set[asyncio.Task[Any]]) -> None:
+    async def _wait_for_all(self, tasks: set[asyncio.Task[Any]]) -> None:
         """Return once all have ended, or the grace period of a broken collective push is over."""
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if not self._update.is_collective or not any(_has_failed(task) for task in done):
+        ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        for _ in range(len(tasks)):
+            task = await ended.get()
+            if not self._update.is_collective or not _has_failed(task):
                 continue
             if self._sending.done() and self._sending.exception() is None:
                 continue  # all weights have arrived: the other engines verify theirs independently
             await self._transport.abandon(self._update)
-            if pending:
-                _, pending = await asyncio.wait(pending, timeout=BROKEN_GRACE_S)
+            await asyncio.wait(tasks, timeout=BROKEN_GRACE_S)
             self._is_broken = True
-            for task in pending - {self._sending}:
+            for task in self._receiving.values():
                 task.cancel()
-            if pending:
-                await asyncio.wait(pending, timeout=BROKEN_GRACE_S)
+            await asyncio.wait(tasks, timeout=BROKEN_GRACE_S)
             return
 
     async def _receive(

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from raylearner.errors import ConfigError
 from raylearner.learner.batch.micro_batch import PackedTokens
 from raylearner.learner.batch.pack import pack
+from raylearner.learner.model import mesh
 from raylearner.learner.model.loading import load_sharded
 from raylearner.learner.model.mesh import ContextGroup, connect
 from raylearner.learner.model.policy import ModelOptions
@@ -57,6 +58,20 @@ def grouped_folder(untied_folder: Path, tmp_path_factory: pytest.TempPathFactory
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def test_heads_of_whole_sequences_come_as_kernels_expect_them_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh, "_exchange_uncompiled", lambda rows, context: rows)
+    group = ContextGroup(group=cast(Any, None), rank=0, size=2)
+    query, key, value = (torch.randn(heads, 3, 8) for heads in (4, 2, 2))
+    for before, whole in zip((query, key, value), group.to_heads(query, key, value), strict=True):
+        # Each rank sent what it holds: half of the heads of all tokens.
+        assert whole.shape == (len(before) // 2, 6, 8)
+        assert whole.transpose(0, 1).is_contiguous()
+        own, others = before.chunk(2)
+        torch.testing.assert_close(whole, torch.cat((own, others), 1), rtol=0, atol=0)
 
 
 def test_any_grouping_of_four_ranks_equals_one_rank(grouped_folder: Path, tmp_path: Path) -> None:

@@ -126,42 +126,53 @@ def test_transformers_does_not_mistake_a_backend_for_its_own_library(backend: Ba
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "is_broken", "wanted"),
+    ("capability", "installed", "fails_in", "wanted"),
     [
-        (9, {"flash_attn_interface", "flash_attn"}, False, "varlen"),
-        (9, {"flash_attn_interface", "flash_attn"}, True, "flash_attn"),
-        (9, {"flash_attn_interface"}, True, "varlen"),
-        (9, {"flash_attn"}, False, "flash_attn"),
-        (8, {"flash_attn_interface", "flash_attn"}, False, "flash_attn"),
+        (9, {"flash_attn_interface", "flash_attn"}, "", "varlen"),
+        (9, {"flash_attn_interface", "flash_attn"}, "load", "flash_attn"),
+        (9, {"flash_attn_interface", "flash_attn"}, "call", "flash_attn"),
+        (9, {"flash_attn_interface"}, "call", "varlen"),
+        (9, {"flash_attn"}, "", "flash_attn"),
+        (8, {"flash_attn_interface", "flash_attn"}, "", "flash_attn"),
     ],
 )
-def test_flash_attention_3_is_taken_where_it_is_installed_loads_and_the_gpu_is_hopper(
+def test_flash_attention_3_is_taken_where_it_is_installed_works_and_the_gpu_is_hopper(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capability: int,
     installed: set[str],
-    is_broken: bool,
+    fails_in: str,
     wanted: Backend,
 ) -> None:
     activated: list[str] = []
 
     def activate(name: str) -> None:
-        if is_broken:
+        if fails_in == "load":
             raise ImportError("undefined symbol")
         activated.append(name)
+
+    def attend(device: str) -> None:
+        assert activated == ["FA3"]
+        if fails_in == "call":
+            raise RuntimeError("expected at most 34 arguments\nDeclaration: fwd()")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(
+        attention, "restore_flash_attention_impl", lambda _raise_warn: activated.clear()
+    )
+    monkeypatch.setattr(attention, "_try_varlen", attend)
     monkeypatch.setattr(attention, "has_flash_attn", lambda: "flash_attn" in installed)
     uses_flash_3.cache_clear()
     try:
         assert register_backend("cuda", torch.bfloat16) == wanted
-        is_taken = wanted == "varlen" and not is_broken
+        is_taken = wanted == "varlen" and not fails_in
         assert activated == (["FA3"] if is_taken else [])
-        warned = [r for r in caplog.records if "undefined symbol" in r.getMessage()]
-        assert len(warned) == (1 if is_broken else 0)
+        warned = [r.getMessage() for r in caplog.records if "FlashAttention-3 is" in r.getMessage()]
+        assert len(warned) == (1 if fails_in else 0)
+        assert not any("\n" in message for message in warned)
     finally:
         uses_flash_3.cache_clear()
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -14,7 +14,7 @@ from raylearner.actors.engines.vllm import VllmEngine
 from raylearner.config.schema import VllmEngine as VllmEngineSection
 from raylearner.errors import EngineDead, WeightTransferError
 from raylearner.weights.checksums import checksum, plain
-from raylearner.weights.transports import shared_files
+from raylearner.weights.transports import shared_files, transport
 from raylearner.weights.transports.shared_files import write_weights
 from raylearner.weights.update import Probe, WeightUpdate
 
@@ -166,6 +166,28 @@ async def test_tensors_that_do_not_fit_beside_the_weights_arrive_in_the_pause(
     llm.free_bytes = 2 * 1024**3
     await engine.receive(update(tmp_path))
     assert llm.calls[0] == "stage"
+
+
+async def test_ranks_are_asked_the_less_often_the_longer_a_task_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed_s, asked_at = 0.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += seconds
+
+    class Ranks:
+        async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            if method == "poll_weight_task":
+                asked_at.append(passed_s)
+            return [(passed_s >= 1.0, None)] * 2
+
+    monkeypatch.setattr(transport.asyncio, "sleep", sleep)
+    await transport.run_task(cast(Any, Ranks()), "stage")
+    assert asked_at[0] <= 0.01  # a small model waits for nothing
+    assert len(asked_at) < 60
+    assert passed_s <= 1.15
 
 
 async def test_tensors_in_memory_of_others_are_staged_on_a_full_gpu(

@@ -10,7 +10,7 @@ import pytest
 
 from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm_process import ErrorLog
-from raylearner.errors import EngineError
+from raylearner.errors import CompilationError, EngineError
 
 
 @pytest.fixture
@@ -61,6 +61,20 @@ def test_the_error_about_a_dead_core_is_not_reported_as_the_cause(log: ErrorLog)
     assert "EngineDeadError" not in log.cause(gone)
     log_failure("out of blocks")
     assert log.cause(gone) == "ValueError: out of blocks"
+
+
+def test_a_logged_traceback_names_the_type_of_its_error(log: ErrorLog) -> None:
+    log_failure("CompilationError: of another type")
+    assert not log.has_logged(CompilationError)
+    try:
+        try:
+            raise ValueError("520 tokens do not fit")
+        except ValueError as error:
+            raise CompilationError("no graphs") from error
+    except CompilationError:
+        logging.getLogger("vllm.worker").exception("EngineCore failed to start.")
+    assert log.has_logged(CompilationError)
+    assert not log.has_logged(EngineError)
 
 
 def test_an_assertion_without_a_message_is_told_by_its_place(log: ErrorLog) -> None:

@@ -190,6 +190,10 @@ def test_a_reference_and_a_critic_of_their_own_count(
     assert of_reference.moments == alone.moments
     assert of_both.masters == of_reference.masters + alone.masters
     assert of_both.moments == 2 * alone.moments
+    assert of_both.gathered - of_reference.gathered == 2 * NUM_REST
+    kept = [estimate_of(s, folder, kept=Kept(weights=True)) for s in (LearnerSection(), section)]
+    more = [0 if found is None else found.gathered for found in kept]
+    assert more[1] - more[0] == num_states * 2 * size_of(folder).num_parameters
     assert estimate_of(LearnerSection(), folder / "nowhere") is None
 
 
@@ -244,6 +248,6 @@ def test_the_most_is_kept_that_fits_into_four_fifths_of_free_memory(folder: Path
     holds = section.model_copy(update={"reshard": False})
     assert choose_kept(holds, folder, free=0) == Kept(weights=True)
     assert choose_kept(section, folder / "nowhere", free=GIB) == Kept()
-    unreduced = 4 * size.num_parameters + 2 * NUM_BLOCK
+    unreduced = 4 * size.num_parameters + 2 * NUM_BLOCK + 4 * NUM_REST
     found = estimate(section, size, kept=everything)
     assert found.gathered == 2 * size.num_parameters + unreduced

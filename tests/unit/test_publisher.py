@@ -1,8 +1,9 @@
 """The publisher: one push at a time, the newest waits, members fail without the others."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,28 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "BROKEN_GRACE_S", 0.05)
+
+
+async def test_waiting_for_engines_takes_the_same_work_for_each_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[int] = []
+    wait = asyncio.wait
+
+    async def counted(tasks: Collection[Any], **options: Any) -> Any:
+        waits.append(len(tasks))
+        return await wait(tasks, **options)
+
+    lab = Lab(is_collective=True)
+    engines = [lab.add(str(number), is_open=False) for number in range(100)]
+    publishing = asyncio.create_task(lab.publisher.publish(1))
+    await until(lambda: all(engine.is_receiving for engine in engines))
+    monkeypatch.setattr(asyncio, "wait", counted)
+    for engine in engines:
+        engine.gate.set()
+        await until(lambda engine=engine: engine.versions == [1])
+    await publishing
+    assert sum(waits) <= 3 * len(engines)
 
 
 async def test_publish_returns_once_every_member_has_acknowledged() -> None:

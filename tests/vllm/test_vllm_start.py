@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.exc import InternalTorchDynamoError
 
 from raylearner.actors.engines import vllm_arguments, vllm_process
 from raylearner.actors.engines.vllm import VllmEngine
-from raylearner.actors.engines.vllm_compilation import turn
+from raylearner.actors.engines.vllm_compilation import COMPILER_ERRORS, naming_failures, turn
 from raylearner.config.schema import VllmEngine as Section
+from raylearner.errors import CompilationError
 
 
 def arguments(model: Path, **section: Any) -> dict[str, Any]:
@@ -77,27 +80,27 @@ def test_the_scheduler_fits_the_way_of_scheduling(
 
 
 class FailingEngine(VllmEngine):
-    """Fails to create its vLLM in some modes."""
+    """Fails to create its vLLM in some modes, as its worker logs it."""
 
-    attempts: list[dict[str, Any]]
-    fails: tuple[bool, ...] = (False,)
-    """Values of `enforce_eager` with which it fails."""
-
-    def __init__(self) -> None:
+    def __init__(self, error: Exception, *fails: bool) -> None:
+        """`fails` are the values of `enforce_eager` with which it fails."""
         super().__init__(None, sleep_level=2)  # type: ignore[arg-type]
-        self.attempts = []
+        self.attempts: list[dict[str, Any]] = []
+        self._error, self._fails = error, fails
 
     def _create(self, arguments: dict[str, Any]) -> None:
         self.attempts.append(arguments)
-        if arguments["enforce_eager"] in self.fails:
-            raise RuntimeError("graphs of 520 tokens do not fit")
+        if arguments["enforce_eager"] in self._fails:
+            kind = f"{type(self._error).__module__}.{type(self._error).__name__}"
+            self._log._errors.write_text(f"{kind}: {self._error}\n")
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
 
 
 async def test_an_engine_whose_graphs_fail_starts_again_without_and_names_the_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(vllm_process, "children", list)
-    engine = FailingEngine()
+    engine = FailingEngine(CompilationError("graphs of 520 tokens do not fit"), False)
     given = {"enforce_eager": False, "cudagraph_capture_sizes": [1, 2], "dtype": "bfloat16"}
     await engine._create_in_some_mode(given, set())
     assert engine.attempts == [given, {"enforce_eager": True, "dtype": "bfloat16"}]
@@ -107,17 +110,31 @@ async def test_an_engine_whose_graphs_fail_starts_again_without_and_names_the_co
     await engine.close()
 
 
-@pytest.mark.parametrize(("eager", "num_attempts"), [(True, 1), (False, 2)])
-async def test_an_engine_that_fails_for_another_cause_fails_in_every_mode(
-    monkeypatch: pytest.MonkeyPatch, eager: bool, num_attempts: int
+async def test_an_engine_that_fails_for_another_cause_is_started_once(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm_process, "children", list)
-    engine = FailingEngine()
-    engine.fails = (True, False)
-    with pytest.raises(RuntimeError, match="520 tokens"):
-        await engine._create_in_some_mode({"enforce_eager": eager}, set())
-    assert len(engine.attempts) == num_attempts
+    engine = FailingEngine(ValueError("no such model"), True, False)
+    with pytest.raises(RuntimeError, match="root cause"):
+        await engine._create_in_some_mode({"enforce_eager": False}, set())
+    assert len(engine.attempts) == 1
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_named"),
+    [
+        (InternalTorchDynamoError("no such operation"), True),
+        (torch.OutOfMemoryError("a larger batch"), False),
+    ],
+)
+def test_failures_of_the_compiler_are_named_and_others_are_not(
+    error: Exception, is_named: bool
+) -> None:
+    with pytest.raises(CompilationError if is_named else type(error)) as caught:  # noqa: SIM117
+        with naming_failures(*COMPILER_ERRORS):
+            raise error
+    assert (caught.value.__cause__ is error) == is_named
 
 
 class Compilers:

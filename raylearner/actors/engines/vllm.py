@@ -19,7 +19,7 @@ from raylearner.actors.engines import vllm_process, vllm_requests
 from raylearner.actors.engines.vllm_arguments import SIZES, engine_arguments
 from raylearner.config.actors import ImagesSection
 from raylearner.config.schema import VllmEngine as VllmEngineSection
-from raylearner.errors import EngineDead, EngineError, WeightTransferError
+from raylearner.errors import CompilationError, EngineDead, EngineError, WeightTransferError
 from raylearner.types import Completion, PolicyVersion, Sampling
 from raylearner.weights.probe import verify_logprobs
 from raylearner.weights.transports import transport_of
@@ -206,12 +206,12 @@ class VllmEngine:
     ) -> None:
         """Create the engine, eagerly if compilation or the capture of CUDA graphs fails.
 
-        `before` are the processes of others here. A cause that is not the mode fails both times.
+        `before` are the processes of others here.
         """
         try:
             await asyncio.to_thread(self._create, arguments)
         except Exception as error:
-            if arguments["enforce_eager"]:
+            if not self._log.has_logged(CompilationError):
                 raise
             logger.warning(
                 "vLLM did not start with CUDA graphs and compilation (%s); it starts again without"

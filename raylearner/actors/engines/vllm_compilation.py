@@ -9,15 +9,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch._dynamo.exc import TorchDynamoException
 from vllm import __version__, envs
 from vllm.config.compilation import CompilationMode
+
+from raylearner.errors import CompilationError
 
 MAX_WAIT_S = 300.0
 """Maximum wait for another engine's compilation; then an engine compiles for itself."""
 POLL_S = 0.2
+COMPILER_ERRORS = (TorchDynamoException, torch.AcceleratorError)
+"""Errors while a model runs for the first time, of the compiler and of kernels that it made."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +66,32 @@ def _wait(descriptor: int, done: Path, deadline: float) -> None:
             time.sleep(POLL_S)
 
 
+@contextlib.contextmanager
+def naming_failures(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise `CompilationError` from errors of these types."""
+    try:
+        yield
+    except kinds as error:
+        raise CompilationError(f"{type(error).__name__}: {error}") from error
+
+
 def install() -> None:
-    """Let this process's worker, on a GPU of its own, profile and compile its model in turn."""
+    """Let this process's worker, on a GPU of its own, profile and compile its model in turn, and name
+    failures that an eager engine would not have.
+    """
     from vllm.v1.worker.gpu_worker import Worker
 
     cls: Any = Worker
     profile: Callable[[Any], int] = cls.determine_available_memory
+    capture: Callable[[Any], Any] = cls.compile_or_warm_up_model
+
+    @functools.wraps(capture)
+    def capture_or_name_failure(worker: Any) -> Any:
+        # Also a lack of memory, which graphs add to.
+        with nullcontext() if worker.model_config.enforce_eager else naming_failures(Exception):
+            return capture(worker)
+
+    cls.compile_or_warm_up_model = capture_or_name_failure
 
     @functools.wraps(profile)
     def profile_in_turn(worker: Any) -> int:
@@ -76,9 +103,13 @@ def install() -> None:
             or config.parallel_config.world_size > 1
             or envs.VLLM_DISABLE_COMPILE_CACHE
         ):
-            return profile(worker)
+            with naming_failures(*COMPILER_ERRORS):
+                return profile(worker)
         key = f"{__version__}-{config.compute_hash()}"
-        with turn(Path(envs.VLLM_CACHE_ROOT) / "raylearner", key):
+        with (
+            turn(Path(envs.VLLM_CACHE_ROOT) / "raylearner", key),
+            naming_failures(*COMPILER_ERRORS),
+        ):
             return profile(worker)
 
     cls.determine_available_memory = profile_in_turn

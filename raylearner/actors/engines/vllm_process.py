@@ -198,11 +198,19 @@ class ErrorLog:
             error = error.__cause__  # such as errors that vLLM wraps without a message
         return f"{type(error).__name__}: {error}".strip()
 
-    def _first_exception(self) -> str | None:
+    def has_logged(self, kind: type[Exception]) -> bool:
+        """Return whether vLLM's processes have logged the traceback of an error of this type."""
+        name = f"{kind.__module__}.{kind.__qualname__}:"
+        return any(line.startswith(name) for line in self._text().splitlines())
+
+    def _text(self) -> str:
         try:
-            text = self._errors.read_text(errors="replace")
+            return self._errors.read_text(errors="replace")
         except FileNotFoundError:
-            return None
+            return ""
+
+    def _first_exception(self) -> str | None:
+        text = self._text()
         new, self._num_read = text[self._num_read :], len(text)
         place = ""
         for line in new.splitlines():

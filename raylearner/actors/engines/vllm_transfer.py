@@ -241,6 +241,19 @@ class Background:
         )
         self._thread.start()
 
+    def free_bytes(self) -> int | None:
+        """Return memory of the GPU that tensors of a push can take beside the weights; None on CPUs."""
+        if self._stream is None:
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # What an earlier push took is kept for the next one. Other streams' cached memory stays theirs.
+        kept = (
+            segment["total_size"] - segment["active_size"]
+            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            if segment["stream"] == self._stream.cuda_stream
+        )
+        return free + sum(kept)
+
     def poll(self) -> tuple[bool, Any]:
         """Return whether the task has ended, and its result. Raises its error."""
         if self._thread is None:
@@ -263,15 +276,6 @@ class Background:
                     self._stream.synchronize()
         except Exception as error:
             self._error = error
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return memory of a GPU that tensors of a push can take beside the weights; None on CPUs."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    # What an earlier push took is kept for the next one.
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from raylearner import leftovers
 from raylearner.actors.engines import vllm_compilation, vllm_plans, vllm_sampler
 from raylearner.actors.engines.vllm_process import OWNER_VARIABLE
-from raylearner.actors.engines.vllm_transfer import Background, VerifiedTransfer, free_bytes
+from raylearner.actors.engines.vllm_transfer import Background, VerifiedTransfer
 from raylearner.leftovers import start_time
 from raylearner.weights.transports import TRANSPORTS
 from raylearner.weights.transports.adapter import adapter_report
@@ -44,11 +44,10 @@ class WorkerExtension:
         transfer = self.weight_transfer_engine
         tasks = {
             "stage": transfer.stage,
-            "report": transfer.report,
+            "report": self._report,
             "adapter_report": self._adapter_report,
         }
-        self._weight_task = self._weight_task or Background(self.device)
-        self._weight_task.begin(partial(tasks[name], *arguments))
+        self._background().begin(partial(tasks[name], *arguments))
 
     def poll_weight_task(self) -> tuple[bool, Any]:
         """Return whether the task has ended, and its result. Raises its error."""
@@ -70,7 +69,20 @@ class WorkerExtension:
 
     def free_weight_bytes(self) -> int | None:
         """Return memory that a push can take beside the weights; None for no limit."""
-        return free_bytes(self.device)
+        return self._background().free_bytes()
+
+    def _background(self) -> Background:
+        self._weight_task = self._weight_task or Background(self.device)
+        return self._weight_task
+
+    def _report(self) -> dict[str, Any]:
+        """Report the parameters at the end of a push, whose memory is then free for others on the GPU."""
+        report = self.weight_transfer_engine.report()
+        # A cache of fixed size marks an engine that shares its GPU.
+        shares_gpu = self.vllm_config.cache_config.kv_cache_memory_bytes is not None
+        if shares_gpu and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return report
 
     def _adapter_report(self, path: str) -> dict[str, Any]:
         """Compare this rank's adapter slots with the adapter in `path`, and report the result."""

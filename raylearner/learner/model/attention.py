@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
@@ -84,15 +84,24 @@ def uses_flash_3() -> bool:
         return False
     try:
         activate_flash_attention_impl("FA3")
+        _try_varlen("cuda")
     except Exception as error:  # a build for another torch raises errors of any type
+        restore_flash_attention_impl(_raise_warn=False)
         log.warning(
-            "FlashAttention-3 is installed but does not load, and attention takes about twice as long"
-            " without it: %s: %s; reinstall it for this torch, or uninstall it",
+            "FlashAttention-3 is installed but does not work with this torch, and attention takes about"
+            " twice as long without it: %s: %s; reinstall it for this torch, or uninstall it",
             type(error).__name__,
-            error,
+            next(iter(str(error).splitlines()), ""),  # further ones list declarations
         )
         return False
     return True
+
+
+def _try_varlen(device: str) -> None:
+    """Call torch's varlen kernel forward and backward. Raises what a kernel with other parameters raises."""
+    parts = torch.ones(3, 1, 16, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    starts = torch.tensor([0, 4, 16], dtype=torch.int32, device=device)
+    _varlen(*parts, starts, 12, None, None).sum().backward()
 
 
 def _capability(device_type: str) -> float:

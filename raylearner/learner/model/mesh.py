@@ -121,7 +121,8 @@ class ContextGroup:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return whole sequences of this rank's heads: `[H / C, T, D]`, and `G / C` of keys and values.
 
-        Fewer key-value heads than ranks are repeated, one for each rank.
+        Fewer key-value heads than ranks are repeated, one for each rank. In memory tokens come first, as
+        kernels expect them: FlashAttention-3's output has other strides than compiled code expects otherwise.
         """
         repeats = max(1, self.size // key.shape[0])
         parts = (query, *(x.repeat_interleave(repeats, 0) for x in (key, value)))
@@ -130,7 +131,7 @@ class ContextGroup:
         outgoing = torch.cat([part.flatten(1) for part in by_rank], 1)
         received = _exchange_uncompiled(outgoing, self).split([p[0].numel() for p in by_rank], 1)
         query, key, value = (
-            got.reshape(part.shape).transpose(0, 1).flatten(1, 2)
+            got.reshape(part.shape).permute(0, 2, 1, 3).flatten(0, 1).contiguous().transpose(0, 1)
             for got, part in zip(received, by_rank, strict=True)
         )
         return query, key, value

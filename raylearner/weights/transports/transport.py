@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 
 STAGING_MARGIN_BYTES = 1024**3
 """Memory of a GPU that a push leaves free beside the tensors that arrive."""
-TASK_POLL_S = 0.005
-"""Interval between questions whether a task beside the engine's steps has ended."""
+FIRST_POLL_S, LAST_POLL_S, POLL_SHARE = 0.005, 0.1, 0.1
+"""Intervals between questions whether a task beside the engine's steps has ended, for which every rank
+interrupts its steps: a share of the time since its start, between two limits."""
 
 
 class Weights(Protocol):
@@ -198,8 +199,11 @@ class Receiver:
 async def run_task(llm: "AsyncLLM", name: str, *arguments: Any) -> list[Any]:
     """Run a task of a push in a thread of every worker, beside the engine's steps; return the results."""
     await llm.collective_rpc("begin_weight_task", args=(name, *arguments))
+    waited_s = 0.0
     while True:
-        await asyncio.sleep(TASK_POLL_S)
+        pause_s = min(max(FIRST_POLL_S, POLL_SHARE * waited_s), LAST_POLL_S)
+        await asyncio.sleep(pause_s)
+        waited_s += pause_s
         outcomes = await llm.collective_rpc("poll_weight_task")
         if all(has_ended for has_ended, _ in outcomes):
             return [result for _, result in outcomes]
