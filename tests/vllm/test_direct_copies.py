@@ -136,3 +136,38 @@ def test_a_copy_that_did_not_arrive_is_found_late(tmp_path: Path) -> None:
     pushes.model.qk.weight[ROWS, 0] += 1
     with pytest.raises(WeightTransferError, match="k has another checksum"):
         pushes.verify()
+
+
+def test_cached_memory_of_the_models_own_stream_is_not_free_for_a_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from raylearner.actors.engines.vllm_transfer import Background
+
+    segments = [
+        {"stream": 7, "total_size": 400, "active_size": 100},
+        {"stream": 7, "total_size": 20, "active_size": 20},
+        {"stream": 0, "total_size": 5000, "active_size": 1000},
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 10_000))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda **_: segments)
+    background = Background(torch.device("cpu"))
+    assert background.free_bytes() is None
+    monkeypatch.setattr(background, "_stream", SimpleNamespace(cuda_stream=7))
+    assert background.free_bytes() == 10 + 300
+
+
+@pytest.mark.parametrize("shares_gpu", [True, False])
+def test_memory_of_a_push_is_freed_at_its_end_where_others_use_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, shares_gpu: bool
+) -> None:
+    from raylearner.actors.engines.vllm_worker import WorkerExtension
+
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    worker = WorkerExtension()
+    worker.device = torch.device("cuda")
+    cache = SimpleNamespace(kv_cache_memory_bytes=2**30 if shares_gpu else None)
+    worker.vllm_config = SimpleNamespace(cache_config=cache)
+    worker.weight_transfer_engine = SimpleNamespace(report=lambda: calls.append("report"))
+    worker._report()
+    assert calls == ["report"] + ["empty_cache"] * shares_gpu
