@@ -150,7 +150,8 @@ FOUR_GPUS = (
     replace(TWO_GPUS[0], rollout_gpus=3, slots=768, measured=85.3),
     replace(TWO_GPUS[3], rollout_gpus=4, step_s=0.98, measured=25.4),
 )
-"""4 H200, commit e0b76af. Nothing is fitted to these."""
+"""The runs of `benchmarks/gpu/modes.py` on 4 H200 at commit e0b76af, which docs/scale.md records. Nothing is
+fitted to these."""
 
 
 def fit(layouts: Sequence[Layout], lengths: Lengths) -> Engines:

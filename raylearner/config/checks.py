@@ -325,7 +325,7 @@ def _model_error(config: RunConfig) -> str | None:
         if model.vision is not None:
             return NO_VISION_CONTEXT
         return context_error(size, num_heads=model.num_heads, num_kv_heads=model.num_heads)
-    found = read_json(Path(model.path).expanduser() / "config.json")
+    found = read_json(model.folder / "config.json")
     if "vision_config" in found:
         return NO_VISION_CONTEXT
     num_heads = found.get("num_attention_heads")

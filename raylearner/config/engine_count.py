@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from raylearner.config.actors import ACTORS_BEFORE_RESOLUTION
 from raylearner.config.memory import BYTES, ModelSize
@@ -108,7 +107,7 @@ def _num_episodes(config: RunConfig) -> int:
 def _size(config: RunConfig) -> ModelSize | None:
     """Return the model's size; that of a tiny one counts as nothing."""
     if isinstance(config.model, PretrainedModel):
-        return ModelSize.of(Path(config.model.path).expanduser())
+        return ModelSize.of(config.model.folder)
     return ModelSize(
         num_parameters=0,
         num_block=0,

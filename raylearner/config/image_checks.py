@@ -84,12 +84,12 @@ def _text_only_findings(config: RunConfig) -> Iterator[Finding]:
 def _is_text_only(config: RunConfig) -> bool:
     if isinstance(config.model, TinyModel):
         return config.model.vision is None
-    return _is_text_only_checkpoint(config.model.path)
+    return _is_text_only_checkpoint(config.model.folder)
 
 
-def _is_text_only_checkpoint(path: str) -> bool:
+def _is_text_only_checkpoint(folder: Path) -> bool:
     """Return False for a hub id, whose files are not known yet."""
-    found = read_json(Path(path).expanduser() / "config.json")
+    found = read_json(folder / "config.json")
     return bool(found) and "vision_config" not in found
 
 
@@ -121,11 +121,10 @@ def _vision_findings(config: RunConfig) -> Iterator[Finding]:
     if isinstance(model, TinyModel):
         yield from _sizes(images, (TINY_MIN_PIXELS, TINY_MAX_PIXELS), of="a tiny model")
     else:
-        folder = Path(model.path).expanduser()
-        errors = list(vision_errors(folder))
+        errors = list(vision_errors(model.folder))
         for error in errors:
             yield Finding("model.path", f"{model.path!r}: {error}")
-        if not errors and (found := folder_pixel_range(folder)) is not None:
+        if not errors and (found := folder_pixel_range(model.folder)) is not None:
             yield from _sizes(images, found, of=f"the image processor of {model.path!r}")
     yield from _beside(config)
     yield from _lost_adapters(config)
@@ -146,7 +145,7 @@ def _token_pixels(config: RunConfig) -> int | None:
     """Return the number of pixels per token, if it is known."""
     if isinstance(config.model, TinyModel):
         return None if config.model.vision is None else TINY_TOKEN_PIXELS
-    found = processor_values(Path(config.model.path).expanduser())
+    found = processor_values(config.model.folder)
     patch, merge = found.get("patch_size"), found.get("merge_size")
     return (patch * merge) ** 2 or None if type(patch) is int and type(merge) is int else None
 
@@ -194,7 +193,7 @@ def _beside(config: RunConfig) -> Iterator[Finding]:
     )
     for key, section in (("learner.critic.path", critic), ("learner.kl.reference.path", reference)):
         path = None if section is None else section.path
-        if path is not None and _is_text_only_checkpoint(path):
+        if path is not None and _is_text_only_checkpoint(Path(path).expanduser()):
             yield Finding(key, f"{path!r} {TEXT_ONLY}")
 
 
@@ -241,4 +240,4 @@ def has_vision(config: RunConfig) -> bool:
     """Return whether the policy is a vision-language model, as far as its section or local files tell."""
     if isinstance(config.model, TinyModel):
         return config.model.vision is not None
-    return "vision_config" in read_json(Path(config.model.path).expanduser() / "config.json")
+    return "vision_config" in read_json(config.model.folder / "config.json")

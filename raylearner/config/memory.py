@@ -85,6 +85,7 @@ class ModelSize:
     def of(cls, folder: Path) -> "ModelSize | None":
         """Return the size of a local model, or None without its files or for an unknown architecture."""
         try:
+            folder = folder.expanduser()
             config = json.loads((folder / "config.json").read_text())
             return _size(config, shapes(folder))
         except (OSError, ValueError, KeyError, TypeError, struct.error):

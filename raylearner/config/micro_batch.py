@@ -1,7 +1,5 @@
 """Choose `learner.max_tokens_per_micro_batch`: as many tokens as a learner rank's memory holds, by estimate."""
 
-from pathlib import Path
-
 from raylearner.config.learner import TOKEN_BUDGET, LearnerSection
 from raylearner.config.memory import GIB, KEPT_SHARE, choose_chunk, choose_kept, estimate_of
 from raylearner.config.schema import PretrainedModel, RunConfig
@@ -25,7 +23,7 @@ def choose_budget(
     fallback = max(TOKEN_BUDGET, longest)
     if not isinstance(config.model, PretrainedModel) or rank_bytes is None:
         return fallback, None
-    folder, free = Path(config.model.path).expanduser(), int(rank_bytes)
+    folder, free = config.model.folder, int(rank_bytes)
     chunk = choose_chunk(learner, folder, free=free, is_gpu=True)
     learner = learner.model_copy(update={"logprob_chunk_tokens": chunk})
 

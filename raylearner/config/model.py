@@ -1,5 +1,6 @@
 """The policy that is trained."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -74,6 +75,11 @@ class PretrainedModel(Section):
     kind: Literal["pretrained"]
     path: str
     """Checkpoint directory or hub id."""
+
+    @property
+    def folder(self) -> Path:
+        """Return the directory; it does not exist for a hub id."""
+        return Path(self.path).expanduser()
 
 
 ModelSection = Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")]

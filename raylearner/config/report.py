@@ -57,7 +57,7 @@ def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the memory of learner and engine, if the model's files are on this machine."""
     if not isinstance(config.model, PretrainedModel):
         return
-    folder = Path(config.model.path).expanduser()
+    folder = config.model.folder
     size = ModelSize.of(folder)
     if size is None:
         return

@@ -46,17 +46,17 @@ def resolve(
     *,
     num_gpus: float,
     num_cpus: float = math.inf,
-    gpu_bytes: int | None = None,
     devices: Devices = UNKNOWN,
 ) -> Resolved:
     """Return the configuration with every `auto` resolved for a cluster of these GPUs and CPUs.
 
-    `gpu_bytes` is the memory of a GPU, which decides how many engines share it; one if it is unknown.
-    `devices` are those of the cluster's machines; by default nothing is missing there.
+    `devices` are those of the cluster's machines, whose memory decides how many engines share a GPU; by
+    default it is unknown, and nothing is missing there.
     """
     _refuse_elastic_places(config)
     free = num_gpus - _rewards_gpus(config, num_gpus)
     decisions: list[str] = []
+    gpu_bytes = devices.min_bytes
     if config.actors.num_actors == "auto":
         count, why = num_actors(config, Supply(gpus=free, cpus=num_cpus, gpu_bytes=gpu_bytes))
         actors = config.actors.model_copy(update={"num_actors": count})

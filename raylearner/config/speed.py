@@ -1,7 +1,6 @@
 """Decide what `auto` means for options that cost time at the start and save it in every step."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from raylearner.config.devices import MIN_PACKED_CAPABILITY, Devices, attention_kernel
 from raylearner.config.memory import ModelSize
@@ -69,7 +68,7 @@ def flops_per_rank(config: RunConfig) -> float | None:
     """
     if not isinstance(config.model, PretrainedModel):
         return 0.0  # a tiny model
-    size = ModelSize.of(Path(config.model.path).expanduser())
+    size = ModelSize.of(config.model.folder)
     if size is None:
         return None
     tokens = config.run.num_steps * config.episodes_per_step * config.max_sequence_tokens / 2

@@ -180,7 +180,6 @@ class ClusterSupply:
             config,
             num_gpus=self.num_gpus,
             num_cpus=self.num_cpus,
-            gpu_bytes=self.devices.min_bytes,
             devices=self.devices,
         )
 

@@ -9,6 +9,7 @@ import pytest
 from minimal import QUICKSTART
 
 from raylearner.config import checks
+from raylearner.config.devices import Devices, Gpu
 from raylearner.config.loader import load
 from raylearner.config.memory import GIB
 from raylearner.config.resources import resolve
@@ -60,9 +61,12 @@ def configured(folder: Path, **changes: Any) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
+def gpu(gib: float | None) -> Devices:
+    return Devices(gpus=(Gpu("H200", 9.0, None if gib is None else int(gib * GIB)),))
+
+
 def budget(config: RunConfig, gpu_gib: float | None, num_gpus: float = 2) -> int:
-    gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
-    resolved = resolve(config, num_gpus=num_gpus, gpu_bytes=gpu_bytes)
+    resolved = resolve(config, num_gpus=num_gpus, devices=gpu(gpu_gib))
     found = resolved.config.learner.max_tokens_per_micro_batch
     lines = [line for line in resolved.decisions if KEY in line]
     assert len(lines) == (gpu_gib is not None)
@@ -104,4 +108,4 @@ def test_a_row_that_does_not_fit_is_refused_with_the_keys_that_help(folder: Path
     for key in ("activation_checkpointing", "offload", "num_ranks", "lora", "max_response_tokens"):
         assert key in str(caught.value)
     set_by_hand = configured(folder, **{KEY.replace(".", "__"): 512})
-    assert resolve(set_by_hand, num_gpus=2, gpu_bytes=GIB).config.learner.token_budget == 512
+    assert resolve(set_by_hand, num_gpus=2, devices=gpu(1)).config.learner.token_budget == 512

@@ -10,6 +10,7 @@ import pytest
 from minimal import QUICKSTART
 
 from raylearner.config import engine_count, speed
+from raylearner.config.devices import Devices, Gpu
 from raylearner.config.loader import load
 from raylearner.config.memory import ModelSize
 from raylearner.config.resources import resolve
@@ -25,6 +26,10 @@ def config(**changes: Any) -> RunConfig:
 
 
 H200 = 141 * 2**30
+
+
+def gpus(num_bytes: int | None) -> Devices:
+    return Devices(gpus=(Gpu("H200", 9.0, num_bytes),))
 
 
 def sized(num_parameters: int) -> ModelSize:
@@ -92,7 +97,7 @@ def test_small_models_have_several_engines_on_a_gpu(
     changes: dict[str, Any],
     expected: tuple[int, float],
 ) -> None:
-    supply = {"num_gpus": num_gpus, "num_cpus": 64, "gpu_bytes": H200}
+    supply = {"num_gpus": num_gpus, "num_cpus": 64, "devices": gpus(H200)}
     count, share, fraction = automatic(
         monkeypatch, num_parameters, supply, **{"replay__max_staleness": 8} | changes
     )
@@ -105,9 +110,9 @@ def test_small_models_have_several_engines_on_a_gpu(
     ("supply", "expected"),
     [
         # 48 sequences of 160 tokens in float32 at 77 kB, weights and 2 GiB: 3.3 GiB an engine.
-        ({"gpu_bytes": 8 * 2**30}, 2),
-        ({"gpu_bytes": 4 * 2**30}, 1),
-        ({"gpu_bytes": None}, 1),
+        ({"devices": gpus(8 * 2**30)}, 2),
+        ({"devices": gpus(4 * 2**30)}, 1),
+        ({"devices": gpus(None)}, 1),
         # Two CPUs for each engine, and one at least.
         ({"num_cpus": 13}, 2),
         ({"num_cpus": 4}, 1),
@@ -116,7 +121,7 @@ def test_small_models_have_several_engines_on_a_gpu(
 def test_memory_and_cpus_limit_the_engines_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, supply: dict[str, Any], expected: int
 ) -> None:
-    given = {"num_gpus": 4, "num_cpus": 64, "gpu_bytes": H200} | supply
+    given = {"num_gpus": 4, "num_cpus": 64, "devices": gpus(H200)} | supply
     count, _, _ = automatic(monkeypatch, 135_000_000, given, replay__max_staleness=8)
     assert count == 3 * expected
 
