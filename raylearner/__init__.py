@@ -1,3 +1,3 @@
 """Asynchronous reinforcement learning for LLM agents on Ray: rollout actors, replay, learner, weight push."""
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command line: `train`, `eval`, `check`, `submit`, `sweep`, `scale`, `view` and `doctor`.
+"""The command line: `init`, `train`, `eval`, `check`, `submit`, `sweep`, `scale`, `view` and `doctor`.
 
 It loads in well under a second: torch, Ray and vLLM are imported where needed.
 """
@@ -10,6 +10,7 @@ import typer
 
 from raylearner import __version__
 from raylearner.cli import examples, inspection, jobs, runs
+from raylearner.cli.init import init
 
 COMMANDS = {
     "train": runs.train,
@@ -20,6 +21,7 @@ COMMANDS = {
     "scale": jobs.scale,
     "view": inspection.view,
     "doctor": inspection.doctor,
+    "init": init,
 }
 
 app = typer.Typer(

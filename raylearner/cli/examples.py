@@ -20,6 +20,7 @@ ARGUMENTS = {
         ("actors=N", "number of rollout actors"),
     ),
     "view": (RUN_DIR,),
+    "init": (("FOLDER", "folder that gets them; by default the current one"),),
 }
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -64,6 +65,10 @@ EXAMPLES = {
         ("a page to send to someone", "view runs/first --step 20 --output page.html"),
     ),
     "doctor": (("before the first run on a machine", "doctor"),),
+    "init": (
+        ("the examples in ./configs, and the first run", "init"),
+        ("", "train configs/quickstart.yaml"),
+    ),
 }
 
 
@@ -80,6 +85,6 @@ def epilog(name: str) -> str:
     lines = [
         line
         for meaning, command in EXAMPLES[name]
-        for line in (f"  # {meaning}", f"  raylearner {command}")
+        for line in (*([f"  # {meaning}"] if meaning else []), f"  raylearner {command}")
     ]
     return "\n".join(["\b", "Examples:", *lines])

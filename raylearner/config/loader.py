@@ -107,7 +107,10 @@ def _read_file(path: Path, where: Where) -> _Read:
     except FileNotFoundError:
         siblings = path.parent.iterdir() if path.parent.is_dir() else ()
         near = did_you_mean(path.name, [sibling.name for sibling in siblings])
-        return refuse(f"no such file{near}")
+        missing = (
+            "" if path.parent.is_dir() else "; `raylearner init` writes the example configurations"
+        )
+        return refuse(f"no such file{near}{missing if path.parent.name == 'configs' else ''}")
     except IsADirectoryError:
         return refuse("is a directory; name a YAML file")
     except OSError as error:
