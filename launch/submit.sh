@@ -6,7 +6,7 @@
 # RAY_API_SERVER_ADDRESS, or --address, names the cluster's dashboard, http://HOST:8265; without it,
 # that of this machine. The job gets this repository, without files in .gitignore and .rayignore.
 # `--pip requirements.txt` lets the cluster install missing packages, `--env NAME` passes a variable of
-# this shell to the job. Details: docs/running.md.
+# this shell to the job. Details: docs/jobs.md.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # Paths are relative to the current directory, but the job resolves them in the repository.

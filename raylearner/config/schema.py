@@ -123,7 +123,7 @@ class ReplaySection(Section):
     """Maximum number of policy versions between sampling a token and training on it; 0 is synchronous."""
     on_stale: Literal["mask", "drop", "wait", "train"] = "mask"
     """Treatment of tokens beyond `max_staleness` at training time: mask them, drop their group, wait for
-    groups that would pass it, or train on them. See docs/architecture.md."""
+    groups that would pass it, or train on them. See docs/staleness.md."""
     max_concurrent_groups: PositiveInt | None = None
     """Maximum number of groups running at once. Default: bounded by staleness alone."""
     group_time_limit_s: PositiveFloat = 600.0

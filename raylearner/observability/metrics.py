@@ -1,4 +1,4 @@
-"""All metrics: their keys, units and meanings; docs/observability.md has a copy."""
+"""All metrics: their keys, units and meanings; docs/metrics.md has a copy."""
 
 import re
 from collections.abc import Iterable
@@ -256,7 +256,7 @@ def _expression(key: str) -> str:
 
 
 def markdown() -> str:
-    """Return the table for docs/observability.md."""
+    """Return the table for docs/metrics.md."""
     rows = [
         f"| `{key}` | {unit or '-'} | {description.replace('|', '&#124;')} |"
         for key, unit, description in TABLE

@@ -75,7 +75,7 @@ def view_of(
         metrics={
             name: value
             for name, value in last.metrics.items()
-            if name.partition("/")[0] not in reward_names
+            if "/" not in name or name.partition("/")[0] not in reward_names
         },
         shown=last.shown,
         answer=last.given_answer,

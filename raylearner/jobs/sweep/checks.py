@@ -69,7 +69,7 @@ def check(sweep: SweepSection, tree: Node) -> list[Problem]:
     if spec_of(key) is None:
         refuse(
             ("metric", "key"),
-            f"{key!r} is not a metric{did_you_mean(key, METRICS)}; see docs/observability.md",
+            f"{key!r} is not a metric{did_you_mean(key, METRICS)}; see docs/metrics.md",
         )
     elif key.endswith(WITHOUT_FAILED):
         refuse(
