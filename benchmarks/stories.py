@@ -84,6 +84,7 @@ def config(
     groups_per_step: int,
     cpu: bool,
     tuned: bool = False,
+    episodes: int = 128,
     **sections: dict[str, Any],
 ) -> dict[str, Any]:
     """The run as the configuration file that it is. Further sections are merged in by key.
@@ -95,7 +96,7 @@ def config(
         "kind": "vllm",
         "dtype": "float32" if cpu else "bfloat16",
         "max_model_tokens": 256 if cpu else 1152,
-        "max_sequences": 16 if cpu else 128,
+        "max_sequences": 16 if cpu else episodes,
     }
     if tuned and not cpu:
         # CUDA graphs of whole decode steps without compilation: most of the speed, little start.
@@ -116,7 +117,7 @@ def config(
         "sampling": {"max_turn_tokens": longest},
         "rewards": {"functions": [{"kind": "benchmarks.stories:length_reward"}]},
         "actors": {
-            "max_concurrent_episodes": 16 if cpu else 128,
+            "max_concurrent_episodes": 16 if cpu else episodes,
             "cpus_per_actor": 0.5,
             "engine": engine,
         },
@@ -146,6 +147,7 @@ def main() -> None:
     args = parser(__doc__)
     args.add_argument("--engines", type=int, help="as many as the run decides without")
     args.add_argument("--steps", type=int, default=60)
+    args.add_argument("--episodes", type=int, default=128, help="at once on each engine")
     args.add_argument("--tuned", action="store_true")
     args.add_argument("--on-stale", default="mask", choices=("mask", "wait"))
     args.add_argument("--name", default="stories")
@@ -170,6 +172,7 @@ def main() -> None:
             groups_per_step=1 if cpu else 8,
             cpu=cpu,
             tuned=arguments.tuned,
+            episodes=arguments.episodes,
             replay={"on_stale": arguments.on_stale},
             **({"cluster": {"num_cpus": 4}} if cpu else {}),
         ),
