@@ -290,10 +290,10 @@ def prepare_model(config: schema.RunConfig, cache: Path) -> Path:
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         prompts = load_prompts(config.data.train)
-        loss = prepare_tiny_model(
+        for report in prepare_tiny_model(
             config.model, config.renderer, config.environment, prompts, str(folder), 0
-        )
-        log.info("made %s, last loss of the warm start %s", folder.name, loss)
+        ):
+            log.info("%s: %s", folder.name, report)
     return folder
 
 

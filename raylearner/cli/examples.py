@@ -11,6 +11,7 @@ ARGUMENTS = {
     "eval": (
         *RUN_ARGUMENTS,
         ("checkpoint=DIR", "RUN_DIR/checkpoints/step_NNNNNN, not the files' model"),
+        ("", "(without files, the configuration of its run is used)"),
     ),
     "check": RUN_ARGUMENTS,
     "submit": RUN_ARGUMENTS,
@@ -22,6 +23,18 @@ ARGUMENTS = {
     "view": (RUN_DIR,),
     "init": (("FOLDER", "folder that gets them; by default the current one"),),
 }
+
+WORDS = {
+    "train": (
+        ("reward", "mean reward of the episodes that the step trained on"),
+        ("tok/s", "tokens that all engines sample per second"),
+        ("stale", "policy versions between sampling and training, on average"),
+        ("gap", "difference of log-probabilities, learner and engines, in nats"),
+        ("idle A/B%", "time without work: A of the learner, B of the engines"),
+        ("ETA", "remaining time at the pace of the last steps"),
+    )
+}
+"""Words of a command's output."""
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -39,7 +52,7 @@ EXAMPLES = {
         ("the model of the configuration", f"eval {QUICKSTART}"),
         (
             "a checkpoint of a run",
-            "eval runs/first/config.yaml \\\n      checkpoint=runs/first/checkpoints/step_000060",
+            "eval checkpoint=runs/first/checkpoints/step_000060",
         ),
     ),
     "check": (
@@ -81,10 +94,13 @@ def help_text(name: str, summary: str) -> str:
 
 
 def epilog(name: str) -> str:
-    """Return the examples of a command; `\\b` keeps click from joining lines."""
+    """Return the examples of a command, and words of its output; `\\b` keeps click from joining lines."""
     lines = [
         line
         for meaning, command in EXAMPLES[name]
         for line in (*([f"  # {meaning}"] if meaning else []), f"  raylearner {command}")
     ]
-    return "\n".join(["\b", "Examples:", *lines])
+    words = [f"  {word:<9}  {meaning}" for word, meaning in WORDS.get(name, ())]
+    if words:
+        words = ["", "\b", "A step's line (docs/observability.md has all metrics):", *words]
+    return "\n".join(["\b", "Examples:", *lines, *words])

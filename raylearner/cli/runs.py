@@ -59,14 +59,18 @@ def evaluate(arguments: Arguments = None) -> None:
         if len(places) > 1:
             raise ConfigError(f"checkpoint: given {len(places)} times; evaluate one at a time")
         given = [a for a in given if not a.startswith(CHECKPOINT)]
+        checkpoint = Path(places[0]) if places else None
+        saved = checkpoint.absolute().parents[1] / "config.yaml" if checkpoint else None
+        if saved is not None and saved.is_file() and all("=" in a for a in given):
+            given = [str(saved), *given]
         config = load_config(given, None, environment=os.environ)
-        name = f"{config.run.name}-eval"
-        config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        # A directory in a file is that of the training.
+        folder = config.run.dir if any(a.startswith("run.dir=") for a in given) else None
+        run = {"name": f"{config.run.name}-eval", "dir": folder}
+        config = config.model_copy(update={"run": config.run.model_copy(update=run)})
         from raylearner.run import evaluate_command
 
-        evaluate_command.evaluate(
-            with_run_dir(config, None), checkpoint=Path(places[0]) if places else None
-        )
+        evaluate_command.evaluate(with_run_dir(config, None), checkpoint=checkpoint)
 
 
 def check(

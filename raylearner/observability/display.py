@@ -1,12 +1,13 @@
-"""Console output: startup stages, one aligned line per step, live progress on a terminal."""
+"""Console output: stages of startup, one line per step, and on a terminal a live panel below them."""
 
 import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -15,47 +16,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-logger = logging.getLogger(__name__)
+from raylearner.observability.lines import WIDTH, Metrics, clock, figures, share, step_line
+from raylearner.text import visible
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("reward", "rollout/reward/mean", "{:6.3f}"),
-    ("loss", "learner/loss", "{:+10.3e}"),
-    ("grad", "learner/grad_norm", "{:8.3g}"),
-    ("gap", "learner/logprob_gap/mean", "{:7.1e}"),
-    ("stale", "buffer/staleness/mean", "{:5.2f}"),
-    ("tok/s", "rollout/tokens_per_s", "{:8,.0f}"),
-    ("idle", "learner/idle_fraction", "{:4.0%}"),
-    ("s", "learner/step_s", "{:6.2f}"),
-)
-"""Label, metric and format of the columns of a step line."""
+logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
 """Minimum time between two log lines about what a stage waits for."""
+REPEAT_INTERVAL_S = 30.0
+"""Time after which they are logged again if nothing changed."""
+SHORT_S = 1.0
+"""Duration below which the end of a stage is not logged."""
 ETA_WINDOW_STEPS = 20
-
-
-def step_line(metrics: Mapping[str, float | None], *, num_steps: int) -> str:
-    """Return one aligned line, with a dash for missing values and NaN."""
-    width = len(str(num_steps))
-    parts = [f"step {_whole(metrics.get('step')):>{width}}/{num_steps}"]
-    parts.append(f"v{_whole(metrics.get('policy_version')):>{width}}")
-    for label, key, form in COLUMNS:
-        value = metrics.get(key)
-        blank = len(form.format(0.0))
-        is_number = value is not None and value == value
-        parts.append(f"{label} {form.format(value) if is_number else '-':>{blank}}")
-    return "  ".join(parts)
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """`4:05` or `1:02:03`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+BAR_WIDTH = 24
 
 
 @dataclass(slots=True, eq=False)
@@ -64,22 +37,29 @@ class Stage:
 
     name: str
     started_s: float
-    awaited: str = ""
-    """What the stage waits for."""
-    num_logged: int = 0
+    is_logged: bool = True
+    awaited: Sequence[str] = ()
+    """What the stage waits for, a line each."""
+    _logged_s: float = 0.0
+    _logged: Sequence[str] = field(default=())
 
-    def wait_for(self, awaited: str) -> None:
-        """Show what the stage waits for, and log it from time to time; empty for nothing in particular."""
+    def __post_init__(self) -> None:
+        self._logged_s = self.started_s
+
+    def wait_for(self, awaited: Sequence[str]) -> None:
+        """Show what the stage waits for, and log it from time to time, all of it or what changed."""
         self.awaited = awaited
-        now_s = time.monotonic()
-        num_due = int((now_s - self.started_s) / LOG_INTERVAL_S)
-        if awaited and num_due > self.num_logged:
-            self.num_logged = num_due
-            logger.info("%s, %.0f s", awaited, now_s - self.started_s)
+        silent_s = time.monotonic() - self._logged_s
+        changed = [line for line in awaited if line not in self._logged]
+        lines = awaited if silent_s >= REPEAT_INTERVAL_S else changed
+        if self.is_logged and lines and silent_s >= LOG_INTERVAL_S:
+            self._logged_s, self._logged = time.monotonic(), awaited
+            for line in lines:
+                logger.info("%s", line)
 
 
 class Display:
-    """Log lines, and below them, on a terminal, running stages and a progress line."""
+    """Log lines, and below them, on a terminal, running stages, progress and the last step's figures."""
 
     def __init__(self, *, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
@@ -88,17 +68,18 @@ class Display:
         self._live: Live | None = None
         self._stages: list[Stage] = []
         self._spinner = Spinner("dots")
-        self._metrics: Mapping[str, float | None] = {}
+        self._metrics: Metrics = {}
+        self._started_s = time.monotonic()
         self._step_ends_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[Stage]:
-        """Show a stage while it runs and log its duration; stages may overlap."""
-        stage = Stage(name, time.monotonic())
+    def stage(self, name: str, *, is_logged: bool = True) -> Iterator[Stage]:
+        """Show a stage while it runs, and log it if `is_logged`; stages may overlap."""
+        stage = Stage(name, time.monotonic(), is_logged)
         self._stages.append(stage)
         if self._is_live:
             self._show()
-        else:
+        elif is_logged:
             logger.info("%s ...", name)
         outcome = "failed after"
         try:
@@ -106,12 +87,15 @@ class Display:
             outcome = "took"
         finally:
             self._stages.remove(stage)
-            logger.info("%s %s %.1f s", name, outcome, time.monotonic() - stage.started_s)
+            duration_s = time.monotonic() - stage.started_s
+            if is_logged and (duration_s >= SHORT_S or outcome != "took"):
+                logger.info("%s %s %.1f s", name, outcome, duration_s)
 
-    def step(self, metrics: Mapping[str, float | None]) -> None:
+    def step(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._step_ends_s.append(time.monotonic())
-        logger.info(step_line(metrics, num_steps=self._num_steps))
+        line = step_line(metrics, num_steps=self._num_steps, remaining_s=self.remaining_s())
+        logger.info("%s", line)
         if self._is_live:
             self._show()
 
@@ -124,30 +108,35 @@ class Display:
         since_s = time.monotonic() - ends[-1]
         return max(0.0, pace_s * (self._num_steps - step) - since_s)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [self._progress(), _line(figures(self._metrics), WIDTH)] if self._metrics else []
+        yield from rows
         now_s = time.monotonic()
         for stage in list(self._stages):
-            text = stage.awaited or stage.name
-            self._spinner.update(text=Text(f"{text}  {clock(now_s - stage.started_s)}"))
+            first, *others = stage.awaited or [stage.name]
+            self._spinner.update(text=_line(f"{first}  {clock(now_s - stage.started_s)}"))
             yield self._spinner
-        if self._metrics:
-            yield self._progress()
+            yield from (_line(f"  {other}") for other in others)
 
     def _progress(self) -> Table:
-        metrics, step = self._metrics, self._metrics.get("step") or 0
-        remaining_s = self.remaining_s()
+        step, remaining_s = self._metrics.get("step") or 0, self.remaining_s()
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(f"step {step:.0f}/{self._num_steps}", style="bold"),
-            ProgressBar(total=self._num_steps, completed=step, width=24),
-            _figure("reward", metrics.get("rollout/reward/mean"), "{:.3f}"),
-            _figure("tokens/s", metrics.get("rollout/tokens_per_s"), "{:,.0f}"),
-            _figure("staleness", metrics.get("buffer/staleness/mean"), "{:.2f}"),
+            ProgressBar(total=self._num_steps, completed=step, width=BAR_WIDTH),
+            Text(share(step / max(1, self._num_steps))),
+            Text(f"{clock(time.monotonic() - self._started_s)} elapsed"),
             Text(f"ETA {'-' if remaining_s is None else clock(remaining_s)}"),
         )
         return row
@@ -158,6 +147,8 @@ class Display:
             self._live.start()
 
 
-def _figure(label: str, value: float | None, form: str) -> Text:
-    is_number = value is not None and value == value
-    return Text(f"{label} {form.format(value) if is_number else '-'}")
+def _line(text: str, width: int = WIDTH - len("⠋ ")) -> Text:
+    """Return one line that a terminal neither wraps nor interprets, by default beside a spinner."""
+    line = Text(visible(text).replace("\n", " "), no_wrap=True, overflow="ellipsis", end="\n")
+    line.truncate(width, overflow="ellipsis")
+    return line

@@ -31,7 +31,7 @@ class JsonlFile:
             self._file.flush()
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in read_lines(self.path) if line.strip()]
+        return read_rows(self.path)
 
     def rewind(self, step: int) -> int:
         """Remove the rows of later steps and return their number."""
@@ -49,6 +49,12 @@ class JsonlFile:
     def close(self) -> None:
         with naming(self.path):
             self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of a file, none if it does not exist."""
+    lines = read_lines(path) if path.exists() else []
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def read_lines(path: Path) -> list[str]:

@@ -1,11 +1,14 @@
 """Logging setup: the console, a run's log.txt, and levels of libraries."""
 
 import logging
+import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import TextIO
 
 from raylearner.credentials import mask
+from raylearner.observability.lines import STAMP_WIDTH, WIDTH
 from raylearner.text import visible
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -25,7 +28,8 @@ class VisibleFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which a live display replaces."""
+    """Writes to the current `sys.stderr`, which a live display replaces; on a terminal, long lines are
+    folded between words."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -34,6 +38,41 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
         return sys.stderr
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        width = _terminal_width(self.stream)
+        return text if width is None else fold(text, width)
+
+
+def _terminal_width(stream: TextIO) -> int | None:
+    """Return the width of a terminal; None for a file or a pipe."""
+    try:
+        if not stream.isatty():
+            return None
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+    except (AttributeError, OSError, ValueError):  # a stream without a descriptor, or a closed one
+        return None
+
+
+def fold(text: str, width: int) -> str:
+    """Fold lines longer than `width` between words, indented below their message.
+
+    Indented lines stay, such as tracebacks and commands to copy.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width or line.startswith((" ", "\t")):
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(
+                line,
+                width,
+                subsequent_indent=" " * STAMP_WIDTH,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
 
 
 class LogFile(logging.FileHandler):

@@ -22,6 +22,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("rollout/reward/<part>/std", "reward", "Standard deviation of one reward function over those episodes."),
     ("rollout/source/<source>/reward/mean", "reward", "Mean reward of the episodes of one data source, with failed episodes counted as in `rollout/reward/mean`."),
     ("rollout/source/<source>/group_fraction", "fraction", "Share of the step's groups from this data source."),
+    ("rollout/source/<source>/episodes", "episodes", "Number of finished episodes of one data source since the run began."),
+    ("rollout/source/<source>/errors", "episodes", "Number of those that failed while they were played."),
     ("rollout/turns/mean", "turns", "Mean number of turns per episode."),
     ("rollout/segments/mean", "trajectories", "Mean number of trajectories per episode; a program that rewrites its history starts another trajectory."),
     ("rollout/turns/max", "turns", "Maximum number of turns of an episode."),

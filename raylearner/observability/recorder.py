@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from raylearner.errors import naming
 from raylearner.observability import completions, logs, transcripts
 from raylearner.observability.display import Display, Stage
 from raylearner.observability.jsonl import JsonlFile
+from raylearner.observability.lines import evaluation_lines
 from raylearner.observability.run_directory import FAILURES_FILE
 from raylearner.observability.sinks.sink import (
     Sink,
@@ -50,8 +51,9 @@ class Recorder:
         *,
         num_steps: int,
         sinks: Sequence[Sink] = (),
+        display: Display | None = None,
     ) -> None:
-        """`sinks` receive finite numbers only, and are closed with the recorder."""
+        """`sinks` receive finite numbers only, and are closed with the recorder, as is the display."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.log_file = run_dir / "log.txt"
@@ -64,14 +66,16 @@ class Recorder:
         self._evaluated = run_dir / transcripts.EVALUATIONS
         self._trace = TraceFile(run_dir / "trace.json") if config.trace else None
         self._tracer = Tracer("controller", is_enabled=config.trace)
-        self._display = Display(num_steps=num_steps)
+        self._display = display or Display(num_steps=num_steps)
         self._sinks = list(sinks)
         self._sinks_lock = threading.Lock()
         self._warned: set[str] = set()
         self._zero_s = time.monotonic() - self._recorded_s()
 
     @classmethod
-    def of_run(cls, config: RunConfig, run_dir: Path, *, num_steps: int) -> Self:
+    def of_run(
+        cls, config: RunConfig, run_dir: Path, *, num_steps: int, display: Display | None = None
+    ) -> Self:
         """Return the recorder of a configuration, with its sinks; the configuration is written to the directory."""
         run_dir.mkdir(parents=True, exist_ok=True)
         draft = run_dir / "config.yaml.partial"
@@ -84,7 +88,7 @@ class Recorder:
             run_name=config.run.name,
             hparams=flatten(config.model_dump(mode="json")),
         )
-        return cls(run_dir, config.recorded, num_steps=num_steps, sinks=sinks)
+        return cls(run_dir, config.recorded, num_steps=num_steps, sinks=sinks, display=display)
 
     def __enter__(self) -> Self:
         return self
@@ -97,6 +101,10 @@ class Recorder:
         """Show, log and trace a stage of startup or shutdown with its duration."""
         with self._tracer.span(name), self._display.stage(name) as stage:
             yield stage
+
+    def waiting(self, name: str) -> AbstractContextManager[Stage]:
+        """Return a stage that is shown only on a terminal, and neither logged nor traced."""
+        return self._display.stage(name, is_logged=False)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one learner step; a missing `time_s` is filled in."""
@@ -125,8 +133,8 @@ class Recorder:
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         scalars = {f"evaluation/{key}": float(value) for key, value in numbers.items()}
         self._write(StepRecord(step=int(record["step"]), scalars=finite_scalars(scalars)))
-        shown = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
-        logger.info("evaluation at step %s  %s", record["step"], shown)
+        for line in evaluation_lines(record):
+            logger.info("%s", line)
 
     def _warn_of_other_prompts(self, record: Mapping[str, Any]) -> None:
         """Warn if the rows of held-out data were edited before a resume."""

@@ -21,7 +21,7 @@ from raylearner.config.data import SamplerSection, Shuffle
 from raylearner.config.schema import ReplaySection
 from raylearner.deaths import is_death
 from raylearner.errors import RewardError
-from raylearner.replay import snapshot
+from raylearner.replay import snapshot, stats
 from raylearner.replay.buffer import ReplayBuffer, Take
 from raylearner.replay.closing import ScoreRequest
 from raylearner.replay.journal import Journal
@@ -170,6 +170,11 @@ class ReplayActor:
     async def progress(self) -> int:
         """Return the number of claims, puts, takes and commits."""
         return self._buffer.num_changes
+
+    async def batch_progress(self, num_groups: int) -> int:
+        """Return the number of episodes of the next take that have finished."""
+        group_size = self._buffer.config.group_size
+        return stats.batch_progress(self._buffer.ledger, num_groups, group_size)
 
     async def failures(self) -> list[str]:
         """Return the first failed episode of each kind since the last call, with its cause."""

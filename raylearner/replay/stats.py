@@ -46,6 +46,8 @@ class ReplayCounters:
         self.refused: Counter[str] = Counter()
         self.rolled_back = 0
         self.errors: Counter[str] = Counter()
+        self._source_episodes: Counter[str] = Counter()
+        self._source_errors: Counter[str] = Counter()
         self.failure: str | None = None
         self._seen: set[str] = set()
         self._new_failures: list[str] = []
@@ -76,6 +78,9 @@ class ReplayCounters:
         episode = list(episode)
         self._count_tools(episode[0].metrics, episode[0].tool_errors)
         failed = next((t for t in episode if t.stop_reason is StopReason.ERROR), None)
+        source = episode[0].source
+        self._source_episodes[source] += 1
+        self._source_errors[source] += failed is not None
         if failed is None:
             self._recent.append(None)
         else:
@@ -134,6 +139,7 @@ class ReplayCounters:
             "buffer/dropped/refused": self.refused.total(),
             "buffer/dropped/rolled_back": self.rolled_back,
             **{f"rollout/errors/{kind}": count for kind, count in self.errors.items()},
+            **self._metrics_by_source(),
             **distribution("buffer/finished/tokens", self._finished),
             **distribution("buffer/trained/tokens", self._trained),
             "buffer/trained_to_finished_length": self._length_ratio(),
@@ -146,6 +152,8 @@ class ReplayCounters:
             "refused": dict(self.refused),
             "rolled_back": self.rolled_back,
             "errors": dict(self.errors),
+            "source_episodes": dict(self._source_episodes),
+            "source_errors": dict(self._source_errors),
             "recent": list(self._recent),
             "tools": {name: list(calls) for name, calls in self._tools.items()},
             "filtered": dict(self._filtered),
@@ -158,6 +166,8 @@ class ReplayCounters:
         self.late, self.duplicate = state["late"], state["duplicate"]
         self.refused, self.rolled_back = Counter(state["refused"]), state["rolled_back"]
         self.errors = Counter(state["errors"])
+        self._source_episodes = Counter(state["source_episodes"])
+        self._source_errors = Counter(state["source_errors"])
         recent = [None if entry is None else (entry[0], entry[1]) for entry in state["recent"]]
         self._recent = deque(recent, maxlen=self._error_window)
         self._tools = {
@@ -169,6 +179,13 @@ class ReplayCounters:
         self._finished = deque(state["finished"], maxlen=LENGTH_WINDOW)
         self._trained = deque(state["trained"], maxlen=LENGTH_WINDOW)
         self.failure = None
+
+    def _metrics_by_source(self) -> dict[str, float]:
+        episodes, errors = self._source_episodes, self._source_errors
+        return {
+            **{f"rollout/source/{source}/episodes": count for source, count in episodes.items()},
+            **{f"rollout/source/{source}/errors": count for source, count in errors.items()},
+        }
 
     def _length_ratio(self) -> float:
         """Return mean trained length over mean finished length; 1 before anything trained."""
@@ -277,6 +294,13 @@ def take_metrics(
         "buffer/over_stale_trained": num_over_stale_tokens,
         "buffer/mixed_version_fraction": num_mixed / max(len(trajectories), 1),
     }
+
+
+def batch_progress(ledger: Ledger, num_groups: int, group_size: int) -> int:
+    """Return the number of finished episodes in the `num_groups` groups that have most of them."""
+    groups = [*ledger.held.values(), *ledger.running.values()]
+    counts = sorted((min(g.num_in(SampleState.DONE), group_size) for g in groups), reverse=True)
+    return sum(counts[:num_groups])
 
 
 def describe(

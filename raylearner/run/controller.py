@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.errors import LearnerDied, ReplayDied, RunStopped, causes, summary
 from raylearner.learner.batch.pack import pack
 from raylearner.learner.checkpoint.directory import Checkpoint
+from raylearner.observability.lines import number_of
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import CheckpointWriter
@@ -44,6 +45,7 @@ from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+FIRST_STEP = "first learner step, which may compile"
 CLOSE_TIMEOUT_S = 60.0
 """Maximum time for one part of the run to end at its close."""
 
@@ -162,18 +164,19 @@ class Controller:
 
         async def prepare() -> None:
             label = "preparing the model"
-            with recorder.stage(label):
-                await watchdog.wait(label, prepare_model(config, folder, training), limit_s=limit_s)
+            preparing = prepare_model(config, folder, training, on_progress=model.report)
+            with tracer.span(label):
+                await watchdog.wait(label, preparing, limit_s=limit_s)
 
-        with recorder.stage(
-            f"starting {config.learner.num_ranks} learner ranks and"
-            f" {config.actors.min_actors} engines"
-        ) as stage:
+        model = RunModel(model_path(config, folder), making=prepare())
+        ranks = number_of(config.learner.num_ranks, "learner rank")
+        engines = number_of(config.actors.min_actors, "engine")
+        with recorder.stage(f"starting {ranks} and {engines}") as stage:
             actors = await RunActors.start(
                 config,
                 training,
                 folder=folder,
-                model=RunModel(model_path(config, folder), making=prepare()),
+                model=model,
                 watchdog=watchdog,
                 tracer=tracer,
                 on_wait=stage.wait_for,
@@ -205,7 +208,8 @@ class Controller:
                 try:
                     self._actors.fleet.play(tasks)
                     yield
-                    await self.close()
+                    with self._recorder.stage("ending all processes"):
+                        await self.close()
                 except Exception as error:
                     task = asyncio.current_task()
                     # If a task of the group had failed before, it would have cancelled this one.
@@ -219,7 +223,6 @@ class Controller:
             raise cause from cause.__cause__
         finally:
             watching.cancel()
-            logger.info("ended at step %d; run directory: %s", self.step, self._folder)
             await clean_up(sys.exception(), self.close)
 
     async def close(self) -> None:
@@ -292,7 +295,8 @@ class Controller:
         await self._wait("putting engines to sleep", actors.sleep_engines(), limit_s=sleep_limit_s)
         # The first step after a start compiles.
         limit_s = self._watchdog.limit_s * (1.0 if self._is_compiled else PATIENCE)
-        with self._tracer.span("step", step=self.step + 1):
+        first = nullcontext() if self._is_compiled else self._recorder.stage(FIRST_STEP)
+        with self._tracer.span("step", step=self.step + 1), first:
             output = await self._wait(
                 "the learner's step", learner.step(batches), self._roles.learner, limit_s=limit_s
             )
@@ -340,7 +344,8 @@ class Controller:
 
     async def _evaluate(self) -> None:
         if self._evaluations is not None:
-            await self._unless_stopped(self._evaluations.run(self.step))
+            with self._recorder.stage("evaluating"):
+                await self._unless_stopped(self._evaluations.run(self.step))
 
     async def _unless_stopped(self, evaluating: Coroutine[Any, Any, None]) -> None:
         """Await an evaluation, which a stop aborts."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,18 @@ class RunModel:
     def __init__(self, path: str, *, making: Coroutine[Any, Any, None] | None = None) -> None:
         """`path` is a directory or hub id; `making` makes the directory."""
         self.path = path
+        self.progress = "starting the process"
+        """How far it is made, in words."""
         self._making = None if making is None else asyncio.ensure_future(making)
         self._downloads: dict[str, asyncio.Future[None]] = {}
 
     @property
     def is_made(self) -> bool:
         return self._making is None or self._making.done()
+
+    def report(self, progress: str) -> None:
+        """Set the progress."""
+        self.progress = progress
 
     async def made(self) -> None:
         """Wait until the model has been made. Raises what failed."""
@@ -74,26 +80,35 @@ def model_path(config: RunConfig, folder: Path) -> str:
     return str(folder / "model") if isinstance(model, TinyModel) else model.path
 
 
-async def prepare_model(config: RunConfig, folder: Path, training: Sequence[Prompt]) -> None:
+async def prepare_model(
+    config: RunConfig,
+    folder: Path,
+    training: Sequence[Prompt],
+    *,
+    on_progress: Callable[[str], None],
+) -> None:
     """Make a tiny model, unless it exists; `training` are the prompts of its warm start."""
     model, path = config.model, Path(model_path(config, folder))
     if not isinstance(model, TinyModel) or await asyncio.to_thread(path.exists):
         return
     make: Any = _make_tiny_model
-    loss = await make.remote(
+    reports = make.remote(
         model, config.renderer, config.environment, training, str(path), config.run.seed
     )
-    if loss is not None:
-        logger.info("warm start ended with a loss of %.3f", loss)
+    progress = ""
+    async for report in reports:
+        progress = await report
+        on_progress(progress)
+    logger.info("the model is made%s", f": {progress}" if progress else "")
 
 
 # Both without a CPU of their own: actors that wait for the model may have reserved all of them.
 @ray.remote(num_cpus=0)
-def _make_tiny_model(*arguments: Any) -> float | None:
-    """Run in a separate process, so that the driver never loads torch."""
+def _make_tiny_model(*arguments: Any) -> Iterator[str]:
+    """Run in a separate process, so that the driver never loads torch; yield the progress."""
     from raylearner.tiny.demonstrations import prepare_tiny_model
 
-    return prepare_tiny_model(*arguments)
+    yield from prepare_tiny_model(*arguments)
 
 
 async def _download_to(node: str, path: str) -> None:

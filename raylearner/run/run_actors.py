@@ -7,7 +7,7 @@ start, each bounded by its own limit, and for pushes, bounded by `weights.deadli
 import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,12 @@ class RunActors:
         model: RunModel,
         watchdog: Watchdog,
         tracer: Tracer,
-        on_wait: Callable[[str], None],
+        on_wait: Callable[[Sequence[str]], None],
     ) -> "RunActors":
         """Start everything at once, and raise the first failure, after which nothing is left.
 
         Processes import their libraries while the model is made, and load it then. `on_wait` receives what
-        is waited for.
+        is waited for, a line each.
         """
         actors: RunActors | None = None
         following: asyncio.Task[None] | None = None

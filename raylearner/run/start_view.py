@@ -1,10 +1,10 @@
 """What a starting run waits for, in words."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from raylearner.observability.lines import ready_line
 from raylearner.run.model import RunModel
 
 POLL_S = 1.0
@@ -19,30 +19,18 @@ class Starting(Protocol):
 
 
 async def follow(
-    model: RunModel, learner: Starting, fleet: Starting, on_wait: Callable[[str], None]
+    model: RunModel,
+    learner: Starting,
+    fleet: Starting,
+    on_wait: Callable[[Sequence[str]], None],
 ) -> None:
-    """Report what is waited for, until cancelled."""
+    """Report what is waited for, a line each, until cancelled."""
     num_ranks = num_engines = 0
     while True:
         ranks, engines = await asyncio.gather(learner.phases(), fleet.phases())
         num_ranks, num_engines = max(num_ranks, len(ranks)), max(num_engines, len(engines))
+        lines = [] if model.is_made else [f"model: {model.progress}"]
         groups = (("engines", engines, num_engines), ("learner ranks", ranks, num_ranks))
-        on_wait(describe(groups, is_made=model.is_made))
+        lines += [ready_line(name, phases, size) for name, phases, size in groups if phases]
+        on_wait(lines)
         await asyncio.sleep(POLL_S)
-
-
-def describe(groups: Sequence[tuple[str, Sequence[str], int]], *, is_made: bool) -> str:
-    """Return a line from the phases of what is not ready in each group, and the size of the group.
-
-    Empty where nothing is waited for.
-    """
-    parts = [] if is_made else ["the model"]
-    for name, phases, size in groups:
-        if phases:
-            counts = Counter(phases)
-            texts = (
-                phase if count == len(phases) else f"{count} {phase}"
-                for phase, count in counts.most_common()
-            )
-            parts.append(f"{len(phases)} of {size} {name} ({', '.join(texts)})")
-    return f"waiting for {' and '.join(parts)}" if parts else ""

@@ -11,6 +11,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.errors import summary
 from raylearner.observability.action_watch import ActionWatch
 from raylearner.observability.group_watch import GroupWatch
+from raylearner.observability.health_watch import HealthWatch
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.rollout_metrics import rollout_metrics
 from raylearner.observability.spans import Tracer
@@ -44,6 +45,7 @@ class StepReporter:
         self._failed_reward = config.rewards.reported_failed_reward
         self._action_watch = ActionWatch(config.environment, max_steps=config.run.num_steps)
         self._group_watch = GroupWatch(config.replay)
+        self._health_watch = HealthWatch(config.replay, config.weights)
         self._running: asyncio.Task[None] | None = None
 
     async def start(
@@ -109,6 +111,7 @@ class StepReporter:
         rollout = rollout_metrics(take.groups, activities, failed_reward=self._failed_reward)
         recorder.failures(step, take.failures)
         recorder.step(step, rollout | metrics)
+        self._health_watch.look(rollout | metrics | {"step": float(step)})
         self._action_watch.look(take.groups)
         self._group_watch.look(metrics)
         await asyncio.to_thread(

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from raylearner.config.schema import RunConfig
-from raylearner.errors import TooManyFailures
+from raylearner.errors import ReplayDied, TooManyFailures
+from raylearner.observability.display import Stage
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.replay.buffer import Take
@@ -21,6 +22,8 @@ from raylearner.run.watchdog import Watchdog, describe_stall, unless_set
 
 TAKE_POLL_S = 5.0
 """Maximum wait of one take call before the watchdog checks progress."""
+PROGRESS_POLL_S = 1.0
+"""Interval between looks at the episodes of a batch."""
 
 
 class Taker:
@@ -47,6 +50,7 @@ class Taker:
         self._watchdog = watchdog
         self._tracer = tracer
         self._stop = stop
+        self._has_taken = False
 
     async def take(self, step: int) -> Take | None:
         """Return the groups of a step, or None after a requested stop.
@@ -54,6 +58,32 @@ class Taker:
         Raises `TooManyFailures`, `StalledError`, the deaths of actors that do not answer, and what ended
         a push in the background.
         """
+        recorder = self._recorder
+        with (
+            recorder.waiting(f"batch of step {step}")
+            if self._has_taken
+            else recorder.stage("first batch") as stage
+        ):
+            following = asyncio.create_task(self._follow(stage), name="batch progress")
+            try:
+                take = await self._take_or_explain(step)
+            finally:
+                following.cancel()
+        self._has_taken = take is not None
+        return take
+
+    async def _follow(self, stage: Stage) -> None:
+        """Report how many episodes of the batch have finished, until cancelled."""
+        num_groups, group_size = self._config.replay.groups_per_step, self._config.replay.group_size
+        while True:
+            await asyncio.sleep(PROGRESS_POLL_S)
+            try:
+                num_done = await asked(self._actors.replay.batch_progress.remote(num_groups))
+            except ReplayDied:  # raised by the take
+                return
+            stage.wait_for([f"{stage.name} {num_done}/{num_groups * group_size} episodes"])
+
+    async def _take_or_explain(self, step: int) -> Take | None:
         try:
             with self._tracer.span("take"):
                 return await self._take(step)

@@ -20,6 +20,7 @@ from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import RunStopped, causes, summary
 from raylearner.learner.checkpoint.directory import Checkpoint
 from raylearner.observability import run_directory
+from raylearner.observability.display import Display
 from raylearner.observability.recorder import Recorder
 from raylearner.replay.sampler import make_sampler
 from raylearner.replay.snapshot import refuse_other_data
@@ -27,6 +28,7 @@ from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.run import checkpointing, cluster, machine, prompt_checks
+from raylearner.run.closing_summary import summarized
 from raylearner.run.controller import Controller
 from raylearner.run.stopping import StopRequest
 from raylearner.tokenization.template_checks import check_template
@@ -45,12 +47,19 @@ def run(
     """
     assert config.run.dir is not None, "the command line names a directory"
     stop = StopRequest(Path(config.run.dir).absolute())
-    with stop.handled():
-        _run(config, stop, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint)
+    with summarized(config), stop.handled(), Display(num_steps=config.run.num_steps) as display:
+        _run(
+            config, stop, display, resume=resume, restart_if_no_checkpoint=restart_if_no_checkpoint
+        )
 
 
 def _run(
-    config: RunConfig, stop: StopRequest, *, resume: Path | None, restart_if_no_checkpoint: bool
+    config: RunConfig,
+    stop: StopRequest,
+    display: Display,
+    *,
+    resume: Path | None,
+    restart_if_no_checkpoint: bool,
 ) -> None:
     if resume is not None and checkpointing.is_finished(resume, num_steps=config.run.num_steps):
         logger.info(
@@ -58,22 +67,11 @@ def _run(
             *(config.run.num_steps, resume),
         )
         return
-    logger.info("run %s; run directory: %s", config.run.name, config.run.dir)
+    logger.info("run directory: %s", config.run.dir)
     machine.check_socket_paths(config)
-    training, held_out = _load_data(config)
     machine.stop_time_s(config.run, os.environ)
-    Scorer(config.rewards)
-    GroupScorer(config.rewards)
-    check_rows(config.rewards, [*training, *held_out])
-    renderer = prompt_checks.make_renderer(config)
-    if renderer is not None:
-        if not isinstance(config.model, TinyModel):
-            refuse = check_vision_support if renderer.vision is None else check_adapter_transport
-            refuse(config)
-            check_template(renderer, config.environment, [*training, *held_out])
-        training = prompt_checks.select_fitting(config, training, renderer, key="data.train")
-        held_out = prompt_checks.select_fitting(config, held_out, renderer, key="data.evaluation")
-    make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
+    with display.stage("reading data"):
+        training, held_out = _prepare_data(config)
     asyncio.run(wait_for_services(config.environment))
     asyncio.run(check_judges(config.rewards))
     assert config.run.dir is not None, "the command line names a directory"
@@ -95,20 +93,44 @@ def _run(
                 refuse_other_data(latest.folder / "replay", training)
         else:
             latest = stack.enter_context(run_directory.lock(folder, is_new=True))
-        cluster.connect(config.cluster)
+        with display.stage("connecting to Ray"):
+            cluster.connect(config.cluster)
         stack.callback(cluster.disconnect)
         stop.handle()
         config = cluster.resolve(config)
         cluster.check_supply(config)
         cluster.check_variables(config)
         asyncio.run(
-            _train(config, folder, training, held_out, latest=latest, stop=stop, changed=changed)
+            _train(
+                config,
+                folder,
+                training,
+                held_out,
+                latest=latest,
+                stop=stop,
+                display=display,
+                changed=changed,
+            )
         )
 
 
-def _load_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    train, evaluation = config.data.train, config.data.evaluation or ()
-    return prompt_checks.load_rows(config, train), prompt_checks.load_rows(config, evaluation)
+def _prepare_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts for training and for evaluation that fit; raise what would fail with them."""
+    training = prompt_checks.load_rows(config, config.data.train)
+    held_out = prompt_checks.load_rows(config, config.data.evaluation or ())
+    Scorer(config.rewards)
+    GroupScorer(config.rewards)
+    check_rows(config.rewards, [*training, *held_out])
+    renderer = prompt_checks.make_renderer(config)
+    if renderer is not None:
+        if not isinstance(config.model, TinyModel):
+            refuse = check_vision_support if renderer.vision is None else check_adapter_transport
+            refuse(config)
+            check_template(renderer, config.environment, [*training, *held_out])
+        training = prompt_checks.select_fitting(config, training, renderer, key="data.train")
+        held_out = prompt_checks.select_fitting(config, held_out, renderer, key="data.evaluation")
+    make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
+    return training, held_out
 
 
 async def _train(
@@ -119,12 +141,12 @@ async def _train(
     *,
     latest: Checkpoint | None,
     stop: StopRequest,
+    display: Display,
     changed: Sequence[str] = (),
 ) -> None:
     """Train from the checkpoint `latest`, or from the start; `changed` is logged first."""
     stop.listen(machine.stop_time_s(config.run, os.environ))
-    recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps)
-    logger.info("training to step %d in run directory %s", config.run.num_steps, folder)
+    recorder = Recorder.of_run(config, folder, num_steps=config.run.num_steps, display=display)
     for line in changed:
         logger.info("%s", line)
     try:

@@ -54,8 +54,8 @@ def prepare_tiny_model(
     prompts: Sequence[Prompt],
     folder: str,
     seed: int,
-) -> float | None:
-    """Make the model directory `folder`; return the warm start's last loss, None without one.
+) -> Iterator[str]:
+    """Make the model directory `folder`; yield the progress in words.
 
     Raises `ConfigError` for turns that name a column which the prompts do not have, and when a
     demonstration fails.
@@ -63,15 +63,14 @@ def prepare_tiny_model(
     partial = Path(f"{folder}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     make_tiny_model(model, partial, seed=seed)
-    loss = None
     if model.warm_start is not None:
+        yield "playing demonstrations"
         renderer = Renderer.from_pretrained(str(partial), renderer_section)
         played = asyncio.run(
             demonstrate(prompts, renderer, environment, model.warm_start, seed=seed)
         )
-        loss = warm_start(partial, played, model.warm_start, seed=seed)
+        yield from warm_start(partial, played, model.warm_start, seed=seed)
     partial.rename(folder)
-    return loss
 
 
 async def demonstrate(

@@ -1,7 +1,6 @@
 """Supervised steps on demonstrations, so that a tiny model has some behaviour to reinforce."""
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,10 @@ from raylearner.learner.model.loading import load_model
 from raylearner.learner.optimizer import learning_rate_at
 from raylearner.types import Trajectory
 
-log = logging.getLogger(__name__)
-
 WARMUP_STEPS = 20
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
+REPORT_EVERY_STEPS = 10
 NUM_LAST_STEPS = 20
 """Number of last steps whose mean loss is reported."""
 
@@ -29,8 +27,9 @@ def warm_start(
     config: WarmStart,
     *,
     seed: int,
-) -> float:
-    """Train the model in `folder` in place, in float32; return the mean loss of the last steps.
+) -> Iterator[str]:
+    """Train the model in `folder` in place, in float32; yield the progress with the mean loss of the
+    last steps.
 
     Tokens under the loss masks are imitated. Demonstrations come in a seeded order, repeated if there
     are too few. Images train the vision tower too.
@@ -74,7 +73,7 @@ def warm_start(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if step % 50 == 0:
-            log.info("warm start: step %d of %d, loss %.3f", step, config.num_steps, losses[-1])
+        if (step + 1) % REPORT_EVERY_STEPS == 0 or step + 1 == config.num_steps:
+            loss = np.mean(losses[-NUM_LAST_STEPS:])
+            yield f"warm start, step {step + 1}/{config.num_steps}, loss {loss:.3f}"
     model.causal_lm.save_pretrained(folder)
-    return float(np.mean(losses[-NUM_LAST_STEPS:]))

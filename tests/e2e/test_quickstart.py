@@ -44,12 +44,17 @@ def test_the_run_was_asynchronous_and_every_engine_is_vllm_at_the_last_version(
     quickstart: tuple[Path, str],
 ) -> None:
     folder, output = quickstart
+    assert len([line for line in output.splitlines() if " step " in line]) == 60
     assert output.count("with VllmEngine runs as process") == 2
     metrics = rows(folder / "metrics.jsonl")
     assert mean([row["buffer/staleness/mean"] for row in metrics]) > 0
     assert max(row["buffer/staleness/max"] for row in metrics) <= 2
     assert max(row["weights/logprob_error"] for row in metrics) < 1e-4
     assert "every engine (2) holds policy version 60, log-probability error" in output
+    assert "model: warm start, step " in output
+    summary = output[output.index("finished at step 60 of 60") :]
+    assert all(str(folder) in summary.partition(label)[2] for label in ("view", "resume"))
+    assert f"checkpoint={folder}/checkpoints/step_000060" in summary
     trajectories = read_trajectories(folder)
     mixed = [t for t in trajectories if len({v for v in t["policy_versions"] if v >= 0}) > 1]
     assert len(mixed) >= 0.05 * len(trajectories)
@@ -84,7 +89,6 @@ def test_a_checkpoint_is_evaluated_alone(quickstart: tuple[Path, str], tmp_path:
     place = folder / "checkpoints" / "step_000060"
     output = run_cli(
         "eval",
-        f"{ROOT}/configs/quickstart.yaml",
         f"checkpoint={place}",
         f"run.dir={tmp_path / 'eval'}",
         "actors.num_actors=1",

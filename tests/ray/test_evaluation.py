@@ -27,7 +27,7 @@ def test_training_goes_on_while_one_actor_evaluates_an_older_version(launcher: L
     assert all(e["num_prompts"] == e["calculator/num_prompts"] == 64 for e in evaluations)
     lines = [line for line in output.splitlines() if re.search(r"step +\d+/9|at step", line)]
     fifth = next(i for i, line in enumerate(lines) if re.search(r"step +5/9", line))
-    fourth_evaluated = next(i for i, line in enumerate(lines) if "evaluation at step 4 " in line)
+    fourth_evaluated = next(i for i, line in enumerate(lines) if "evaluation at step 4:" in line)
     assert fourth_evaluated > fifth, "\n".join(lines)
     assert "every engine (2) holds policy version 9" in output
     metrics = rows(launcher.folder / "run" / "metrics.jsonl")

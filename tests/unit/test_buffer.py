@@ -130,7 +130,11 @@ def test_a_failed_episode_keeps_its_place_without_reward_or_tokens() -> None:
     assert group.rewards == {0: None, 1: 1.0}
     assert not group.is_partial
     assert group.trajectories[0].num_trained_tokens == 0
-    assert buffer.metrics()["rollout/errors/tool"] == 1
+    metrics = buffer.metrics()
+    assert metrics["rollout/errors/tool"] == 1
+    source = group.trajectories[0].source
+    counts = [metrics[f"rollout/source/{source}/{key}"] for key in ("episodes", "errors")]
+    assert counts == [4, 1]
 
 
 def test_stored_arrays_share_no_memory_with_what_came() -> None:

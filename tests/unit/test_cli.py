@@ -70,6 +70,29 @@ def test_bad_input_exits_2_with_the_report_and_no_traceback(command: str, config
     ]
 
 
+@pytest.mark.parametrize("files", [[], ["config.yaml"], ["runs/first/config.yaml"]])
+def test_eval_of_a_checkpoint_needs_no_files_and_writes_a_directory_of_its_own(
+    config_file: str, monkeypatch: pytest.MonkeyPatch, files: list[str]
+) -> None:
+    run, seen = Path("runs/first"), []
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    config = load([config_file], [f"run.dir={run}", "run.name=first"])
+    (run / "config.yaml").write_text(resolved_yaml(config))
+    monkeypatch.setattr(
+        "raylearner.run.evaluate_command.evaluate",
+        lambda config, *, checkpoint: seen.append((config.run, checkpoint)),
+    )
+    place = f"checkpoint={run}/checkpoints/step_000002"
+    assert invoke("eval", *files, place).exit_code == 0
+    assert invoke("eval", *files, place, "run.dir=elsewhere").exit_code == 0
+    (first, checkpoint), (second, _) = seen
+    assert checkpoint == run / "checkpoints" / "step_000002"
+    name = "run-eval" if files == ["config.yaml"] else "first-eval"
+    assert first.name == name
+    assert first.dir.startswith(f"runs/{name}-")
+    assert second.dir == "elsewhere"
+
+
 @pytest.mark.parametrize(
     ("command", "fragment"),
     [

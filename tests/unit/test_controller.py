@@ -56,7 +56,8 @@ CONFIG: Any = NAME(
     environment=NAME(kind="single_turn"),
     observability=NAME(trace=False),
 )
-RECORDER: Any = NAME(stage=lambda _: nullcontext(NAME(wait_for=None)), spans=lambda _: None)
+STAGE = nullcontext(NAME(name="", wait_for=lambda _: None))
+RECORDER: Any = NAME(stage=lambda _: STAGE, waiting=lambda _: STAGE, spans=lambda _: None)
 
 
 def make_controller(
@@ -205,7 +206,7 @@ async def test_a_stop_ends_a_run_that_is_still_starting(
 ) -> None:
     ended: list[bool] = []
 
-    async def prepare(*_: object) -> None:
+    async def prepare(*_: object, **__: object) -> None:
         try:
             await asyncio.sleep(3600)
         finally:

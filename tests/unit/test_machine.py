@@ -130,7 +130,7 @@ async def test_a_resume_with_nothing_left_ends_before_anything_starts(
         (partial / "weights").write_text("w")
     section = config.run.model_copy(update={"dir": str(tmp_path)})
     config = config.model_copy(update={"run": section})
-    monkeypatch.setattr(training, "_load_data", lambda _: 1 / 0)
+    monkeypatch.setattr(training, "_prepare_data", lambda _: 1 / 0)
     caplog.set_level("INFO")
     training.run(config, resume=tmp_path)
     assert "nothing is left to do" in caplog.text

@@ -1,8 +1,10 @@
 """The recorder: what a run directory holds, also after a crash and after a rollback."""
 
+import io
 import json
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -18,7 +20,7 @@ from rich.console import Console
 
 from raylearner.config.schema import ObservabilitySection, WandbSection
 from raylearner.observability import logs
-from raylearner.observability.display import Display, step_line
+from raylearner.observability.display import Display
 from raylearner.observability.jsonl import JsonlFile, dumps, read_lines
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.sinks.sink import StepRecord
@@ -377,18 +379,8 @@ def test_a_failed_stage_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "starting engines failed after" in caplog.text
 
 
-def test_step_lines_align_with_missing_values() -> None:
-    whole = {"step": 3, "policy_version": 3, "rollout/reward/mean": 0.5, "learner/loss": -1e-3}
-    lines = [
-        step_line(whole, num_steps=100),
-        step_line({"step": 100, "policy_version": 99, "learner/loss": math.nan}, num_steps=100),
-    ]
-    assert len({len(line) for line in lines}) == 1
-    assert lines[0].startswith("step   3/100  v  3  reward  0.500  loss -1.000e-03")
-
-
 def test_a_terminal_shows_the_running_stage_and_the_progress() -> None:
-    console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(force_terminal=True, width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     display = Display(num_steps=10, console=console)
     with display.stage("starting engines"):
         console.print(display)
@@ -398,8 +390,25 @@ def test_a_terminal_shows_the_running_stage_and_the_progress() -> None:
     console.print(display)
     display.close()
     text = console.export_text()
-    for part in ("step 5/10", "reward 0.500", "tokens/s 1,200", "staleness -", "ETA 0:0"):
+    for part in ("step 5/10", "50%", "reward 0.500", "tok/s 1.2k", "stale -", "ETA 0:0"):
         assert part in text
+
+
+def test_the_panel_fits_into_80_columns_and_no_text_controls_the_terminal() -> None:
+    console = Console(force_terminal=True, width=80, file=io.StringIO())
+    display = Display(num_steps=1000, console=Console(file=io.StringIO()))
+    metrics = {"rollout/reward/mean": -123.4, "rollout/tokens_per_s": 999.6}
+    idle = {"learner/idle_fraction": 1.0, "rollout/idle_fraction": 1.0}
+    display.step({"step": 999, "buffer/staleness/mean": 12.3, **metrics, **idle})
+    with display.stage("starting") as stage, console.capture() as capture:
+        stage.wait_for(["model \x1b[2J" + "x" * 90, "engines 1/2 ready"])
+        console.print(display)
+    progress, figures, first, second = re.sub(r"\x1b\[[0-9;]*m", "", capture.get()).splitlines()
+    assert max(map(len, (progress, figures, first, second))) <= 80
+    assert "step 999/1000" in progress
+    assert figures.startswith("reward")
+    assert "model \\x1b[2Jxxx" in first
+    assert second.strip() == "engines 1/2 ready"
 
 
 def test_setting_up_logs_twice_adds_one_console(monkeypatch: pytest.MonkeyPatch) -> None:

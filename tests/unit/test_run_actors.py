@@ -1,6 +1,7 @@
 """The start of all actors: the first failure is raised, and everything that started is ended."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,13 +56,15 @@ def install(monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> li
     return ended
 
 
-async def start(making: Any, lines: list[str]) -> None:
+async def start(making: Any, lines: list[Sequence[str]]) -> None:
+    model = RunModel("none", making=making)
+    model.report("3/5")
     async with asyncio.timeout(5):
         await RunActors.start(
             CONFIG,
             [],
             folder=Path(),
-            model=RunModel("none", making=making),
+            model=model,
             watchdog=Watchdog(100.0, step=lambda: 0),
             tracer=None,  # type: ignore[arg-type]
             on_wait=lines.append,
@@ -87,7 +90,7 @@ async def test_the_first_failure_is_raised_and_ends_everything(
         if "model" in errors:
             raise errors["model"]
 
-    lines: list[str] = []
+    lines: list[Sequence[str]] = []
     (error,) = errors.values()
     with pytest.raises(type(error)) as raised:
         await start(make(), lines)
@@ -96,7 +99,7 @@ async def test_the_first_failure_is_raised_and_ends_everything(
         ["Publisher", "RolloutFleet", "LearnerGroup", "ReplayProcess", "RewardActors"]
     )
     assert lines == [
-        "waiting for the model and 1 of 1 engines (loading) and 1 of 1 learner ranks (loading)"
+        ["model: 3/5", "engines 0/1 ready: loading", "learner ranks 0/1 ready: loading"]
     ] * len(lines)
 
 

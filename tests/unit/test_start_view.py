@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +17,7 @@ from raylearner.observability.phases import Phases
 from raylearner.observability.spans import Tracer
 from raylearner.run import start_view
 from raylearner.run.model import RunModel
-from raylearner.run.start_view import describe, follow
-
-
-def test_a_line_counts_what_is_not_ready_by_its_phase() -> None:
-    engines = ["capturing CUDA graphs", "loading weights", "capturing CUDA graphs"]
-    line = describe([("engines", engines, 12), ("learner ranks", ["loading"], 2)], is_made=True)
-    assert line == (
-        "waiting for 3 of 12 engines (2 capturing CUDA graphs, 1 loading weights) and 1 of 2 learner"
-        " ranks (loading)"
-    )
-    assert describe([("engines", (), 12), ("learner ranks", (), 2)], is_made=True) == ""
-    assert describe([("engines", (), 0)], is_made=False) == "waiting for the model"
+from raylearner.run.start_view import follow
 
 
 async def test_the_sizes_of_groups_stay_while_their_members_become_ready(
@@ -36,8 +25,8 @@ async def test_the_sizes_of_groups_stay_while_their_members_become_ready(
 ) -> None:
     monkeypatch.setattr(start_view, "POLL_S", 0.001)
     absent = ["a"] * 3
-    lines: list[str] = []
-    seen: asyncio.Queue[str] = asyncio.Queue()
+    lines: list[Sequence[str]] = []
+    seen: asyncio.Queue[Sequence[str]] = asyncio.Queue()
 
     async def phases() -> list[str]:
         return list(absent)
@@ -45,8 +34,8 @@ async def test_the_sizes_of_groups_stay_while_their_members_become_ready(
     async def none() -> list[str]:
         return []
 
-    def note(line: str) -> None:
-        seen.put_nowait(line)
+    def note(awaited: Sequence[str]) -> None:
+        seen.put_nowait(awaited)
         if absent:
             absent.pop()
 
@@ -57,7 +46,7 @@ async def test_the_sizes_of_groups_stay_while_their_members_become_ready(
     async with asyncio.timeout(5):
         lines += [await seen.get() for _ in range(4)]
     following.cancel()
-    assert lines[1:4] == ["waiting for 2 of 3 engines (a)", "waiting for 1 of 3 engines (a)", ""]
+    assert lines[1:4] == [["engines 1/3 ready: a"], ["engines 2/3 ready: a"], []]
 
 
 LOGGED = (
@@ -120,7 +109,7 @@ def test_each_phase_is_a_span() -> None:
     assert phases.current == ""
 
 
-def test_a_stage_logs_what_it_waits_for_from_time_to_time(
+def test_a_stage_logs_what_changed_from_time_to_time_and_all_of_it_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -128,10 +117,30 @@ def test_a_stage_logs_what_it_waits_for_from_time_to_time(
     monkeypatch.setattr(
         display, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]})
     )
+    logged: list[tuple[float, str]] = []
+
+    def look(*lines: str) -> None:
+        caplog.clear()
+        stage.wait_for(lines)
+        logged.extend((now[0] - 1000, r.getMessage()) for r in caplog.records)
+        now[0] += display.LOG_INTERVAL_S / 2
+
     with Display(num_steps=1).stage("starting") as stage:
-        for _ in range(5):
-            stage.wait_for("waiting for 1 of 2 engines")
-            now[0] += display.LOG_INTERVAL_S / 2
-        stage.wait_for("")
-    lines = [r.getMessage() for r in caplog.records if "engines" in r.getMessage()]
-    assert lines == [f"waiting for 1 of 2 engines, {s:.0f} s" for s in (10, 20)]
+        for step in range(4):
+            look(f"model {step}", "engines")
+        for _ in range(8):
+            look("model 3", "engines")
+    assert logged == [
+        (10, "model 2"),
+        (10, "engines"),
+        (20, "model 3"),
+        (50, "model 3"),
+        (50, "engines"),
+    ]
+
+
+def test_a_stage_that_is_only_shown_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with Display(num_steps=1).stage("batch", is_logged=False) as stage:
+        stage.wait_for(["batch 1/2"])
+    assert not caplog.messages

@@ -20,7 +20,7 @@ from rich.text import Text
 from raylearner.errors import ConfigError
 from raylearner.jobs.sweep.plan import Plan, Trial, axis_keys, format_value
 from raylearner.jobs.sweep.state import Status, SweepState, TrialState
-from raylearner.observability.display import clock
+from raylearner.observability.lines import clock
 from raylearner.text import visible
 
 logger = logging.getLogger(__name__)

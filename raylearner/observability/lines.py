@@ -1,0 +1,151 @@
+"""Lines of the console, which fit into 80 columns with their time stamp."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Metrics: TypeAlias = Mapping[str, float | None]
+
+WIDTH = 80
+STAMP_WIDTH = len("12:34:56 ")
+LINE_WIDTH = WIDTH - STAMP_WIDTH
+"""Maximum width of a message that stands on one line of the log."""
+
+THOUSANDS = ("", "k", "M", "G", "T")
+UNITS = ((60.0, "s"), (60.0, "m"), (24.0, "h"), (math.inf, "d"))
+"""Number of each unit of time in the next one."""
+
+
+def step_line(metrics: Metrics, *, num_steps: int, remaining_s: float | None) -> str:
+    """Return one aligned line, with a dash for missing values and NaN."""
+    width = len(str(num_steps))
+    step = metrics.get("step")
+    parts = [
+        f"step {'-' if step is None else f'{step:.0f}':>{width}}/{num_steps}",
+        f"reward {fixed(metrics.get('rollout/reward/mean'), 5):>5}",
+        f"tok/s {amount(metrics.get('rollout/tokens_per_s')):>4}",
+        f"stale {fixed(metrics.get('buffer/staleness/mean'), 3):>3}",
+        f"idle {_idle(metrics)}",
+        f"ETA {duration(remaining_s)}",
+    ]
+    line = "  ".join(parts)
+    return line if len(line) <= LINE_WIDTH else " ".join(parts)
+
+
+def figures(metrics: Metrics) -> str:
+    """Return the figures of the live panel."""
+    learner, engines = (share(metrics.get(key)) for key in IDLE)
+    parts = (
+        f"reward {fixed(metrics.get('rollout/reward/mean'), 5)}",
+        f"tok/s {amount(metrics.get('rollout/tokens_per_s'))}",
+        f"stale {fixed(metrics.get('buffer/staleness/mean'), 3)}",
+        f"gap {fixed(metrics.get('learner/logprob_gap/mean'), 5)}",
+        f"idle learner {learner} engines {engines}",
+    )
+    return "  ".join(parts)
+
+
+IDLE = ("learner/idle_fraction", "rollout/idle_fraction")
+
+
+def _idle(metrics: Metrics) -> str:
+    learner, engines = (_percent(metrics.get(key)) for key in IDLE)
+    return f"{learner:>2}/{engines + '%':<3}"
+
+
+def _percent(value: float | None) -> str:
+    """Return at most two digits."""
+    return "-" if not _is_number(value) else f"{min(99.0, 100 * value):.0f}"
+
+
+def share(value: float | None) -> str:
+    """Return a fraction in percent: `37%`."""
+    return "-" if not _is_number(value) else f"{100 * value:.0f}%"
+
+
+def fixed(value: float | None, width: int) -> str:
+    """Return a number with as many decimals as fit into `width`, at most three."""
+    if not _is_number(value):
+        return "-"
+    for decimals in (3, 2, 1, 0):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= width:
+            lost = value != 0 and float(text) == 0 and width > 4
+            return f"{value:.0e}" if lost else text
+    return f"{value:.0e}"
+
+
+def amount(value: float | None) -> str:
+    """Return a positive number in four characters: `614`, `1.2k`, `123k`, `1.2M`."""
+    if not _is_number(value):
+        return "-"
+    for suffix in THOUSANDS:
+        digits = f"{value:.0f}" if not suffix or value >= 9.95 else f"{value:.1f}"
+        if len(digits) <= 3:
+            return f"{digits}{suffix}"
+        value /= 1000
+    return ">1P"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration in at most four characters: `59s`, `12m`, `3.4h`, `2.1d`."""
+    if not _is_number(seconds):
+        return "-"
+    for size, unit in UNITS:
+        if round(seconds) < size:
+            return (
+                f"{seconds:.1f}{unit}"
+                if unit in "hd" and seconds < 9.95
+                else f"{seconds:.0f}{unit}"
+            )
+        seconds /= size
+    raise AssertionError("the last unit has no limit")
+
+
+def clock(seconds: float) -> str:
+    """`4:05` or `1:02:03`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number_of(count: int, noun: str) -> str:
+    """`1 engine` or `8 engines`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def evaluation_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return a line for an evaluation, and one for each data source where there are several."""
+    sources = sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
+    named = [("", "")] + [(s, f"{s}/") for s in sources if len(sources) > 1]
+    lines: list[str] = []
+    for source, prefix in named:
+        parts = [f"reward {fixed(record.get(f'{prefix}reward/mean'), 5)}"]
+        if (count := record.get(f"{prefix}num_prompts")) is not None:
+            parts.append(f"on {number_of(int(count), 'prompt')}")
+        parts += [
+            f"{record[f'{prefix}{key}']:.0f} {word}"
+            for key, word in (("errors", "failed"), ("unfinished", "unfinished"))
+            if record.get(f"{prefix}{key}")
+        ]
+        head = source or f"evaluation at step {record['step']}"
+        lines.append(f"{head}: {', '.join([' '.join(parts[:2]), *parts[2:]])}")
+    return lines
+
+
+def ready_line(name: str, phases: Sequence[str], size: int) -> str:
+    """Return how many of a group are ready, and what the others do: `engines 3/8 ready: 5 loading weights`."""
+    line = f"{name} {size - len(phases)}/{size} ready"
+    counts = Counter(phases).most_common()
+    for index, (phase, count) in enumerate(counts):
+        text = phase if len(counts) == 1 else f"{count} {phase}"
+        longer = f"{line}{', ' if index else ': '}{text}"
+        if len(longer) > LINE_WIDTH - (3 if index + 1 < len(counts) else 0):
+            return f"{line}, .." if index else line
+        line = longer
+    return line
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
