@@ -54,7 +54,7 @@ CONFIG: Any = NAME(
     weights=NAME(deadline_s=0.0),
     model=NAME(path=""),
     environment=NAME(kind="single_turn"),
-    observability=NAME(trace=False),
+    recorded=NAME(trace=False),
 )
 STAGE = nullcontext(NAME(name="", wait_for=lambda _: None))
 RECORDER: Any = NAME(stage=lambda _: STAGE, waiting=lambda _: STAGE, spans=lambda _: None)
