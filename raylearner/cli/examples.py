@@ -15,7 +15,7 @@ ARGUMENTS = {
     ),
     "check": RUN_ARGUMENTS,
     "submit": RUN_ARGUMENTS,
-    "sweep": (("FILE", "sweep file; configs/sweeps/ has examples"),),
+    "sweep": (("FILE", "sweep file, as in configs/sweeps/; with --report also its folder"),),
     "scale": (
         ("RUN", "run directory, or the name of a run in runs/"),
         ("actors=N", "number of rollout actors"),
@@ -71,6 +71,7 @@ EXAMPLES = {
     "sweep": (
         ("show the trials", "sweep configs/sweeps/objective_staleness.yaml --dry-run"),
         ("run them, or the rest of them", "sweep configs/sweeps/objective_staleness.yaml"),
+        ("the results, also while it runs", "sweep runs/sweeps/objective_staleness --report"),
     ),
     "scale": (("from any shell that sees the cluster", "scale runs/first actors=4"),),
     "view": (

@@ -104,6 +104,14 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command of every trial and start nothing.")
     ] = False,
+    should_report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="Print the results so far in Markdown, and write them, CSV files and plots into the folder"
+            " of the sweep. Starts nothing.",
+        ),
+    ] = False,
     variables: HandedOn = None,
 ) -> None:
     """Run every trial of a sweep as a Ray job.
@@ -114,6 +122,15 @@ def sweep(
         logs.set_up()
         from raylearner.jobs.sweep import plan
 
+        if dry_run and should_report:
+            raise ConfigError("--dry-run and --report: choose one")
+        if should_report:
+            from raylearner.jobs.sweep import report
+
+            folder = report.find(file)
+            typer.echo(report.write(folder))
+            typer.echo(f"written to {folder}: results.md, *.csv and plots/", err=True)
+            return
         if dry_run:
             for command in plan.commands(plan.read(file)).values():
                 typer.echo(command)

@@ -1,8 +1,8 @@
-"""Sweeps without a cluster: their trials, the state of a sweep on disk, and its reports."""
+"""Sweeps without a cluster: their trials, and the state of a sweep on disk."""
 
-import csv
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rows import write_jsonl
 from raylearner.config.loader import load
 from raylearner.config.problems import ConfigProblems
 from raylearner.errors import ConfigError
-from raylearner.jobs.sweep import plan, report
+from raylearner.jobs.sweep import plan
 from raylearner.jobs.sweep.early_stopping import Asha
 from raylearner.jobs.sweep.section import AshaSection, SweepMetric, SweepSection
 from raylearner.jobs.sweep.state import Status, SweepState, read_progress
@@ -234,17 +234,16 @@ def test_a_sweep_that_makes_no_sense_is_refused(
     assert message in problems(**changes)
 
 
-def test_a_printed_command_gives_the_trial_again(folder: Path) -> None:
-    import shlex
-
+def test_a_printed_command_gives_the_trial_again_in_its_directory(folder: Path) -> None:
     axes = [{"key": "learner.loss", "values": [{"kind": "ppo", "clip_low": 0.1}]}]
     swept = read(axes=axes, overrides={"sampling.top_p": 0.9, "learner.schedule": "cosine"})
     for trial, command in zip(swept.trials, plan.commands(swept).values(), strict=True):
         words = shlex.split(command)
-        assert words[:4] == ["python", "-m", "raylearner", "train"]
-        again = load([words[4]], words[5:])
+        assert words[:2] == ["raylearner", "train"]
+        again = load([words[2]], words[3:])
         assert again.model_copy(update={"run": trial.config.run}) == trial.config
         assert again.run.seed == trial.seed
+        assert again.run.dir == f"runs/sweeps/s/trials/{trial.number:03d}"
 
 
 @pytest.mark.parametrize(
@@ -314,60 +313,6 @@ def test_damaged_lines_of_metrics_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
     read = read_progress(tmp_path, SweepMetric(key="r", last_steps=1))
     assert (read.num_steps, read.curve, read.num_damaged) == (4, [(1, 1.0), (4, 4.0)], 3)
-
-
-def read_report(folder: Path) -> tuple[list[str], list[str]]:
-    """Return all lines and those of the table of trials."""
-    lines = (folder / "sweep" / "results.md").read_text().splitlines()
-    return lines, [line for line in lines if line.startswith("| 0.")]
-
-
-def test_results_rank_combinations_by_their_mean_over_seeds(folder: Path) -> None:
-    swept = read()
-    state = SweepState(folder / "sweep", swept)
-    for found, value in zip(state.trials, (0.1, 0.3, 0.8, 0.9, 0.5, 0.5, 0.2, None), strict=True):
-        found.status = Status.FAILED if value is None else Status.DONE
-        found.value, found.error = value, "it broke" if value is None else None
-    commands = plan.commands(swept)
-    report.write(swept, state, commands)
-    lines, table = read_report(folder)
-    assert table == [
-        "| 0.0001 | 8 | 0.8500 ± 0.0707 | 2 of 2 | 002, 003 |",
-        "| 0.001 | 4 | 0.5000 ± 0.0000 | 2 of 2 | 004, 005 |",
-        "| 0.0001 | 4 | 0.2000 ± 0.1414 | 2 of 2 | 000, 001 |",
-        "| 0.001 | 8 | 0.2000 | 1 of 2 | 006, 007 (failed) |",
-    ]
-    assert any("007 (learning_rate=0.001  group_size=8): it broke" in line for line in lines)
-    with (folder / "sweep" / "results.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["value"] for row in rows][:2] == ["0.1", "0.3"]
-    assert rows[5]["command"] == commands[5]
-    plots = sorted(path.name for path in (folder / "sweep" / "plots").iterdir())
-    assert plots == ["learner_learning_rate.png", "replay_group_size.png"]
-
-
-def test_of_equal_trials_the_one_with_fewer_failed_episodes_is_better(
-    folder: Path, tmp_path: Path
-) -> None:
-    metric = SweepMetric(key="evaluation/reward/mean")
-    for name, failed in (("a", 0.0), ("b", 0.75)):
-        (tmp_path / name).mkdir()
-        row = {"step": 1, "reward/mean": 0.25, "failed_fraction": failed}
-        write_jsonl(tmp_path / name / "eval.jsonl", row)
-        rows = [{"step": 1, "rollout/stop/error": failed}, {"step": 2}]
-        write_jsonl(tmp_path / name / "metrics.jsonl", *rows)
-    made = {name: read_progress(tmp_path / name, metric) for name in "ab"}
-    assert [made[name].failed_fraction for name in "ab"] == [0.0, 0.75]
-    assert read_progress(tmp_path / "b", SweepMetric()).failed_fraction == 0.75 / 2
-    swept = read()
-    state = SweepState(folder / "sweep", swept)
-    for found in state.trials:
-        found.status, found.value = Status.DONE, 0.25
-        found.failed_fraction = made["a" if found.number == 5 else "b"].failed_fraction
-    report.write(swept, state, plan.commands(swept))
-    _, table = read_report(folder)
-    assert "004, 005" in table[0]
-    assert "37.5% of the episodes failed" in table[0]
 
 
 def make_asha() -> Asha:

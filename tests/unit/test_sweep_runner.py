@@ -16,7 +16,7 @@ from rows import write_jsonl
 
 from raylearner.errors import RaylearnerError, RunStopped
 from raylearner.jobs import client as jobs_client
-from raylearner.jobs.sweep import plan, report, runner, trial_jobs
+from raylearner.jobs.sweep import figures, plan, report, runner, trial_jobs
 from raylearner.jobs.sweep.state import Status, SweepState
 from raylearner.run import cluster
 
@@ -265,6 +265,6 @@ def test_trials_get_the_packages_of_the_job_that_the_sweep_is(
 def test_a_missing_plot_library_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RaylearnerError, match="matplotlib"):
-        report.check_matplotlib()
+        figures.check_matplotlib()

@@ -23,6 +23,8 @@ from raylearner.jobs.sweep.section import (
     LogUniform,
     SweepSection,
 )
+from raylearner.observability import run_directory
+from raylearner.text import visible
 
 SIGNIFICANT_DIGITS = 4
 """Significant digits of numbers that are drawn."""
@@ -49,9 +51,7 @@ class Trial:
     @property
     def label(self) -> str:
         """The axes' values in short form."""
-        return "  ".join(
-            f"{key.rsplit('.', 1)[-1]}={format_value(v)}" for key, v in self.values.items()
-        )
+        return label(self.values)
 
     @property
     def cpus(self) -> float:
@@ -160,6 +160,11 @@ def to_override(value: object) -> str:
     return json.dumps(value)
 
 
+def label(values: Values) -> str:
+    """Return values in short form, with the last part of each key."""
+    return "  ".join(f"{key.rsplit('.', 1)[-1]}={format_value(v)}" for key, v in values.items())
+
+
 def format_value(value: object) -> str:
     """Return a value in short form for tables: a section as its kind and other keys."""
     if isinstance(value, Mapping):
@@ -170,28 +175,38 @@ def format_value(value: object) -> str:
         return "[" + ", ".join(map(format_value, value)) + "]"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else visible(str(value))
 
 
-def arguments(plan: Plan, trial: Trial, run_dir: Path) -> list[str]:
-    """Return the arguments of `python -m raylearner` for a trial."""
-    return ["train", *plan.sweep.base, *trial.overrides, f"run.dir={run_dir}"]
+def arguments(plan: Plan, trial: Trial) -> list[str]:
+    """Return the arguments of the command line for a trial, without its directory."""
+    return ["train", *plan.sweep.base, *trial.overrides]
 
 
-def axis_keys(trials: Sequence[Trial]) -> list[str]:
-    """Return the keys of all axes, in order; trials lack axes that do not apply to them."""
-    return list(dict.fromkeys(key for trial in trials for key in trial.values))
+def folder(name: str) -> Path:
+    """Return the folder of a sweep."""
+    return run_directory.resolve(Path("runs/sweeps", name))
 
 
-def commands(plan: Plan, folder: Path | None = None) -> dict[int, str]:
-    """Return the command line that repeats each trial, by number, in its own directory."""
-    folder = folder or Path("runs", plan.sweep.name)
+def run_dir(folder: Path, number: int) -> Path:
+    """Return the run directory of a trial in the folder of its sweep."""
+    return folder / "trials" / f"{number:03d}"
+
+
+def commands(plan: Plan) -> dict[int, str]:
+    """Return the command line that the sweep runs for each trial, by number, with the trial's directory."""
+    there = folder(plan.sweep.name)
     return {
-        trial.number: shlex.join(
-            ["python", "-m", "raylearner", *arguments(plan, trial, folder / f"{trial.number:03d}")]
+        trial.number: to_command(
+            [*arguments(plan, trial), f"run.dir={run_dir(there, trial.number)}"]
         )
         for trial in plan.trials
     }
+
+
+def to_command(arguments: Sequence[str]) -> str:
+    """Return arguments as a command for a shell."""
+    return shlex.join(["raylearner", *arguments])
 
 
 def make_points(sweep: SweepSection) -> list[Values]:

@@ -1,289 +1,226 @@
-"""Reports of a sweep: a live table while it runs; CSV, Markdown and plots of its results."""
+"""The report of a sweep: `results.md`, three CSV files and plots."""
 
 import csv
-import importlib.util
-import logging
-import math
-import statistics
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
+from raylearner.config.loader import load_section
 from raylearner.errors import ConfigError
-from raylearner.jobs.sweep.plan import Plan, Trial, axis_keys, format_value
-from raylearner.jobs.sweep.state import Status, SweepState, TrialState
-from raylearner.observability.lines import clock
+from raylearner.jobs.sweep import plan, results
+from raylearner.jobs.sweep.figures import plot
+from raylearner.jobs.sweep.plan import format_value, label
+from raylearner.jobs.sweep.results import Combination, Result, Results, half_interval
+from raylearner.jobs.sweep.section import SweepSection
+from raylearner.jobs.sweep.state import Status
 from raylearner.text import visible
 
-logger = logging.getLogger(__name__)
-
-Pair = tuple[Trial, TrialState]
-
-LOG_SCALE_FROM = 5.0
-"""Ratio of an axis' largest to smallest value from which its scale is logarithmic."""
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+"""Parts of a run at which learning curves are summarized."""
 
 
-def check_matplotlib() -> None:
-    """Raise `ConfigError` before a sweep starts, since plots are drawn at its end."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plots: matplotlib is not installed; `pip install matplotlib`")
+def find(path: str) -> Path:
+    """Return the folder of a sweep, named by itself or by the sweep file. Raises `ConfigError`."""
+    if Path(path).is_dir():
+        return Path(path)
+    folder = plan.folder(load_section(path, SweepSection).name)
+    if not folder.is_dir():
+        raise ConfigError(f"{path}: has no results yet; `raylearner sweep {path}` runs it")
+    return folder
 
 
-def write(plan: Plan, state: SweepState, commands: Mapping[int, str]) -> None:
-    """Write `results.csv`, `results.md` and `plots/*.png`; `commands` repeat the trials, by number."""
-    pairs = list(zip(plan.trials, state.trials, strict=True))
-    _write_csv(state.folder / "results.csv", pairs, state, commands)
-    (state.folder / "results.md").write_text(markdown(plan, pairs, commands), encoding="utf-8")
-    if any(s.value is not None for _, s in pairs):
-        plot(plan, pairs, state.folder / "plots")
-
-
-def _write_csv(
-    path: Path, pairs: Sequence[Pair], sweep_state: SweepState, commands: Mapping[int, str]
-) -> None:
-    keys = axis_keys([trial for trial, _ in pairs])
-    records = [
-        {
-            "trial": trial.number,
-            **{key: format_value(trial.values.get(key, "")) for key in keys},
-            "seed": trial.seed,
-            "status": str(state.status),
-            "attempts": state.num_attempts,
-            "step": state.step,
-            "value": "" if state.value is None else repr(state.value),
-            "failed_episodes": f"{state.failed_fraction:.4g}",
-            "seconds": _seconds(state),
-            "run_dir": sweep_state.run_dir(trial.number),
-            "job": state.submission_id or "",
-            "error": visible(state.error or ""),
-            "command": commands[trial.number],
-        }
-        for trial, state in pairs
-    ]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.DictWriter(file, fieldnames=list(records[0]))
-        rows.writeheader()
-        rows.writerows(records)
-
-
-def _seconds(state: TrialState) -> str:
-    if state.started_at_s is None or state.finished_at_s is None:
-        return ""
-    return f"{state.finished_at_s - state.started_at_s:.1f}"
-
-
-def markdown(plan: Plan, pairs: Sequence[Pair], commands: Mapping[int, str]) -> str:
-    """Return combinations from best to worst, each over its seeds, then every trial's command."""
-    keys = axis_keys([trial for trial, _ in pairs])
-    metric = plan.sweep.metric
-    lines = [
-        f"# {plan.sweep.name}",
-        "",
-        f"`{metric.key}`, mean over the last {metric.last_steps} steps, then over the seeds that"
-        " completed; ± is the standard deviation over seeds.",
-        "",
-        "| "
-        + " | ".join([*(f"`{key}`" for key in keys), "value", "failed episodes", "seeds", "trials"])
-        + " |",
-        "|" + "---|" * (len(keys) + 4),
-    ]
-    groups = sorted(_by_point(pairs).values(), key=lambda g: _rank(g, goal=metric.goal))
-    for group in groups:
-        cells = [format_value(group[0][0].values.get(key, "-")) for key in keys]
-        lines.append("| " + " | ".join([*cells, *_summary(group)]) + " |")
-    failed = [(trial, state) for trial, state in pairs if state.error]
-    if failed:
-        lines += ["", "## Failed", ""]
-        lines += [f"- {trial.number:03d} ({trial.label}): {state.error}" for trial, state in failed]
-    lines += ["", "## Repeat a trial", ""]
-    lines += [f"- {trial.number:03d}: `{commands[trial.number]}`" for trial, _ in pairs]
-    return "\n".join(lines) + "\n"
-
-
-def _by_point(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    groups: dict[str, list[Pair]] = {}
-    for trial, state in pairs:
-        groups.setdefault(repr(sorted(trial.values.items())), []).append((trial, state))
-    return groups
-
-
-def _measured(group: Sequence[Pair]) -> list[tuple[float, float]]:
-    """Return values and shares of failed episodes of the trials that completed, or of those stopped early
-    if none completed."""
-    measured = [(f.status, f.value, f.failed_fraction) for _, f in group if f.value is not None]
-    done = [(value, failed) for status, value, failed in measured if status is Status.DONE]
-    return done or [(value, failed) for _, value, failed in measured]
-
-
-def _rank(group: Sequence[Pair], *, goal: str) -> tuple[float, float]:
-    """Return the sort key: the mean, then the share of failed episodes."""
-    measured = _measured(group)
-    if not measured:
-        return (math.inf, math.inf)
-    mean = statistics.fmean(value for value, _ in measured)
-    failed = statistics.fmean(failed for _, failed in measured)
-    return (-mean if goal == "max" else mean, failed)
-
-
-def _summary(group: Sequence[Pair]) -> list[str]:
-    values = [value for value, _ in _measured(group)]
-    failed = [failed for _, failed in _measured(group)]
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    value = f"{statistics.fmean(values):.4f}{spread}" if values else "-"
-    numbers = ", ".join(
-        f"{trial.number:03d}" + ("" if state.status == "done" else f" ({state.status})")
-        for trial, state in group
+def write(folder: Path) -> str:
+    """Write the report of a sweep into its folder and return its Markdown. Raises `ConfigError`."""
+    found = results.read(folder)
+    text = markdown(found)
+    (folder / "results.md").write_text(text, encoding="utf-8")
+    _write_csv(folder / "results.csv", [_trial_row(found, trial) for trial in found.trials])
+    _write_csv(
+        folder / "combinations.csv",
+        [_combination_row(found, combination) for combination in found.combinations()],
     )
-    if any(failed):
-        value += f" ({statistics.fmean(failed):.1%} of the episodes failed)"
-    return [value, f"{len(values)} of {len(group)}", numbers]
+    _write_csv(
+        folder / "curves.csv",
+        [
+            {"trial": trial.number, "seed": trial.seed, "step": step, "value": repr(value)}
+            for trial in found.trials
+            for step, value in trial.curve
+        ],
+    )
+    if any(trial.state.value is not None for trial in found.trials):
+        plot(found, folder / "plots")
+    return text
 
 
-def plot(plan: Plan, pairs: Sequence[Pair], folder: Path) -> list[Path]:
-    """Plot the metric against each axis: a line for each combination of the others, seeds as dots, a band of
-    one standard deviation, crosses for trials that did not complete."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(exist_ok=True)
-    paths: list[Path] = []
-    keys = axis_keys([trial for trial, _ in pairs])
-    for key in keys:
-        with_key = [pair for pair in pairs if key in pair[0].values]
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        _draw(axes, key, [k for k in keys if k != key], with_key)
-        axes.set_xlabel(key)
-        axes.set_ylabel(plan.sweep.metric.key)
-        axes.set_title(plan.sweep.name)
-        paths.append(folder / f"{key.replace('.', '_')}.png")
-        figure.savefig(paths[-1], dpi=120)
-        pyplot.close(figure)
-    return paths
+def markdown(found: Results) -> str:
+    """Return the report: the best, combinations, learning curves, failed trials, commands."""
+    ranked = found.combinations()
+    parts = [
+        [f"# {found.name}", "", _about(found)],
+        _best(found, ranked),
+        ["## Combinations, from best to worst", "", *_combinations(found, ranked)],
+        ["## Learning curves", "", *_curves(found, ranked)],
+        _failed(found),
+        [
+            "## Repeat a trial",
+            "",
+            "Each command uses the configuration that the trial ran with, and a directory of its own.",
+            "",
+            *(f"- {trial.number:03d}: `{trial.command}`" for trial in found.trials),
+        ],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def _draw(axes: Any, key: str, others: Sequence[str], pairs: Sequence[Pair]) -> None:
-    places, ticks = _places([trial.values[key] for trial, _ in pairs])
-    lines: dict[str, dict[float, list[float]]] = {}
-    has_crosses = False
-    for trial, state in pairs:
-        if state.value is not None and state.status is not Status.DONE:
-            label = None if has_crosses else "did not complete"
-            has_crosses = True
-            axes.plot(
-                places[format_value(trial.values[key])], state.value, "x", color="gray", label=label
-            )
-        elif state.value is not None:
-            there = [other for other in others if other in trial.values]
-            named = [f"{o.rsplit('.', 1)[-1]}={format_value(trial.values[o])}" for o in there]
-            line = lines.setdefault(", ".join(named), {})
-            line.setdefault(places[format_value(trial.values[key])], []).append(state.value)
-    for name, by_place in sorted(lines.items()):
-        xs = sorted(by_place)
-        means = [statistics.fmean(by_place[x]) for x in xs]
-        spreads = [statistics.stdev(by_place[x]) if len(by_place[x]) > 1 else 0.0 for x in xs]
-        (drawn,) = axes.plot(xs, means, marker="o", label=name or None)
-        low = [m - s for m, s in zip(means, spreads, strict=True)]
-        high = [m + s for m, s in zip(means, spreads, strict=True)]
-        axes.fill_between(xs, low, high, color=drawn.get_color(), alpha=0.15)
-        for x in xs:
-            axes.plot([x] * len(by_place[x]), by_place[x], ".", color=drawn.get_color(), alpha=0.6)
-    if ticks is not None:
-        axes.set_xticks(list(range(len(ticks))), ticks)
-    elif _spans_much(list(places.values())):
-        axes.set_xscale("log")
-    if has_crosses or any(lines):
-        axes.legend(fontsize="small")
+def _about(found: Results) -> str:
+    metric = found.metric
+    better = "larger" if metric.goal == "max" else "smaller"
+    counts = Counter(trial.state.status for trial in found.trials)
+    states = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
+    return (
+        f"`{metric.key}`, mean over the last {metric.last_steps} steps of a trial; {better} is better."
+        f" {len(found.trials)} trials: {states}. ± is half the 95% confidence interval of the mean over"
+        " seeds (Student's t)."
+    )
 
 
-def _places(values: Sequence[object]) -> tuple[dict[str, float], list[str] | None]:
-    """Return the position of each value on the axis, and the tick labels of values that are not numbers."""
-    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-        return {format_value(v): float(v) for v in values if isinstance(v, int | float)}, None
-    names = list(dict.fromkeys(format_value(value) for value in values))
-    return {name: float(index) for index, name in enumerate(names)}, names
+def _best(found: Results, ranked: Sequence[Combination]) -> list[str]:
+    trial = found.best_trial()
+    if trial is None:
+        return ["No trial has completed with a value."]
+    first = ranked[0]
+    return [
+        f"- **Best combination**: {_cell(label(first.values))}: {_value(first)} over {_seeds(first)} seeds",
+        f"- **Best trial**: {trial.number:03d} ({_cell(label(trial.values))}, seed {trial.seed}):"
+        f" {_number(trial.state.value)}, in `{trial.run_dir}`",
+    ]
 
 
-def _spans_much(places: Sequence[float]) -> bool:
-    return min(places) > 0 and max(places) / min(places) >= LOG_SCALE_FROM
+def _combinations(found: Results, ranked: Sequence[Combination]) -> list[str]:
+    rows = [
+        [*_point(found, c), _value(c), _seeds(c), ", ".join(map(_with_status, c.trials))]
+        for c in ranked
+    ]
+    return _table([*(f"`{key}`" for key in found.axes), "value", "seeds", "trials"], rows)
 
 
-STYLES = {
-    Status.RUNNING: "cyan",
-    Status.DONE: "green",
-    Status.STOPPED_EARLY: "yellow",
-    Status.FAILED: "red",
-}
+def _curves(found: Results, ranked: Sequence[Combination]) -> list[str]:
+    heads = ["first step", *(f"{part:.0%} of the steps" for part in QUARTERS)]
+    rows = [
+        [
+            *_point(found, combination),
+            *(
+                _spread(
+                    [value for t in combination.measured if (value := _at(t, part)) is not None]
+                )
+                for part in (0.0, *QUARTERS)
+            ),
+        ]
+        for combination in ranked
+    ]
+    about = "Mean over seeds of the metric so far; `curves.csv` has every step."
+    return [about, "", *_table([*(f"`{key}`" for key in found.axes), *heads], rows)]
 
 
-class Board:
-    """A live table of all trials on a terminal, and a log line for each change of status."""
-
-    def __init__(self, plan: Plan, state: SweepState, console: Console | None = None) -> None:
-        self._plan = plan
-        self._state = state
-        self._console = console or Console(file=sys.stderr)
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                console=self._console, get_renderable=self.table, refresh_per_second=2
-            )
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def log_change(self, state: TrialState) -> None:
-        """Log the new status of a trial."""
-        trial = self._plan.trials[state.number]
-        parts = [f"trial {state.number:03d} {state.status}", trial.label, f"seed {trial.seed}"]
-        if state.status.is_final:
-            parts.append(f"value {_value(state)} at step {state.step} in {_duration(state)}")
-        if state.error:
-            parts.append(state.error)
-        logger.info("%s", "  ".join(parts))
-
-    def table(self) -> Table:
-        table = Table(title=Text(self._plan.sweep.name), title_justify="left")
-        for head in ("trial", "combination", "seed", "status", "step", "value", "time"):
-            table.add_column(head)
-        for trial, state in zip(self._plan.trials, self._state.trials, strict=True):
-            num_steps = trial.config.run.num_steps
-            table.add_row(
-                f"{trial.number:03d}",
-                Text(trial.label),
-                str(trial.seed),
-                Text(str(state.status), style=STYLES.get(state.status, "dim")),
-                f"{state.step}/{num_steps}",
-                _value(state),
-                _duration(state),
-            )
-        return table
+def _at(trial: Result, part: float) -> float | None:
+    """Return the metric after this part of the steps; None if the trial did not get there."""
+    step = max(round(part * trial.num_steps), trial.curve[0][0]) if trial.curve else 0
+    reached = [value for at, value in trial.curve if at <= step]
+    return reached[-1] if reached and trial.state.step >= step else None
 
 
-def _value(state: TrialState) -> str:
-    return "-" if state.value is None else f"{state.value:.4f}"
+def _failed(found: Results) -> list[str]:
+    failed = [trial for trial in found.trials if trial.state.error]
+    lines = [
+        f"- {trial.number:03d} ({label(trial.values)}, seed {trial.seed}):"
+        f" {visible(trial.state.error or '')}; `{trial.run_dir}`"
+        for trial in failed
+    ]
+    return ["## Failed", "", *lines] if lines else []
 
 
-def _duration(state: TrialState) -> str:
-    if state.started_at_s is None:
+def _point(found: Results, combination: Combination) -> list[str]:
+    return [
+        format_value(combination.values[key]) if key in combination.values else "-"
+        for key in found.axes
+    ]
+
+
+def _value(combination: Combination) -> str:
+    failed = combination.failed_fraction
+    note = f" ({failed:.1%} of the episodes failed)" if failed else ""
+    return f"{_spread(combination.numbers)}{note}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
         return "-"
-    return clock((state.finished_at_s or time.time()) - state.started_at_s)
+    half = half_interval(values)
+    mean = _number(sum(values) / len(values))
+    return mean if half is None else f"{mean} ± {_number(half)}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _seeds(combination: Combination) -> str:
+    return f"{len(combination.measured)} of {len(combination.trials)}"
+
+
+def _with_status(trial: Result) -> str:
+    status = trial.state.status
+    return f"{trial.number:03d}" + ("" if status is Status.DONE else f" ({status})")
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *([_cell(cell) for cell in row] for row in rows)]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _cell(text: str) -> str:
+    return visible(text).replace("|", "\\|")
+
+
+def _trial_row(found: Results, trial: Result) -> dict[str, object]:
+    state = trial.state
+    is_over = state.started_at_s is not None and state.finished_at_s is not None
+    return {
+        "trial": trial.number,
+        **{key: format_value(trial.values.get(key, "")) for key in found.axes},
+        "seed": trial.seed,
+        "status": str(state.status),
+        "attempts": state.num_attempts,
+        "step": state.step,
+        "value": "" if state.value is None else repr(state.value),
+        "failed_episodes": f"{state.failed_fraction:.4g}",
+        "seconds": f"{state.finished_at_s - state.started_at_s:.1f}" if is_over else "",  # type: ignore[operator]
+        "run_dir": trial.run_dir,
+        "job": state.submission_id or "",
+        "error": visible(state.error or ""),
+        "command": trial.command,
+    }
+
+
+def _combination_row(found: Results, combination: Combination) -> dict[str, object]:
+    mean, half = combination.mean, half_interval(combination.numbers)
+    has_interval = mean is not None and half is not None
+    return {
+        **{key: format_value(combination.values.get(key, "")) for key in found.axes},
+        "mean": "" if mean is None else repr(mean),
+        "low_95": repr(mean - half) if has_interval else "",  # type: ignore[operator]
+        "high_95": repr(mean + half) if has_interval else "",  # type: ignore[operator]
+        "seeds": len(combination.measured),
+        "failed_episodes": f"{combination.failed_fraction:.4g}",
+        "trials": " ".join(f"{trial.number:03d}" for trial in combination.trials),
+    }
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        if rows:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)

@@ -17,9 +17,11 @@ import ray
 from raylearner import job_variables
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.jobs import client as jobs_client
-from raylearner.jobs.sweep import report
+from raylearner.jobs.sweep import figures, report
+from raylearner.jobs.sweep import plan as plans
+from raylearner.jobs.sweep.board import Board
 from raylearner.jobs.sweep.early_stopping import Asha
-from raylearner.jobs.sweep.plan import Plan, Trial, arguments, commands, read
+from raylearner.jobs.sweep.plan import Plan, Trial, arguments, read
 from raylearner.jobs.sweep.state import Status, SweepState, TrialState, check_folder, read_progress
 from raylearner.jobs.sweep.trial_jobs import ENDED, LOST, TrialJobs, runtime_env
 from raylearner.observability import run_directory
@@ -48,7 +50,7 @@ def run(path: str, *, variables: Sequence[str] = ()) -> None:
 
 
 def _run(plan: Plan, variables: Path | None) -> None:
-    report.check_matplotlib()
+    figures.check_matplotlib()
     early, steps = plan.sweep.early_stopping, [t.config.run.num_steps for t in plan.trials]
     asha = early and Asha(early, plan.sweep.metric, max_steps=min(steps))
     section = plan.trials[0].config.cluster.model_copy(update={"dashboard": True})
@@ -60,7 +62,7 @@ def _run(plan: Plan, variables: Path | None) -> None:
         sizes = {t.number: cluster.run_size(t.config, supply, min_cpus=t.cpus) for t in plan.trials}
         for trial in plan.trials:
             cluster.check_fits(sizes[trial.number], name=f"trial {trial.number:03d}")
-        folder = run_directory.resolve(Path("runs/sweeps", plan.sweep.name)).absolute()
+        folder = plans.folder(plan.sweep.name).absolute()
         check_folder(folder)
         with run_directory.lock(folder, is_new=False):
             state = SweepState(folder, plan)
@@ -86,8 +88,7 @@ class Sweep:
         self._jobs = trial_jobs
         self._sizes = sizes
         self._asha = asha
-        self._board = report.Board(plan, state)
-        self._commands = commands(plan)
+        self._board = Board(plan, state)
         self._damaged: set[int] = set()
         self._waits_since_s: float | None = None
 
@@ -106,7 +107,7 @@ class Sweep:
             self._leave(should_stop=isinstance(error, KeyboardInterrupt | RunStopped))
             raise
         self._state.save()
-        report.write(self._plan, self._state, self._commands)
+        report.write(self._state.folder)
         self._report()
 
     def _leave(self, *, should_stop: bool) -> None:
@@ -117,7 +118,7 @@ class Sweep:
             elif self._running():
                 logger.info("running trials continue; the same command resumes the sweep")
             self._state.save()
-            report.write(self._plan, self._state, self._commands)
+            report.write(self._state.folder)
         except Exception:
             logger.exception("the results so far could not be written")
 
@@ -252,7 +253,7 @@ class Sweep:
             return ["train", "--resume", str(run_dir), run_directory.RESTART_OPTION]
         if run_dir.exists():
             run_directory.rename_aside(run_dir)
-        return arguments(self._plan, trial, run_dir)
+        return [*arguments(self._plan, trial), f"run.dir={run_dir}"]
 
     # -- interruptions -----------------------------------------------------------------------
 

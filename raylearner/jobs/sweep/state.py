@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raylearner.errors import ConfigError
 from raylearner.jobs.client import config_hash
-from raylearner.jobs.sweep.plan import Plan
+from raylearner.jobs.sweep.plan import Plan, arguments, run_dir
 from raylearner.jobs.sweep.section import SweepMetric
 from raylearner.text import dump_json
 
@@ -56,7 +56,8 @@ class TrialState:
 class SweepState:
     """Owns a sweep's folder: `sweep.json`, and `trials/NNN`, the run directory of each trial.
 
-    `sweep.json` also names the metric and each trial's point, for readers without the sweep file.
+    `sweep.json` also names the metric, and each trial's point and arguments, for readers without the sweep
+    file.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -72,6 +73,7 @@ class SweepState:
                     "seed": trial.seed,
                     "num_steps": trial.config.run.num_steps,
                     "values": trial.values,
+                    "arguments": arguments(plan, trial),
                 }
                 for trial in plan.trials
             ],
@@ -85,7 +87,7 @@ class SweepState:
         self.save()
 
     def run_dir(self, number: int) -> Path:
-        return self.folder / "trials" / f"{number:03d}"
+        return run_dir(self.folder, number)
 
     def save(self) -> None:
         """Replace the file atomically."""
