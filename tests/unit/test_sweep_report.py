@@ -77,8 +77,8 @@ def test_combinations_are_ranked_by_their_mean_with_its_interval(folder: Path) -
         "| 0.0001 | 4 | 0.2000 ± 1.2706 | 2 of 2 | 000, 001 |",
         "| 0.001 | 8 | 0.2000 | 1 of 2 | 006, 007 (failed) |",
     ]
-    assert "007 (learning_rate=0.001  group_size=8, seed 1): it broke" in text
-    assert "**Best trial**: 003 (learning_rate=0.0001  group_size=8, seed 1): 0.9000" in text
+    assert "007 (learning_rate=0.001, group_size=8, seed 1): it broke" in text
+    assert "**Best trial**: 003 (learning_rate=0.0001, group_size=8, seed 1): 0.9000" in text
     assert "8 trials: 7 done, 1 failed" in text
     assert text == (folder / "results.md").read_text()
     best = rows_of(folder / "combinations.csv")[0]
@@ -194,7 +194,7 @@ def test_many_combinations_get_a_panel_for_each_value_of_an_axis(folder: Path) -
     panels = figures._panels(results.read(folder))
     assert list(panels) == [f"group_size={size}" for size in (2, 3, 4, 5, 6)]
     assert [[name for name, _ in lines] for lines in panels.values()] == [
-        ["loss=gspo", "loss=ppo"]
+        ["loss=ppo", "loss=gspo"]
     ] * 5
 
 
@@ -231,7 +231,7 @@ def test_hostile_text_stays_in_its_cell_and_line(folder: Path) -> None:
     assert "a\\|b" in text
     rows = combinations_of(text.replace("| a", "| 0.a"))
     assert len(rows) == 1
-    assert "- 001 " in text
+    assert any(line.startswith("- 001 ") and "line break" in line for line in text.splitlines())
 
 
 @pytest.mark.parametrize(

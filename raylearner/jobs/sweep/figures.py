@@ -17,6 +17,8 @@ MAX_LINES = 8
 """Maximum number of learning curves in one panel, the best ones."""
 MAX_PANELS = 6
 """Maximum number of panels of learning curves."""
+MAX_TICKS = 8
+"""Maximum number of values of an axis that all get a tick."""
 MAX_CHARACTERS = 48
 """Maximum length of a label."""
 SPREAD = 0.5
@@ -60,7 +62,7 @@ def _draw_axis(axes: Any, found: Results, key: str) -> None:
     beside each other where it is a category; seeds as dots, intervals as bands or bars, crosses for trials
     that did not complete.
     """
-    combinations = [c for c in found.combinations() if key in c.values]
+    combinations = [c for c in found.in_order() if key in c.values]
     places, ticks = _places([trial.values[key] for trial in found.trials if key in trial.values])
     series: dict[str, list[tuple[float, list[float]]]] = {}
     for combination in combinations:
@@ -69,8 +71,8 @@ def _draw_axis(axes: Any, found: Results, key: str) -> None:
         if values:
             others = {k: v for k, v in combination.values.items() if k != key}
             place = places[format_value(combination.values[key])]
-            series.setdefault(label(others), []).append((place, values))
-    for index, (name, points) in enumerate(sorted(series.items())):
+            series.setdefault(label(others, separator=", "), []).append((place, values))
+    for index, (name, points) in enumerate(series.items()):
         if ticks is None:
             _draw_line(axes, name, sorted(points))
         else:
@@ -82,6 +84,8 @@ def _draw_axis(axes: Any, found: Results, key: str) -> None:
         axes.set_xlim(-0.5, len(ticks) - 0.5)
     elif _spans_much(list(places.values())):
         axes.set_xscale("log")
+    elif len(places) <= MAX_TICKS:
+        axes.set_xticks(sorted(places.values()))
     if has_crosses or any(series):
         axes.legend(fontsize="small")
 
@@ -158,7 +162,7 @@ def _spans_much(places: Sequence[float]) -> bool:
 def _draw_curves(pyplot: Any, found: Results) -> Any:
     """Draw the mean over seeds by step; a panel for each value of one axis if there are many combinations."""
     panels = _panels(found)
-    columns = min(len(panels), 3)
+    columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
     rows = -(-len(panels) // columns)
     figure, grid = pyplot.subplots(
         *(rows, columns),
@@ -174,6 +178,7 @@ def _draw_curves(pyplot: Any, found: Results) -> Any:
             _draw_curve(axes, name, combination)
         axes.set_title(_short(title), fontsize="medium")
         axes.set_xlabel("step")
+        axes.tick_params(labelbottom=True)
         axes.legend(fontsize="small")
     for axes in cells[len(panels) :]:
         axes.set_visible(False)
@@ -184,17 +189,22 @@ def _draw_curves(pyplot: Any, found: Results) -> Any:
 
 
 def _panels(found: Results) -> dict[str, list[tuple[str, Combination]]]:
-    """Return the lines of each panel, from best to worst, by its title."""
-    combinations = [c for c in found.combinations() if any(trial.curve for trial in c.trials)]
+    """Return the lines of each panel by its title."""
+    combinations = [c for c in found.in_order() if any(trial.curve for trial in c.trials)]
     by_axis = {
         key: list(dict.fromkeys(format_value(c.values.get(key, "-")) for c in combinations))
         for key in found.axes
     }
     several = {key: names for key, names in by_axis.items() if 2 <= len(names) <= MAX_PANELS}
-    if len(combinations) <= MAX_LINES or not several:
-        lines = [(label(c.values), c) for c in combinations[:MAX_LINES]]
-        is_cut = len(combinations) > MAX_LINES
-        return {f"the best {MAX_LINES} combinations" if is_cut else "": lines}
+    if len(combinations) <= MAX_LINES:
+        return {"": [(label(c.values, separator=", "), c) for c in combinations]}
+    if not several:
+        best = [c for c in found.combinations() if c in combinations][:MAX_LINES]
+        return {
+            f"the best {MAX_LINES} combinations": [
+                (label(c.values, separator=", "), c) for c in best
+            ]
+        }
     key = max(several, key=lambda key: len(several[key]))
     panels: dict[str, list[tuple[str, Combination]]] = {}
     for name in several[key]:
@@ -202,8 +212,8 @@ def _panels(found: Results) -> dict[str, list[tuple[str, Combination]]]:
         lines = [
             (label({k: v for k, v in c.values.items() if k != key}), c) for c in inside[:MAX_LINES]
         ]
-        panels[f"{key.rsplit('.', 1)[-1]}={name}"] = sorted(lines, key=lambda line: line[0])
-    return dict(sorted(panels.items()))
+        panels[f"{key.rsplit('.', 1)[-1]}={name}"] = lines
+    return panels
 
 
 def _draw_curve(axes: Any, name: str, combination: Combination) -> None:

@@ -160,9 +160,11 @@ def to_override(value: object) -> str:
     return json.dumps(value)
 
 
-def label(values: Values) -> str:
+def label(values: Values, *, separator: str = "  ") -> str:
     """Return values in short form, with the last part of each key."""
-    return "  ".join(f"{key.rsplit('.', 1)[-1]}={format_value(v)}" for key, v in values.items())
+    return separator.join(
+        f"{key.rsplit('.', 1)[-1]}={format_value(v)}" for key, v in values.items()
+    )
 
 
 def format_value(value: object) -> str:

@@ -64,7 +64,8 @@ def markdown(found: Results) -> str:
         [
             "## Repeat a trial",
             "",
-            "Each command uses the configuration that the trial ran with, and a directory of its own.",
+            "The directory is a new one. A trial that has started is repeated with the configuration that it"
+            " ran with.",
             "",
             *(f"- {trial.number:03d}: `{trial.command}`" for trial in found.trials),
         ],
@@ -90,8 +91,8 @@ def _best(found: Results, ranked: Sequence[Combination]) -> list[str]:
         return ["No trial has completed with a value."]
     first = ranked[0]
     return [
-        f"- **Best combination**: {_cell(label(first.values))}: {_value(first)} over {_seeds(first)} seeds",
-        f"- **Best trial**: {trial.number:03d} ({_cell(label(trial.values))}, seed {trial.seed}):"
+        f"- **Best combination**: {_named(first.values)}: {_value(first)} over {_seeds(first)} seeds",
+        f"- **Best trial**: {trial.number:03d} ({_named(trial.values)}, seed {trial.seed}):"
         f" {_number(trial.state.value)}, in `{trial.run_dir}`",
     ]
 
@@ -132,8 +133,8 @@ def _at(trial: Result, part: float) -> float | None:
 def _failed(found: Results) -> list[str]:
     failed = [trial for trial in found.trials if trial.state.error]
     lines = [
-        f"- {trial.number:03d} ({label(trial.values)}, seed {trial.seed}):"
-        f" {visible(trial.state.error or '')}; `{trial.run_dir}`"
+        f"- {trial.number:03d} ({_named(trial.values)}, seed {trial.seed}):"
+        f" {_line(trial.state.error or '')}; `{trial.run_dir}`"
         for trial in failed
     ]
     return ["## Failed", "", *lines] if lines else []
@@ -180,8 +181,16 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
+def _named(values: plan.Values) -> str:
+    return _cell(label(values, separator=", "))
+
+
+def _line(text: str) -> str:
+    return " ".join(visible(text).split())
+
+
 def _cell(text: str) -> str:
-    return visible(text).replace("|", "\\|")
+    return _line(text).replace("|", "\\|")
 
 
 def _trial_row(found: Results, trial: Result) -> dict[str, object]:

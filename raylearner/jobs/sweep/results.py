@@ -95,10 +95,14 @@ class Results:
 
     def combinations(self) -> list[Combination]:
         """Return the combinations from best to worst; of equal ones, that with fewer failed episodes first."""
+        return sorted(self.in_order(), key=self._rank)
+
+    def in_order(self) -> list[Combination]:
+        """Return the combinations in the order of the sweep file."""
         by_point: dict[str, list[Result]] = {}
         for trial in self.trials:
             by_point.setdefault(json.dumps(trial.values, sort_keys=True), []).append(trial)
-        return sorted((Combination(trials=group) for group in by_point.values()), key=self._rank)
+        return [Combination(trials=group) for group in by_point.values()]
 
     def best_trial(self) -> Result | None:
         """Return the best of the trials that completed; None if none did."""
