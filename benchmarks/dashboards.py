@@ -1,5 +1,5 @@
-"""A run seen as a person sees it: a real Prometheus answers every query of the Grafana dashboard, and a
-browser takes pictures of Ray's dashboard, TensorBoard and the trajectory page.
+"""A run seen as a person sees it: a real Prometheus answers every query of the Grafana dashboard, whose
+panels are drawn from the answers, and a browser takes pictures of Ray's dashboard, TensorBoard and the trajectory page.
 
     python -m benchmarks.dashboards CONFIG OUT_FOLDER [key=value..]
 
@@ -10,7 +10,9 @@ import asyncio
 import base64
 import contextlib
 import json
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from raylearner.jobs import client as jobs_client
-from raylearner.observability.grafana import dashboard
+from raylearner.observability.grafana import COLUMNS, HEIGHT, WIDTH, dashboard
 
 ROOT = Path(__file__).parents[1]
 SIZE = (1500, 950)
@@ -86,6 +88,52 @@ def answers(prometheus: str) -> dict[str, int]:
             assert said["status"] == "success", said
             found[f"{panel['title']}: {target['expr']}"] = len(said["data"]["result"])
     return found
+
+
+def draw(prometheus: str, path: Path, *, minutes: float = 5.0) -> None:
+    """Draw the last minutes of every panel with its legend, from the answers of Prometheus, as Grafana lays
+    them out."""
+    from matplotlib.figure import Figure
+
+    panels = dashboard()["panels"]
+    num_rows = math.ceil(len(panels) / COLUMNS)
+    figure = Figure(
+        figsize=(4.6 * COLUMNS, 2.4 * num_rows), layout="constrained", facecolor="white"
+    )
+    grid = figure.subplots(num_rows, COLUMNS, squeeze=False)
+    end_s = time.time()
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for panel in panels:
+        place = panel["gridPos"]
+        axes = grid[place["y"] // HEIGHT][place["x"] // WIDTH]
+        axes.set_visible(True)
+        axes.set_title(panel["title"], loc="left", fontsize=10, fontweight="bold")
+        for target in panel["targets"]:
+            for series in _range(prometheus, target["expr"], end_s - 60 * minutes, end_s):
+                label = re.sub(
+                    r"\{\{(\w+)\}\}",
+                    lambda found, series=series: series["metric"].get(found[1], ""),
+                    target["legendFormat"],
+                )
+                points = [(float(t) - end_s, float(value)) for t, value in series["values"]]
+                axes.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
+        if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
+            axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=6, ncols=2, loc="upper left", frameon=False)
+        else:
+            axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="grey")
+    figure.savefig(path, dpi=100)
+
+
+def _range(prometheus: str, query: str, start_s: float, end_s: float) -> list[dict[str, Any]]:
+    arguments = {"query": query.replace("$run", ".*"), "start": start_s, "end": end_s, "step": 2}
+    url = f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(arguments)}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)["data"]["result"]
 
 
 async def pictures(pages: dict[str, str], folder: Path, *, token: str) -> None:
@@ -166,6 +214,7 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
         found = answers(prometheus)
         lines = [f"{count:4d}  {query}" for query, count in found.items()]
         (out / "queries.txt").write_text("\n".join(lines) + "\n")
+        draw(prometheus, out / "panels.png")
         pages = {
             "jobs": f"{ray_url}/#/jobs",
             "actors": f"{ray_url}/#/actors",

@@ -1,5 +1,6 @@
 """Reports on a configuration: implied sizes, the resolved YAML, and the reference of all keys."""
 
+import hashlib
 import json
 import math
 import os
@@ -152,6 +153,23 @@ def git_revision() -> str:
         return revision + ("-dirty" if _git(here, "status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return "unknown"
+
+
+def config_hash(config: RunConfig) -> str:
+    """Return a hash of a configuration without its run directory."""
+    tree = config.model_dump(mode="json")
+    tree["run"].pop("dir")
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def job_metadata(config: RunConfig) -> dict[str, str]:
+    """Return the metadata that the Jobs page shows for a run."""
+    return {
+        "job_name": config.run.name,  # what Ray shows as the job's name
+        "run": config.run.name,
+        "commit": git_revision(),
+        "config": config_hash(config),
+    }
 
 
 GIT_TIMEOUT_S = 10.0

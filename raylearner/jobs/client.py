@@ -1,7 +1,5 @@
 """Client of Ray's Jobs API: connecting to a cluster, and packaging and submitting jobs."""
 
-import hashlib
-import json
 import logging
 import os
 import shlex
@@ -16,7 +14,6 @@ from typing import Any
 
 from raylearner import network
 from raylearner.config.report import COMMIT_VARIABLE, git_revision
-from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
 
 EXCLUDES = (
@@ -197,23 +194,6 @@ def _is_ours(address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def config_hash(config: RunConfig) -> str:
-    """Return a hash of a configuration without its run directory."""
-    tree = config.model_dump(mode="json")
-    tree["run"].pop("dir")
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def metadata(config: RunConfig) -> dict[str, str]:
-    """Return the metadata that the Jobs page shows for a run."""
-    return {
-        "job_name": config.run.name,  # what Ray shows as the job's name
-        "run": config.run.name,
-        "commit": git_revision(),
-        "config": config_hash(config),
-    }
 
 
 def runtime_env(

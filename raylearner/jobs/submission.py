@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from raylearner import job_variables
-from raylearner.config.report import git_revision
+from raylearner.config.report import git_revision, job_metadata
 from raylearner.config.resources import HUB_TOKEN, WANDB_KEY, named_variables, wants_wandb_key
 from raylearner.config.schema import PretrainedModel, RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
@@ -70,7 +70,7 @@ def submit(
             environment=jobs_client.runtime_env(
                 str(Path.cwd()), dependencies=dependencies, variables=package
             ),
-            about=jobs_client.metadata(config) if config is not None else _about(request, name),
+            about=job_metadata(config) if config is not None else _about(request, name),
             submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
         )
     where = client.get_address()

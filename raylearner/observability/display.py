@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylearner.observability.lines import WIDTH, Metrics, clock, figures, share, step_line
+from raylearner.observability.logs import IN_PANEL
 from raylearner.text import visible
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Stage:
         if self.is_logged and lines and silent_s >= LOG_INTERVAL_S:
             self._logged_s, self._logged = time.monotonic(), awaited
             for line in lines:
-                logger.info("%s", line)
+                logger.info("%s", line, extra={IN_PANEL: True})
 
 
 class Display:

@@ -15,6 +15,9 @@ FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 CONSOLE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
 
+IN_PANEL = "is_in_panel"
+"""Attribute of records that a terminal does not get, since its live panel shows them."""
+
 NOISY = ("ray", "vllm", "transformers", "torch", "filelock", "urllib3", "httpx", "asyncio")
 """Libraries whose messages below a warning are dropped."""
 
@@ -38,6 +41,10 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
         return sys.stderr
+
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        is_repeated = hasattr(record, IN_PANEL) and _terminal_width(self.stream) is not None
+        return False if is_repeated else super().filter(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

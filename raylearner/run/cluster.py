@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylearner import job_variables
@@ -40,15 +41,20 @@ START_LOGGERS = ("ray._private.node", "ray._private.services", "ray._private.wor
 """Ray's loggers that report a failed start with stacks and excerpts of logs."""
 
 
-def connect(config: ClusterSection) -> str:
+def connect(config: ClusterSection, *, metadata: Mapping[str, str] | None = None) -> str:
     """Join the cluster of `RAY_ADDRESS` or `cluster.address`, or start a local one.
 
-    Returns the `host:port` of its dashboard, empty where it has none. Raises `ConfigError` when the cluster cannot be reached.
+    The Jobs page shows `metadata`, unless this process is a submitted job, which has its own. Returns the
+    `host:port` of the dashboard, empty where there is none. Raises `ConfigError` when the cluster cannot be reached.
     """
     refuse_bad_authentication()
     address = os.environ.get("RAY_ADDRESS") or config.address
     # The output of actors stays in Ray's log files; errors and metrics are returned.
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "job_config": JobConfig(metadata=dict(metadata or {})),
+    }
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if address:
         try:

@@ -17,6 +17,7 @@ from raylearner import leftovers
 from raylearner.actors.reward_actor import RewardActors
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import check_vision_support
+from raylearner.config.report import job_metadata
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
@@ -73,7 +74,7 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     machine.check_disk_space(folder)
     with run_directory.lock(folder, is_new=True):
         try:
-            cluster.connect(config.cluster)
+            cluster.connect(config.cluster, metadata=job_metadata(config))
             config = cluster.resolve(config)
             cluster.check_variables(config)
             record = asyncio.run(

@@ -15,6 +15,7 @@ from pathlib import Path
 from raylearner import leftovers
 from raylearner.cleanup import clean_up
 from raylearner.config.image_checks import check_adapter_transport, check_vision_support
+from raylearner.config.report import job_metadata
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import RunStopped, causes, summary
@@ -94,7 +95,7 @@ def _run(
         else:
             latest = stack.enter_context(run_directory.lock(folder, is_new=True))
         with display.stage("connecting to Ray"):
-            cluster.connect(config.cluster)
+            cluster.connect(config.cluster, metadata=job_metadata(config))
         stack.callback(cluster.disconnect)
         stop.handle()
         config = cluster.resolve(config)

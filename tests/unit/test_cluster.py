@@ -73,6 +73,19 @@ def test_a_local_start_that_fails_is_retried_and_leaves_no_process(
     assert not any(process.is_running() for process in started)
 
 
+def test_the_jobs_page_gets_the_metadata_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        seen.append(options["job_config"])
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    cluster.connect(ClusterSection(), metadata={"run": "first", "commit": "abc"})
+    assert seen[0].metadata == {"run": "first", "commit": "abc"}
+
+
 def test_the_last_failed_start_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     started = _fail_starts(monkeypatch, 100)
     with pytest.raises(StartError, match="timed out during startup") as caught:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from raylearner import cli
 from raylearner.config.loader import load
-from raylearner.config.report import COMMIT_VARIABLE, git_revision
+from raylearner.config.report import COMMIT_VARIABLE, config_hash, git_revision, job_metadata
 from raylearner.config.schema import RunConfig
 from raylearner.errors import ConfigError, RaylearnerError
 from raylearner.jobs import client as jobs_client
@@ -92,9 +92,9 @@ def submit(client: Client) -> str:
 def test_the_hash_of_a_configuration_ignores_the_run_directory(
     config: Callable[..., RunConfig],
 ) -> None:
-    assert jobs_client.config_hash(config()) == jobs_client.config_hash(config("run.dir=elsewhere"))
-    assert jobs_client.config_hash(config()) != jobs_client.config_hash(config("run.seed=1"))
-    assert set(jobs_client.metadata(config())) == {"job_name", "run", "commit", "config"}
+    assert config_hash(config()) == config_hash(config("run.dir=elsewhere"))
+    assert config_hash(config()) != config_hash(config("run.seed=1"))
+    assert set(job_metadata(config())) == {"job_name", "run", "commit", "config"}
 
 
 def test_a_job_runs_by_this_interpreter_here_and_by_its_own_elsewhere() -> None:

@@ -115,6 +115,9 @@ def test_only_a_terminal_gets_folded_lines_and_none_gets_escapes(
     monkeypatch.setattr(logs.os, "get_terminal_size", lambda _: size)
     for stream, num_lines in ((Terminal(), 2), (io.StringIO(), 1)):
         monkeypatch.setattr(sys, "stderr", stream)
+        shown = logging.LogRecord("x", logging.INFO, "", 0, "engines 1/2", None, None)
+        shown.is_in_panel = True
+        assert bool(ConsoleHandler().filter(shown)) == (num_lines == 1)
         record = logging.LogRecord("x", logging.INFO, "", 0, "\x1b[2J" + "word " * 20, None, None)
         ConsoleHandler().emit(record)
         text = stream.getvalue()

@@ -15,6 +15,7 @@ from types import FrameType
 import ray
 
 from raylearner import job_variables
+from raylearner.config.report import job_metadata
 from raylearner.errors import ConfigError, RaylearnerError, RunStopped
 from raylearner.jobs import client as jobs_client
 from raylearner.jobs.sweep import figures, report
@@ -227,7 +228,7 @@ class Sweep:
     def _start(self, state: TrialState) -> None:
         """Record the job before starting it, so that no job runs unfollowed."""
         trial = self._plan.trials[state.number]
-        about = jobs_client.metadata(trial.config) | {
+        about = job_metadata(trial.config) | {
             "sweep": self._plan.sweep.name,
             "trial": f"{trial.number:03d}",
         }

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from raylearner.config.report import config_hash
 from raylearner.errors import ConfigError
-from raylearner.jobs.client import config_hash
 from raylearner.jobs.sweep.plan import Plan, arguments, run_dir
 from raylearner.jobs.sweep.section import SweepMetric
 from raylearner.text import dump_json
