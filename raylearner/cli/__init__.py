@@ -1,4 +1,5 @@
-"""The command line: `init`, `train`, `eval`, `check`, `submit`, `sweep`, `scale`, `view` and `doctor`.
+"""The command line: `init`, `convert`, `train`, `eval`, `check`, `submit`, `sweep`, `scale`, `view` and
+`doctor`.
 
 It loads in well under a second: torch, Ray and vLLM are imported where needed.
 """
@@ -10,6 +11,7 @@ import typer
 
 from raylearner import __version__
 from raylearner.cli import examples, inspection, jobs, runs
+from raylearner.cli.convert import convert
 from raylearner.cli.init import init
 
 COMMANDS = {
@@ -22,6 +24,7 @@ COMMANDS = {
     "view": inspection.view,
     "doctor": inspection.doctor,
     "init": init,
+    "convert": convert,
 }
 
 app = typer.Typer(

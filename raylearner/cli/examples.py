@@ -22,6 +22,11 @@ ARGUMENTS = {
     ),
     "view": (RUN_DIR,),
     "init": (("FOLDER", "folder that gets them; by default the current one"),),
+    "convert": (
+        ("FILE", "a .yaml file, a .sh launch script, or a .py script of TRL;"),
+        ("", "scripts are read as text and never run"),
+        ("KEY=VALUE", "further overrides of that project, such as trainer.nnodes=2"),
+    ),
 }
 
 WORDS = {
@@ -79,6 +84,13 @@ EXAMPLES = {
         ("a page to send to someone", "view runs/first --step 20 --output page.html"),
     ),
     "doctor": (("before the first run on a machine", "doctor"),),
+    "convert": (
+        (
+            "a launch script of verl, and what it could not carry",
+            "convert run_grpo.sh --out my.yaml",
+        ),
+        ("a recipe of TRL, to standard output", "convert grpo.yaml --from trl"),
+    ),
     "init": (
         ("the examples in ./configs, and the first run", "init"),
         ("", "train configs/quickstart.yaml"),

@@ -79,8 +79,8 @@ class _Table(_Source):
     prompt_column: str = "prompt"
     """Column with the prompt: text, a list of messages as in OpenAI's API, or such a list as JSON text."""
     answer_column: str = "answer"
-    """Column with the expected answer, or a list of accepted ones. May be absent while it has its default
-    name."""
+    """Column with the expected answer, or a list of accepted ones; `reward_model.ground_truth` is the
+    field of a column. May be absent while it has its default name."""
     doc_id_column: str = "doc_id"
     """Column with the id of the document that tools search. May be absent while it has its default name."""
     prompt_id_column: str = "prompt_id"

@@ -3,11 +3,10 @@
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from raylearner.credentials import mask
 from raylearner.errors import ConfigError
-
-CLOSING = "nothing was started."
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,6 +50,8 @@ class Problem:
 class ConfigProblems(ConfigError):
     """All problems of a configuration; `str` returns the report."""
 
+    closing: ClassVar[str] = "nothing was started."
+
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(tuple(problems))
         self.problems = tuple(sorted(problems, key=lambda problem: problem.where))
@@ -63,7 +64,7 @@ class ConfigProblems(ConfigError):
             for place, problem in zip(places, self.problems, strict=True)
         ]
         count = len(self.problems)
-        return mask("\n".join([*lines, f"{count} problem{'s' * (count != 1)}; {CLOSING}"]))
+        return mask("\n".join([*lines, f"{count} problem{'s' * (count != 1)}; {self.closing}"]))
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:

@@ -134,8 +134,18 @@ def _read(source: Table, row: dict[str, Any], where: str) -> Prompt:
         raise ConfigError(f"{where}: a column is nested too deeply; flatten it") from error
 
 
+def _cell(row: dict[str, Any], column: str) -> Any:
+    """Return the value of a column, or of a field inside one, such as `reward_model.ground_truth`."""
+    if column in row or "." not in column:
+        return row.get(column)
+    value: Any = row
+    for part in column.split("."):
+        value = cast(dict[str, Any], value).get(part) if isinstance(value, dict) else None
+    return value
+
+
 def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
-    raw = row.get(source.prompt_column)
+    raw = _cell(row, source.prompt_column)
     if raw is None:
         raise ConfigError(
             f"{where}: no prompt in column {source.prompt_column!r}; the row has: {_listed(row)}"
@@ -145,13 +155,13 @@ def _prompt(source: Table, row: dict[str, Any], where: str) -> Prompt:
         column = getattr(source, key)
         if column == type(source).model_fields[key].default:
             known.add(column)
-        elif column not in row:
+        elif column not in row and _cell(row, column) is None:
             raise ConfigError(f"{where}: no column {column!r} ({key}); the row has: {_listed(row)}")
     messages = _messages(source, raw, where)
     if source.image_column is not None:
         known.add(source.image_column)
         messages = _shown(source, source.image_column, row, messages, where)
-    answers = read_answers(row.get(source.answer_column), where, source.answer_column)
+    answers = read_answers(_cell(row, source.answer_column), where, source.answer_column)
     doc_id = _id(row, source.doc_id_column, where)
     prompt_id = _id(row, source.prompt_id_column, where)
     return Prompt(

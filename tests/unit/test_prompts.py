@@ -1,5 +1,6 @@
 """Prompts: the generated split never leaks, and bad rows are named."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -298,3 +299,28 @@ def test_a_task_that_cannot_be_made_is_a_config_error(change: dict, words: str) 
     source = {"kind": "reasoning_gym", "task": "leg_counting", **change}
     with pytest.raises(ConfigError, match=words):
         load_prompts([ReasoningGymData.model_validate(source)])
+
+
+def test_a_column_may_be_a_field_of_one_as_in_rows_of_verl(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["2", "two"]}},
+        "extra_info": {"index": 3},
+    }
+    path.write_text(json.dumps(row))
+    source = {
+        "kind": "jsonl",
+        "path": str(path),
+        "answer_column": "reward_model.ground_truth.target",
+    }
+    (prompt,) = load_prompts([FileData.model_validate(source)])
+    assert (prompt.answer, prompt.other_answers) == ("2", ("two",))
+    assert prompt.columns == {
+        name: row[name] for name in ("data_source", "reward_model", "extra_info")
+    }
+    with pytest.raises(ConfigError, match=r"ground_truth\.none"):
+        load_prompts(
+            [FileData.model_validate(source | {"answer_column": "reward_model.ground_truth.none"})]
+        )

@@ -1,0 +1,1 @@
+"""Conversion of other projects' configurations: tables of keys, readers of their files, and rules."""

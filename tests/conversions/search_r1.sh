@@ -1,0 +1,35 @@
+export DATA_DIR='data/nq_search'
+export BASE_MODEL='Qwen/Qwen2.5-3B'
+export EXPERIMENT_NAME=nq-search-grpo
+# export BASE_MODEL='Qwen/Qwen2.5-7B'
+
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo_format \
+    data.train_files=$DATA_DIR/train.parquet \
+    data.val_files=$DATA_DIR/test.parquet \
+    data.train_data_num=null \
+    data.train_batch_size=512 \
+    data.max_prompt_length=4096 \
+    data.max_response_length=500 \
+    data.max_start_length=2048 \
+    data.max_obs_length=500 \
+    algorithm.adv_estimator=grpo \
+    actor_rollout_ref.model.path=$BASE_MODEL \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.use_kl_loss=false \
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.ppo_micro_batch_size=64 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.n_agent=5 \
+    actor_rollout_ref.actor.state_masking=true \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    reward_model.structure_format_score=0.2 \
+    trainer.logger=['wandb'] \
+    +trainer.val_before_train=true \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.experiment_name=$EXPERIMENT_NAME \
+    trainer.total_training_steps=1005 \
+    max_turns=3 \
+    retriever.url="http://127.0.0.1:8000/retrieve" \
+    retriever.topk=3 \
+    2>&1 | tee $EXPERIMENT_NAME.log

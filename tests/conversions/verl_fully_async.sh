@@ -1,0 +1,41 @@
+n_gpus_rollout=12 n_gpus_training=4
+staleness_threshold=0.5
+trigger_parameter_sync_step=4
+
+python -m verl.experimental.fully_async_policy.fully_async_main \
+    data.train_files=dapo-math-17k.parquet \
+    data.val_files=aime-2024.parquet \
+    data.truncation='left' \
+    data.max_prompt_length=2048 \
+    data.max_response_length=20480 \
+    data.train_batch_size=0 \
+    data.gen_batch_size=1 \
+    algorithm.adv_estimator=grpo \
+    algorithm.filter_groups.enable=True \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-Math-7B \
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+    actor_rollout_ref.actor.optim.weight_decay=0.1 \
+    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
+    actor_rollout_ref.rollout.calculate_log_probs=True \
+    algorithm.rollout_correction.rollout_is=token \
+    algorithm.rollout_correction.rollout_is_threshold=0.5_5.0 \
+    algorithm.rollout_correction.rollout_rs=seq_mean_k1,token_k3 \
+    algorithm.rollout_correction.rollout_rs_threshold=0.99_1.01,3.0 \
+    reward_model.reward_manager=dapo \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=${n_gpus_training} \
+    trainer.save_freq=5 \
+    rollout.nnodes=1 \
+    rollout.n_gpus_per_node=${n_gpus_rollout} \
+    rollout.total_rollout_steps=$((512 * 100)) \
+    rollout.test_freq=10 \
+    async_training.staleness_threshold=${staleness_threshold} \
+    async_training.trigger_parameter_sync_step=${trigger_parameter_sync_step} \
+    async_training.require_batches=2 \
+    async_training.partial_rollout=True \
+    async_training.compute_prox_log_prob=True
