@@ -64,9 +64,12 @@ def resolve(
         decisions += [why] if why else []
     per_rank, per_actor = _gpus(config, free)
     if num_gpus or "auto" in (config.learner.gpus_per_rank, config.actors.gpus_per_actor):
+        shares = (
+            f"{per_rank:g} for each learner rank ({config.learner.num_ranks}),"
+            f" {per_actor:g} for each rollout actor ({config.actors.min_actors})"
+        )
         decisions.append(
-            f"{num_gpus:g} GPUs: {per_rank:g} for each of {config.learner.num_ranks} learner ranks, "
-            f"{per_actor:g} for each of {config.actors.min_actors} rollout actors"
+            f"GPUs: {num_gpus:g}; {shares}" if num_gpus else "no GPUs: all parts use CPUs"
         )
     engine = config.actors.engine
     if isinstance(engine, VllmEngine) and 0 < per_actor < 1:

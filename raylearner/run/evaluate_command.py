@@ -5,10 +5,12 @@ It evaluates a checkpoint of a run, or the model of the configuration.
 
 import asyncio
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +25,7 @@ from raylearner.environments.catalogue import wait_for_services
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint.directory import MANIFEST, find_damage
 from raylearner.observability import run_directory
+from raylearner.observability.lines import number_of
 from raylearner.observability.recorder import Recorder
 from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.judge import check_judges
@@ -31,18 +34,22 @@ from raylearner.run import cluster, machine, prompt_checks
 from raylearner.run.evaluation import Evaluator
 from raylearner.run.fleet import RolloutFleet
 from raylearner.run.model import RunModel
+from raylearner.run.start_view import follow
 from raylearner.tokenization.template_checks import check_template
 from raylearner.types import PolicyVersion, Prompt
 
-COLUMNS = (
-    "reward/mean",
-    "reward/mean_without_failed",
-    "num_prompts",
-    "errors",
-    "unfinished",
-    "turns/mean",
-    "sampled_tokens/mean",
-)
+logger = logging.getLogger(__name__)
+
+COLUMNS = {
+    "reward/mean": "reward",
+    "reward/mean_without_failed": "without failed",
+    "num_prompts": "prompts",
+    "errors": "failed",
+    "unfinished": "unfinished",
+    "turns/mean": "turns",
+    "sampled_tokens/mean": "tokens",
+}
+"""Numbers of an evaluation, and their names in the table."""
 
 
 def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
@@ -55,6 +62,7 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
         raise ConfigError("data.evaluation: required, since eval plays its prompts")
     if config.evaluation is None:
         raise ConfigError("evaluation: must not be null for eval")
+    logger.info("run directory: %s", config.run.dir)
     prompts = prompt_checks.load_rows(config, config.data.evaluation)
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
@@ -87,8 +95,9 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
 
 def make_table(record: dict[str, Any]) -> Table:
     """Return a table with a row for all prompts, and one for each source."""
-    result = Table(title=f"step {record['step']}, policy version {record['policy_version']}")
-    for name in ("source", *COLUMNS):
+    title = f"step {record['step']}, policy version {record['policy_version']}"
+    result = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("source", *COLUMNS.values()):
         result.add_column(name, justify="left" if name == "source" else "right")
     sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
     for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
@@ -124,6 +133,7 @@ async def _evaluate(
     step: int,
     version: PolicyVersion,
 ) -> dict[str, Any]:
+    started = RunModel(model)
     rewards = RewardActors(config.run.name, config.rewards)
     fleet = RolloutFleet(
         config=config.model_copy(
@@ -132,15 +142,20 @@ async def _evaluate(
                 "observability": config.recorded.model_copy(update={"trace": False}),
             }
         ),
-        model=RunModel(model),
+        model=started,
         replay=None,
         on_loss=_no_loss,
         on_join=_no_join,
     )
     with Recorder.of_run(config, folder, num_steps=max(step, 1)) as recorder:
         try:
-            with recorder.stage(f"starting {config.actors.min_actors} engines"):
-                await asyncio.gather(rewards.start(), fleet.start())
+            engines = number_of(config.actors.min_actors, "engine")
+            with recorder.stage(f"starting {engines}") as stage:
+                following = asyncio.create_task(follow(started, {"engines": fleet}, stage.wait_for))
+                try:
+                    await asyncio.gather(rewards.start(), fleet.start())
+                finally:
+                    following.cancel()
             assert config.evaluation is not None, "checked above"
             evaluator = Evaluator(
                 config.evaluation,
@@ -149,7 +164,8 @@ async def _evaluate(
                 record_trajectories=recorder.evaluation_trajectories,
             )
             # Engines start at version 0: they loaded these weights, and none are pushed.
-            record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
+            with recorder.stage(f"evaluating {number_of(evaluator.num_prompts, 'prompt')}"):
+                record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
             record["policy_version"] = version
             recorder.evaluation(record)
         finally:

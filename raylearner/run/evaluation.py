@@ -61,6 +61,10 @@ class Evaluator:
         hashes = "".join(content_hash(prompt) for prompt in self._prompts)
         self._prompts_hash = hashlib.sha256(hashes.encode()).hexdigest()[:HASH_CHARACTERS]
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
     async def evaluate(
         self,
         actors: Callable[[], Mapping[str, EvaluateCall]],

@@ -105,7 +105,8 @@ class RunActors:
                 tracer=tracer,
                 places=await _reserve(config),
             )
-            following = asyncio.create_task(follow(model, actors.learner, actors.fleet, on_wait))
+            groups = {"engines": actors.fleet, "learner ranks": actors.learner}
+            following = asyncio.create_task(follow(model, groups, on_wait))
             limit_s = start_limit_s(config)
             await asyncio.gather(
                 model.made(),

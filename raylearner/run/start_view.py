@@ -1,7 +1,7 @@
 """What a starting run waits for, in words."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from raylearner.observability.lines import ready_line
@@ -19,18 +19,16 @@ class Starting(Protocol):
 
 
 async def follow(
-    model: RunModel,
-    learner: Starting,
-    fleet: Starting,
-    on_wait: Callable[[Sequence[str]], None],
+    model: RunModel, groups: Mapping[str, Starting], on_wait: Callable[[Sequence[str]], None]
 ) -> None:
-    """Report what is waited for, a line each, until cancelled."""
-    num_ranks = num_engines = 0
+    """Report what is waited for, a line each, until cancelled; `groups` are by name."""
+    sizes = dict.fromkeys(groups, 0)
     while True:
-        ranks, engines = await asyncio.gather(learner.phases(), fleet.phases())
-        num_ranks, num_engines = max(num_ranks, len(ranks)), max(num_engines, len(engines))
+        found = await asyncio.gather(*(group.phases() for group in groups.values()))
         lines = [] if model.is_made else [f"model: {model.progress}"]
-        groups = (("engines", engines, num_engines), ("learner ranks", ranks, num_ranks))
-        lines += [ready_line(name, phases, size) for name, phases, size in groups if phases]
+        for name, phases in zip(groups, found, strict=True):
+            sizes[name] = max(sizes[name], len(phases))
+            if phases:
+                lines.append(ready_line(name, phases, sizes[name]))
         on_wait(lines)
         await asyncio.sleep(POLL_S)

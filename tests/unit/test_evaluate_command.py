@@ -46,9 +46,12 @@ def test_the_table_has_a_row_for_each_source() -> None:
         values = {"num_prompts": 4, "errors": 0, "turns/mean": 1.5, "sampled_tokens/mean": 7.0}
         record |= {f"{prefix}{key}": value for key, value in values.items()}
         record[f"{prefix}reward/mean"] = reward
-    console = Console(width=120)
+    console = Console(width=80)
     with console.capture() as capture:
         console.print(evaluate_command.make_table(record))
     rows = [line.split() for line in capture.get().splitlines() if "4" in line]
-    assert [row[1] for row in rows] == ["all", "code", "math"]
-    assert [row[3] for row in rows] == ["0.5", "-", "0.25"]
+    assert [row[0] for row in rows] == ["all", "code", "math"]
+    assert [row[1] for row in rows] == ["0.5", "-", "0.25"]
+    head = capture.get().split("all")[0]
+    assert all(name in head for name in ("reward", "without", "failed", "unfinished", "tokens"))
+    assert "…" not in capture.get()

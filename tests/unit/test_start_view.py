@@ -40,8 +40,9 @@ async def test_the_sizes_of_groups_stay_while_their_members_become_ready(
             absent.pop()
 
     fleet: Any = SimpleNamespace(phases=phases)
+    ranks: Any = SimpleNamespace(phases=none)
     following = asyncio.create_task(
-        follow(RunModel(""), SimpleNamespace(phases=none), fleet, note)  # type: ignore[arg-type]
+        follow(RunModel(""), {"learner ranks": ranks, "engines": fleet}, note)
     )
     async with asyncio.timeout(5):
         lines += [await seen.get() for _ in range(4)]
