@@ -2,6 +2,9 @@
 the first checkpoint, 143 stopped on request with a checkpoint.
 """
 
+import os
+import select
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +24,7 @@ from raylearner.errors import (
 )
 from raylearner.text import visible
 
-FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143
+SUCCESS, FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 0, 1, 2, 130, 143
 
 
 @contextmanager
@@ -38,6 +41,8 @@ def exit_codes() -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and not _has_reader():
+            raise typer.Exit(SUCCESS) from None  # as in `raylearner sweep FILE --report | head`
         errors = list(causes(error))
         message = "\n".join(dict.fromkeys(map(summary, errors)))
         if not all(isinstance(cause, RaylearnerError | OSError) for cause in errors):
@@ -47,6 +52,20 @@ def exit_codes() -> Iterator[None]:
         leave(
             message if is_input else f"the run failed: {message}", BAD_INPUT if is_input else FAILED
         )
+
+
+def _has_reader() -> bool:
+    """Return whether somebody still reads standard output; if not, what is left of it is thrown away."""
+    try:
+        output = sys.stdout.fileno()
+    except (AttributeError, OSError):
+        return True
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return False
 
 
 def leave(message: str, code: int) -> NoReturn:

@@ -239,6 +239,21 @@ def test_check_and_help_load_neither_torch_nor_ray_nor_vllm(config_file: str) ->
         assert done.returncode == 0, done.stderr
 
 
+def test_a_reader_that_leaves_is_no_failure(config_file: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "raylearner", "check", config_file],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_the_module_runs_as_a_program(config_file: str) -> None:
     done = run_python("-m", "raylearner", "check", config_file, "replay.group_size=x")
     assert done.returncode == 2

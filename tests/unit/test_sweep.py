@@ -11,8 +11,9 @@ import yaml
 from minimal import MINIMAL
 from rows import write_jsonl
 
+from raylearner.config.document import parse
 from raylearner.config.loader import load
-from raylearner.config.problems import ConfigProblems
+from raylearner.config.problems import ConfigProblems, Where
 from raylearner.errors import ConfigError
 from raylearner.jobs.sweep import plan
 from raylearner.jobs.sweep.early_stopping import Asha
@@ -351,3 +352,28 @@ def test_an_axis_takes_null_and_a_choice_named_none(folder: Path) -> None:
 def test_a_sweep_of_one_axis_needs_no_more() -> None:
     sweep = SweepSection.model_validate(make_sweep(axes=[{"key": "a.b", "values": [1, 1, 2]}]))
     assert plan.make_points(sweep) == [{"a.b": 1}, {"a.b": 2}]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_bare"),
+    [
+        ("s-003", True),
+        ("configs/a_b.yaml", True),
+        ("2026-11-29", True),
+        ("1e3", False),
+        ("007", False),
+        ("0x1f", False),
+        ("true", False),
+        ("None", False),
+        ("a b", False),
+        ("-", False),
+    ],
+)
+def test_text_is_an_override_without_quotes_where_that_reads_the_same(
+    text: str, is_bare: bool
+) -> None:
+    override = plan.to_override(text)
+    assert (override == text) == is_bare
+    tree, _ = parse(override, Where(0, 0, ""))
+    assert tree is not None
+    assert tree.plain() == text

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from raylearner.config.document import Node, parse
 from raylearner.config.loader import load, load_section
+from raylearner.config.null_words import is_null_word
 from raylearner.config.problems import ConfigProblems, Problem, Where
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import ConfigError
@@ -28,6 +30,7 @@ from raylearner.text import visible
 
 SIGNIFICANT_DIGITS = 4
 """Significant digits of numbers that are drawn."""
+BARE_WORD = re.compile(r"[\w./-]+", re.ASCII)
 MAX_TRIALS = 1000
 """Maximum number of trials in a sweep; each is a Ray job."""
 MAX_CROSSED = 100 * MAX_TRIALS
@@ -155,8 +158,10 @@ def _place_in_file(problem: Problem, sweep: SweepSection, chosen: Values, tree: 
 
 def to_override(value: object) -> str:
     """Return a value as an override: JSON, or a bare word if that is read as the same value."""
-    if isinstance(value, str) and value.replace("_", "").replace("-", "").isalpha():
-        return json.dumps(value) if value in ("true", "false", "null") else value
+    if isinstance(value, str) and BARE_WORD.fullmatch(value):
+        tree, _ = parse(value, Where(-1, 0, ""))
+        if tree is not None and tree.value == value and not is_null_word(value):
+            return value
     return json.dumps(value)
 
 
