@@ -11,8 +11,9 @@ from raylearner.config.section import number
 SHARING = ((500_000_000, 4), (1_500_000_000, 2))
 """Number of parameters up to which engines share a GPU, and how many: an engine's processes prepare a step
 in some milliseconds, in which a GPU decodes one of a small model several times."""
-MIN_EPISODES = 8
-"""Minimum number of concurrent episodes that a further engine on a GPU must have."""
+MIN_EPISODES = 128
+"""Admitted episodes that each engine on a shared GPU must have, of which less than half run at a time: engines that
+take turns on a GPU lengthen each other's steps, which pays with more than about 60 requests each (docs/benchmarks.md)."""
 CPUS_PER_ENGINE = 2.0
 """CPUs that an engine keeps busy: its core and the process that plays episodes."""
 LOADING = 1.5
@@ -74,7 +75,7 @@ def _engines_per_gpu(
             config, engine, size, supply.gpu_bytes
         ),
         f"{supply.cpus:g} CPUs keep no more busy": supply.cpus / gpus / CPUS_PER_ENGINE,
-        "there are too few episodes for more": _num_episodes(config) / gpus / MIN_EPISODES,
+        "there are too few episodes for more": _num_for_episodes(config, gpus=gpus),
     }
     scarcest = min(limits, key=lambda name: limits[name])
     count = max(1, math.floor(min(wanted, limits[scarcest])))
@@ -98,10 +99,14 @@ def _num_in_memory(config: RunConfig, engine: VllmEngine, size: ModelSize, gpu_b
     return engine.memory_fraction * gpu_bytes / (weights + BESIDE_CACHE_BYTES + tokens * per_token)
 
 
-def _num_episodes(config: RunConfig) -> int:
-    """Return the number of episodes that may be admitted at once."""
+def _num_for_episodes(config: RunConfig, *, gpus: int) -> int:
+    """Return how many engines a GPU's share of the admitted episodes keeps busy, and at least how many can play it."""
     groups = (config.replay.max_staleness + 1) * config.replay.groups_per_step
-    return groups * config.replay.group_size
+    admitted = groups * config.replay.group_size / gpus
+    return max(
+        math.floor(admitted / MIN_EPISODES),
+        math.ceil(admitted / config.actors.max_concurrent_episodes),
+    )
 
 
 def _size(config: RunConfig) -> ModelSize | None:

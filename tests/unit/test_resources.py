@@ -28,6 +28,9 @@ def config(**changes: Any) -> RunConfig:
 H200 = 141 * 2**30
 
 
+EPISODES = {"actors__max_concurrent_episodes": 512, "actors__engine__max_sequences": 512}
+
+
 def gpus(num_bytes: int | None) -> Devices:
     return Devices(gpus=(Gpu("H200", 9.0, num_bytes),))
 
@@ -88,6 +91,11 @@ def automatic(
         (135_000_000, 4, {"actors__gpus_per_actor": 0}, (2, 0)),
         # Few episodes leave nothing for more engines: 2 groups of 8, none ahead.
         (135_000_000, 4, {"replay__groups_per_step": 2, "replay__max_staleness": 0}, (3, 1)),
+        # 64 episodes a step, none, 4 or 8 steps ahead: at least 128 for each engine that could play more.
+        (135_000_000, 2, EPISODES | {"replay__max_staleness": 0}, (1, 1)),
+        (135_000_000, 2, EPISODES | {"replay__max_staleness": 5}, (3, 0.3)),
+        (135_000_000, 2, EPISODES, (4, 0.25)),
+        (135_000_000, 4, EPISODES, (3, 1)),
     ],
 )
 def test_small_models_have_several_engines_on_a_gpu(
