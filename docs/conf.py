@@ -17,6 +17,7 @@ extensions = ["myst_parser", "sphinx_copybutton"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 nitpicky = True
+smartquotes = False  # two hyphens begin an option
 
 html_theme = "furo"
 html_title = f"raylearner {version}"

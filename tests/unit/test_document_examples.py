@@ -14,8 +14,11 @@ from episodes import make_view
 from raylearner.config.environment import FunctionTool
 from raylearner.config.loader import load
 from raylearner.config.rewards import RewardSection
+from raylearner.config.schema import RunConfig
+from raylearner.config.section import dotted_keys
 from raylearner.environments.protocol import Outcome, Reply
 from raylearner.learner.objective.loss import LossInputs
+from raylearner.observability.metrics import METRICS, spec_of
 from raylearner.rewards.functions import EpisodeView
 from raylearner.rewards.scorer import Scorer
 from raylearner.run import check_command
@@ -156,3 +159,37 @@ def test_tables_list_every_field(document: str, kind: Any) -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", text_of(document), re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert {field.name for field in dataclasses.fields(kind)} - listed == set()
+
+
+LISTS = ("data.train.", "data.evaluation.", "environment.tools.", "rewards.functions.")
+"""Sections in lists, whose keys have no dotted name."""
+OWN_NAMES = {"learner/gain", "run.holder"}
+"""A metric of the example of a loss, and a file."""
+
+
+@pytest.mark.parametrize(
+    "document", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name
+)
+def test_keys_and_metrics_named_in_the_text_exist(document: Path) -> None:
+    keys = {key[:end] for key in dotted_keys(RunConfig) for end in (*ends(key, "."), len(key))}
+    metrics = {key[:end] for key in METRICS for end in (*ends(key, "/"), len(key))}
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    areas = "|".join(sorted({key.partition("/")[0] for key in metrics if "/" in key}))
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    unknown: list[str] = []
+    for span in re.findall(r"`([^`\n]+)`", prose):
+        key = re.match(rf"((?:{sections})(?:\.[a-z_0-9]+)+)(?=$|[:= ])", span)
+        if key and not key[1].startswith(LISTS) and not key[1].endswith((".py", ".yaml", ".jsonl")):
+            unknown += {key[1]} - keys - OWN_NAMES
+        is_path = (ROOT / "raylearner" / span).exists()
+        if (
+            re.fullmatch(rf"(?:{areas})/[\w/<>]+", span)
+            and span not in metrics | OWN_NAMES
+            and not is_path
+        ):
+            unknown += [span] * (spec_of(re.sub(r"<\w+>", "x", span)) is None)
+    assert unknown == []
+
+
+def ends(key: str, mark: str) -> list[int]:
+    return [found.start() for found in re.finditer(re.escape(mark), key)]
