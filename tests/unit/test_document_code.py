@@ -27,7 +27,17 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LANGUAGES = {"bash", "json", "python", "text", "yaml", "{toctree}"}
-OTHER_COMMANDS = {"export", "kubectl", "ray", "sbatch", "scancel", "source", "ssh", "tensorboard"}
+OTHER_COMMANDS = {
+    "export",
+    "jq",
+    "kubectl",
+    "ray",
+    "sbatch",
+    "scancel",
+    "source",
+    "ssh",
+    "tensorboard",
+}
 ROW = '{"prompt": "1+1=", "answer": 2}'
 CLI: Any = typer.main.get_command(app)
 
@@ -167,4 +177,4 @@ def parse(arguments: list[str]) -> None:
     if configs and not any(config.startswith("runs/") for config in configs):
         load(configs, [word for word in values if "=" in word])
     for path in filter(None, (given.get("file"), given.get("sweep_file"))):
-        assert path == "FILE" or Path(path).is_file(), path
+        assert path == "FILE" or path.startswith("runs/") or Path(path).is_file(), path
