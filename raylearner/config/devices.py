@@ -59,6 +59,11 @@ class Devices:
         return min((gpu.capability for gpu in self.gpus), default=None)
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether there are GPUs, and all are of the kind that FlashAttention-3 is for."""
+        return bool(self.gpus) and all(int(gpu.capability) == HOPPER for gpu in self.gpus)
+
+    @property
     def names(self) -> str:
         """`2 x NVIDIA H200`, by name."""
         counts = {gpu.name: self.gpus.count(gpu) for gpu in self.gpus}
@@ -76,9 +81,7 @@ def probe() -> Devices:
         gpus=gpus,
         compiler_error=next(compiler_errors(gpus), None),
         has_flash_attn=find_spec("flash_attn") is not None,
-        has_flash_3=find_spec("flash_attn_interface") is not None
-        and bool(gpus)
-        and all(int(gpu.capability) == HOPPER for gpu in gpus),
+        has_flash_3=find_spec("flash_attn_interface") is not None and Devices(gpus=gpus).is_hopper,
     )
 
 

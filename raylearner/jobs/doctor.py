@@ -139,19 +139,38 @@ def _speed() -> Iterator[Finding]:
             "off: engines run eagerly, at less than half the speed, and the learner a third slower"
         )
         yield Finding("problem", "compilation", text, found.compiler_error)
+    yield _attention(found)
+
+
+_FLASH_3 = "from raylearner.learner.model.attention import activate_flash_3; activate_flash_3()"
+
+
+def _attention(found: devices.Devices) -> Finding:
+    """Report the learner's kernel, and why a faster one is not used."""
     kernel = devices.attention_kernel(
         found.min_capability or 0.0, is_half=True, has_flash_attn=found.has_flash_attn
     )
-    is_fine, output = _probe("import flash_attn") if found.has_flash_attn else (True, "")
     if kernel == "sdpa":
         text = f"SDPA, one sequence at a time: the kernels for packed sequences need compute capability {devices.MIN_PACKED_CAPABILITY:g}"
-        yield Finding("note", "attention", text, "expect slower steps of the learner")
-    elif not is_fine:
-        text = f"torch's varlen kernel, since flash-attn does not import: {output}"
-        yield Finding("note", "attention", text, "reinstall it for this torch, or uninstall it")
+        return Finding("note", "attention", text, "expect slower steps of the learner")
+    failed: list[str] = []
+    for name, is_installed, code in (
+        ("FlashAttention-3", found.has_flash_3, _FLASH_3),
+        ("flash-attn", found.has_flash_attn, "import flash_attn"),
+    ):
+        is_fine, output = _probe(code) if is_installed else (False, "")
+        if is_fine:
+            break
+        failed += [f"{name} does not work with this torch: {output}"] if is_installed else []
     else:
-        name = "flash-attn" if kernel == "flash_attn" else "torch's varlen kernel"
-        yield Finding("ok", "attention", f"{name}, in bfloat16")
+        name = "torch's varlen kernel"
+    if failed:
+        text = f"{name}, since {'; '.join(failed)}"
+        return Finding("note", "attention", text, "reinstall it for this torch, or uninstall it")
+    text = f"{name}, in bfloat16"
+    if found.is_hopper and not found.has_flash_3:
+        text += "; FlashAttention-3, which is about twice as fast, is not installed"
+    return Finding("ok", "attention", text)
 
 
 def _torchvision() -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from raylearner.jobs import doctor
 
 GIB = 2**30
 H200 = Gpu("NVIDIA H200", 9.0, 140 * GIB)
+A100 = Gpu("NVIDIA A100", 8.0, 80 * GIB)
 V100, P100 = Gpu("Tesla V100", 7.0, 32 * GIB), Gpu("Tesla P100", 6.0, 16 * GIB)
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -195,3 +196,43 @@ def test_the_doctor_reports_compilation_and_attention(
     assert "undefined symbol" in found()["attention"].text
     machine(V100)
     assert found()["attention"].verdict == "note"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "packages", "broken", "verdict", "names", "others"),
+    [
+        (H200, (), (), "ok", ("varlen", "FlashAttention-3"), ()),
+        (A100, (), (), "ok", ("varlen",), ("FlashAttention-3",)),
+        (H200, ("flash_attn_interface",), (), "ok", ("FlashAttention-3",), ("varlen",)),
+        (H200, ("flash_attn_interface",), ("flash_3",), "note", ("FlashAttention-3", "34"), ()),
+        (
+            H200,
+            ("flash_attn_interface", "flash_attn"),
+            ("flash_3",),
+            "note",
+            ("flash-attn", "34"),
+            ("varlen",),
+        ),
+        (A100, ("flash_attn_interface", "flash_attn"), (), "ok", ("flash-attn",), ("Attention-3",)),
+    ],
+)
+def test_the_doctor_reports_whether_flash_attention_3_is_used(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Gpu,
+    packages: tuple[str, ...],
+    broken: tuple[str, ...],
+    verdict: str,
+    names: tuple[str, ...],
+    others: tuple[str, ...],
+) -> None:
+    def probed(code: str) -> tuple[bool, str]:
+        is_broken = any(name in code for name in broken)
+        return not is_broken, "RuntimeError: at most 34 arguments" if is_broken else ""
+
+    machine(gpu, packages=("triton", *packages))
+    monkeypatch.setattr(doctor, "_probe", probed)
+    (found,) = (f for f in doctor._speed() if f.subject == "attention")
+    assert found.verdict == verdict
+    assert all(name in found.text for name in names)
+    assert not any(name in found.text for name in others)

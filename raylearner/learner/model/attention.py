@@ -83,8 +83,7 @@ def uses_flash_3() -> bool:
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return False
     try:
-        activate_flash_attention_impl("FA3")
-        _try_varlen("cuda")
+        activate_flash_3()
     except Exception as error:  # a build for another torch raises errors of any type
         restore_flash_attention_impl(_raise_warn=False)
         log.warning(
@@ -95,6 +94,12 @@ def uses_flash_3() -> bool:
         )
         return False
     return True
+
+
+def activate_flash_3() -> None:
+    """Put FlashAttention-3 in place of torch's varlen kernel. Raises what it raises in this torch."""
+    activate_flash_attention_impl("FA3")
+    _try_varlen("cuda")
 
 
 def _try_varlen(device: str) -> None:
