@@ -20,6 +20,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+MAX_SOCKET_PATH_BYTES = 107
+"""Maximum length of a Unix socket's path on Linux (`sun_path` without the final zero)."""
 SEGMENTS = "segments.txt"
 """File in an owned folder that lists shared memory segments of the same owner, by name."""
 _NAME = re.compile(r"raylearner-.+-([0-9a-f]{8})-(\d+)-(\d+)-\w+")

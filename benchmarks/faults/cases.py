@@ -140,7 +140,7 @@ ENDLESS = ("run.num_steps=100000", "run.checkpoint_every_steps=5", "run.watchdog
 
 CASES: dict[str, Case] = {
     "blackhole": Case(
-        inject=_nothing, change=_sick("DeadCore", num_calls=60, folder="starts"), at_step=20
+        inject=_nothing, change=_sick("Dies", num_calls=60, folder="starts"), at_step=20
     ),
     "badstart": Case(
         inject=injections.FAULTS["kill rollout actor"],

@@ -27,56 +27,43 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Processes of Ray that end by themselves, but only a minute after a raylet that was killed."""
 AGENTS_END_S = 100.0
 
-BASE: dict[str, Any] = {
-    "run": {"num_steps": 100_000, "checkpoint_every_steps": 5, "seed": 3, "watchdog_s": 20},
+SCRIPTED: dict[str, Any] = {
+    "run": {"name": "scripted", "num_steps": 5, "checkpoint_every_steps": 0, "seed": 3},
     "cluster": {"num_cpus": 8, "object_store_bytes": 150_000_000},
     "data": {"train": {"kind": "calculator", "num_prompts": 40}},
     "environment": {"kind": "single_turn"},
     "renderer": {"max_prompt_tokens": 64, "max_response_tokens": 64},
     "sampling": {"max_turn_tokens": 64},
-    "rewards": {
-        "functions": [
-            {"kind": "response_length", "target_tokens": 12},
-            {"kind": "benchmarks.faults.scripts:no_bonus", "per": "group"},
-        ]
-    },
+    "rewards": {"functions": [{"kind": "response_length", "target_tokens": 12}]},
     "actors": {
         "num_actors": 2,
         "cpus_per_actor": 0.5,
         "max_concurrent_episodes": 8,
-        "max_restarts": 20,
         "engine": {
             "kind": "scripted",
             "script": "raylearner.actors.engines.scripted:RandomTokens",
-            "arguments": {"vocab_size": 200, "max_tokens": 24, "delay_s": 0.05},
+            "arguments": {"vocab_size": 200, "max_tokens": 24, "delay_s": 0.002},
         },
     },
-    "replay": {"groups_per_step": 3, "group_size": 4, "max_staleness": 2},
+    "replay": {"groups_per_step": 3, "group_size": 4, "max_staleness": 0},
     "learner": {
         "cpus_per_rank": 0.5,
         "compute_dtype": "float64",
         "learning_rate": 1e-3,
         "max_tokens_per_micro_batch": 256,
     },
-    "weights": {"deadline_s": 15},
     "evaluation": {"num_prompts": 8},
     "observability": {"tensorboard": False},
 }
-"""A run of the scripted engine that goes on until it is stopped."""
+"""A short run of the scripted engine, all but its model."""
 
-
-def make_model(folder: Path) -> dict[str, str]:
-    """Return the section of a tiny model in `folder`, made in another process on the first call."""
-    if not (folder / "config.json").exists():
-        code = (
-            "import sys; from pathlib import Path;"
-            "from raylearner.config.schema import TinyModel;"
-            "from raylearner.tiny.model import make_tiny_model;"
-            "tiny = TinyModel(kind='tiny', hidden_size=64, num_layers=1, num_heads=2, intermediate_size=128);"
-            "make_tiny_model(tiny, Path(sys.argv[1]), seed=0)"
-        )
-        subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
-    return {"kind": "pretrained", "path": str(folder)}
+TINY: dict[str, Any] = {
+    "kind": "tiny",
+    "hidden_size": 64,
+    "num_layers": 1,
+    "num_heads": 2,
+    "intermediate_size": 128,
+}
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +74,37 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
             merged(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
         )
     return out
+
+
+BASE = merged(
+    SCRIPTED,
+    {
+        "run": {"num_steps": 100_000, "checkpoint_every_steps": 5, "watchdog_s": 20},
+        "rewards": {
+            "functions": [
+                *SCRIPTED["rewards"]["functions"],
+                {"kind": "benchmarks.faults.scripts:no_bonus", "per": "group"},
+            ]
+        },
+        "actors": {"max_restarts": 20, "engine": {"arguments": {"delay_s": 0.05}}},
+        "replay": {"max_staleness": 2},
+        "weights": {"deadline_s": 15},
+    },
+)
+"""One that goes on until it is stopped."""
+
+
+def make_model(folder: Path) -> dict[str, str]:
+    """Return the section of a tiny model in `folder`, made in another process on the first call."""
+    if not (folder / "config.json").exists():
+        code = (
+            "import sys; from pathlib import Path;"
+            "from raylearner.config.schema import TinyModel;"
+            "from raylearner.tiny.model import make_tiny_model;"
+            f"make_tiny_model(TinyModel(**{TINY!r}), Path(sys.argv[1]), seed=0)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
+    return {"kind": "pretrained", "path": str(folder)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from raylearner.actors.engines.scripted import RandomTokens
-from raylearner.errors import EngineDead
+from raylearner.errors import EngineDead, EngineError
 from raylearner.rewards.functions import EpisodeView
 from raylearner.types import Sampling
 
@@ -18,8 +19,8 @@ def no_bonus(episodes: Sequence[EpisodeView]) -> list[float]:
     return [0.0 for _ in episodes]
 
 
-class Hangs(RandomTokens):
-    """A share of the calls is never answered, like requests lost in a tool or an engine."""
+class Fails(RandomTokens):
+    """A share of the calls raises."""
 
     def __init__(self, *, share: float, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -29,34 +30,66 @@ class Hangs(RandomTokens):
         self, token_ids: Sequence[int], sampling: Sampling
     ) -> tuple[list[int], list[float]]:
         if random.random() < self._share:
-            await asyncio.sleep(36_000)
+            raise EngineError("the scripted engine lost the request")
         return await super().complete(token_ids, sampling)
 
 
-class DeadCore(RandomTokens):
-    """One process of a run fails in every call after its first `num_calls`, like vLLM without its core."""
+class Hangs(RandomTokens):
+    """After `num_calls`, a share of the calls is never answered, like requests lost in a tool or an engine."""
 
-    def __init__(self, *, num_calls: int, folder: str, **arguments: Any) -> None:
+    def __init__(self, *, share: float = 1.0, num_calls: int = 0, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._left = num_calls
-        self._is_first = number_of_process(folder) == 0
+        self._share, self._left = share, num_calls
 
     async def complete(
         self, token_ids: Sequence[int], sampling: Sampling
     ) -> tuple[list[int], list[float]]:
         self._left -= 1
-        if self._is_first and self._left < 0:
+        if self._left < 0 and random.random() < self._share:
+            await asyncio.sleep(36_000)
+        return await super().complete(token_ids, sampling)
+
+
+class Dies(RandomTokens):
+    """Fails in every call after the first `num_calls`, like vLLM without its core: in every process, or in
+    the first of those that share `folder`."""
+
+    def __init__(self, *, num_calls: int, folder: str | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._left = num_calls
+        self._is_mortal = folder is None or number_of_process(folder) == 0
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[list[int], list[float]]:
+        self._left -= 1
+        if self._is_mortal and self._left < 0:
             raise EngineDead("vLLM died: EngineDeadError")
         return await super().complete(token_ids, sampling)
 
 
-class BadStart(RandomTokens):
-    """The processes numbered `bad` do not start, and all others do."""
+class NeverStarts:
+    def __init__(self) -> None:
+        raise ValueError("no engine today")
 
-    def __init__(self, *, folder: str, bad: Sequence[int], **arguments: Any) -> None:
+
+class BadStart(RandomTokens):
+    """Of the processes that share `folder`, those numbered `bad` do not start, and those in `killed` end."""
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        bad: Sequence[int],
+        killed: Sequence[int] = (),
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
-        if number_of_process(folder) in bad:
+        number = number_of_process(folder)
+        if number in bad:
             raise ValueError("port 29500 is in use")
+        if number in killed:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def number_of_process(folder: str) -> int:

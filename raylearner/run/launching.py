@@ -17,6 +17,7 @@ from raylearner.deaths import is_death
 from raylearner.errors import EngineError, EngineLost, summary
 from raylearner.run.model import RunModel
 from raylearner.run.placement import Colocation, answer
+from raylearner.run.watchdog import Role, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ActorLauncher:
         self._colocation = colocation
         self._adapter_rank = _find_adapter_rank(config)
         self._starting: dict[str, Any] = {}
+        self._watchdog = Watchdog(config.run.watchdog_s)
 
     @property
     def resources(self) -> str:
@@ -66,17 +68,20 @@ class ActorLauncher:
         """Start an actor and its engine; call `on_placed` with its node once it has one.
 
         Its engine has `actors.start_timeout_s`; the wait for the model does not count, and with
-        `has_to_wait` neither does that for a node. Raises `EngineError` where the engine did not start,
+        `has_to_wait` neither does that for a node. One that is placed must answer within `run.watchdog_s`.
+        Raises `EngineError` where the engine did not start,
         `EngineLost` where its process died, and the error of a model that could not be made. A failed
         actor is killed.
         """
         actors = self._config.actors
         actor = self._starting[actor_id] = self._create(actor_id)
         limit = asyncio.timeout(None if has_to_wait else actors.start_timeout_s)
+        role, watching = Role(actor_id, lambda: {actor_id: actor}, EngineLost), None
         try:
             async with limit:
                 node = await answer(actor.node.remote())
                 on_placed(node)
+                watching = asyncio.create_task(self._watchdog.watch(role), name="watchdog")
                 actor.load_libraries.remote()  # `start` raises what fails in it
                 if has_to_wait or not self._model.is_ready(node):
                     has_to_wait = True
@@ -106,6 +111,8 @@ class ActorLauncher:
             ray.kill(actor)
             raise
         finally:
+            if watching is not None:
+                watching.cancel()
             del self._starting[actor_id]
         return Launched(actor=actor, pid=pid, engine=engine)
 

@@ -4,22 +4,19 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
+from raylearner import leftovers
+from raylearner.actors.engines.vllm_process import MAX_SOCKET_FOLDER_BYTES, SOCKETS_VARIABLE
 from raylearner.config.schema import RunConfig, RunSection, VllmEngine
 from raylearner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_SOCKET_PATH_BYTES = 107
-"""Maximum length of a Unix socket's path on Linux (`sun_path` without the final zero)."""
 RAY_SOCKET = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 """Longest socket path of a local cluster, below Ray's temporary directory."""
-VLLM_SOCKET = "00000000-0000-0000-0000-000000000000"
-"""A socket of vLLM, below Python's temporary directory."""
 MIN_FREE_BYTES = 1 << 20
 """Minimum free space: with less, even the configuration and the log may fail to be written."""
 LOW_FREE_BYTES = 1 << 30
@@ -40,18 +37,17 @@ def check_socket_paths(config: RunConfig) -> None:
 
 
 def socket_path_errors(*, has_vllm: bool) -> list[str]:
-    """Return a message for each temporary directory whose path is too long for its sockets."""
+    """Return a message for each directory whose path is too long for its sockets.
+
+    Without a directory set by the user, engines find a short one for vLLM's.
+    """
     problems: list[str] = []
-    sockets = [("Ray", *ray_temp_dir(), RAY_SOCKET, "RAY_TMPDIR")]
-    if has_vllm:
-        base = os.environ.get("VLLM_RPC_BASE_PATH")
-        base_variable, base = (
-            ("VLLM_RPC_BASE_PATH", base) if base else ("TMPDIR", tempfile.gettempdir())
-        )
-        sockets.append(("vLLM", base_variable, base, VLLM_SOCKET, "VLLM_RPC_BASE_PATH"))
-    for program, name, path, socket, variable in sockets:
-        size, limit = len(os.fsencode(path)), MAX_SOCKET_PATH_BYTES - len(socket) - 1
-        if size > limit:
+    max_bytes = leftovers.MAX_SOCKET_PATH_BYTES - len("/") - len(RAY_SOCKET)
+    folders = [("Ray", *ray_temp_dir(), max_bytes, "RAY_TMPDIR")]
+    if has_vllm and (given := os.environ.get(SOCKETS_VARIABLE)):
+        folders.append(("vLLM", SOCKETS_VARIABLE, given, MAX_SOCKET_FOLDER_BYTES, SOCKETS_VARIABLE))
+    for program, name, path, limit, variable in folders:
+        if (size := len(os.fsencode(path))) > limit:
             problems.append(
                 f"{name}: {path!r} has {size} bytes, too many for the sockets of {program}; expected"
                 f" at most {limit}; set {variable}, to /tmp for instance"

@@ -43,10 +43,15 @@ class Role:
 class Watchdog:
     """Every wait of the controller goes through `wait`, with a label and a limit."""
 
-    def __init__(self, limit_s: float, *, step: Callable[[], int]) -> None:
-        """`limit_s` is `run.watchdog_s`; `step` returns the step to name in messages."""
+    def __init__(self, limit_s: float, *, step: Callable[[], int] | None = None) -> None:
+        """`limit_s` is `run.watchdog_s`; `step` returns the step to name in messages, if they name one."""
         self.limit_s = limit_s
         self._step = step
+
+    def _within(self, limit_s: float) -> str:
+        """Return the limit in words, with the step."""
+        place = "" if self._step is None else f" at step {self._step()}"
+        return f"within {limit_s:g} s{place} (run.watchdog_s)"
 
     async def wait(
         self,
@@ -67,7 +72,7 @@ class Watchdog:
         calling = asyncio.ensure_future(call)
         try:
             if not await self._ends(calling, limit_s, progress):
-                text = f"{label} did not finish within {limit_s:g} s at step {self._step()} (run.watchdog_s)"
+                text = f"{label} did not finish {self._within(limit_s)}"
                 error = await self._examine(text, roles, is_needed=lambda: not calling.done())
                 if error is not None:
                     if roles:
@@ -109,8 +114,8 @@ class Watchdog:
         silent = [finding for finding in findings if not finding.answers]
         for finding in silent:
             logger.warning(
-                "no response within %g s at step %d (run.watchdog_s); the actor is killed and replaced: %s",
-                *(self.limit_s, self._step(), finding.text),
+                "no response %s; the actor is killed and replaced: %s",
+                *(self._within(self.limit_s), finding.text),
             )
         processes.end({finding.name: actors[finding.name] for finding in silent})
         return [finding.name for finding in silent]

@@ -62,13 +62,14 @@ def test_replacements_that_are_killed_or_fail_to_start_are_retried(
         "actors": {
             "max_restarts": 3,
             "engine": {
-                "script": "faults:StartsBadly",
+                "script": "benchmarks.faults.scripts:BadStart",
                 "arguments": {
                     "vocab_size": 200,
                     "max_tokens": 8,
                     "delay_s": 0.02,
                     "folder": str(tries),
-                    "good": 2,
+                    "bad": [2],
+                    "killed": [3],
                 },
             },
         },

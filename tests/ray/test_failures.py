@@ -16,9 +16,11 @@ def scripted(script: str, **arguments: object) -> dict[str, Any]:
 
 
 def test_an_engine_that_does_not_start_ends_the_run_with_its_cause(launcher: Launcher) -> None:
-    output = launcher.run("run", {"actors": scripted("faults:NeverStarts", vocab_size=1)}, code=1)
+    output = launcher.run(
+        "run", {"actors": scripted("benchmarks.faults.scripts:NeverStarts", vocab_size=1)}, code=1
+    )
     assert "the engine did not start" in output
-    assert "faults:NeverStarts" in output
+    assert "benchmarks.faults.scripts:NeverStarts" in output
     assert "Traceback" not in output
     log = launcher.folder / "run" / "log.txt"
     wait_for(lambda: not any(map(is_alive, processes_of(log))), what="the processes to end")
@@ -26,7 +28,9 @@ def test_an_engine_that_does_not_start_ends_the_run_with_its_cause(launcher: Lau
 
 def test_too_many_failed_episodes_end_the_run_naming_the_cause(launcher: Launcher) -> None:
     change = {
-        "actors": scripted("faults:Fails", share=0.8, vocab_size=200, max_tokens=8),
+        "actors": scripted(
+            "benchmarks.faults.scripts:Fails", share=0.8, vocab_size=200, max_tokens=8
+        ),
         "replay": {"error_window": 24},
     }
     output = launcher.run("run", change, code=1)
@@ -37,7 +41,9 @@ def test_too_many_failed_episodes_end_the_run_naming_the_cause(launcher: Launche
 def test_some_failed_episodes_are_counted_and_the_run_continues(launcher: Launcher) -> None:
     change = {
         "run": {"num_steps": 3},
-        "actors": scripted("faults:Fails", share=0.2, vocab_size=200, max_tokens=8),
+        "actors": scripted(
+            "benchmarks.faults.scripts:Fails", share=0.2, vocab_size=200, max_tokens=8
+        ),
     }
     launcher.run("run", change)
     folder = launcher.folder / "run"
@@ -52,7 +58,9 @@ def test_some_failed_episodes_are_counted_and_the_run_continues(launcher: Launch
 def test_a_run_that_makes_no_progress_names_who_waits_for_whom(launcher: Launcher) -> None:
     change = {
         "run": {"watchdog_s": 4},
-        "actors": scripted("faults:Hangs", num_calls=5, vocab_size=200, max_tokens=8),
+        "actors": scripted(
+            "benchmarks.faults.scripts:Hangs", num_calls=5, vocab_size=200, max_tokens=8
+        ),
     }
     output = launcher.run("run", change, code=1)
     assert "no progress for" in output

@@ -123,13 +123,22 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
         "axes": [
             {
                 "key": "actors.engine.script",
-                "values": ["raylearner.actors.engines.scripted:RandomTokens", "faults:NeverStarts"],
+                "values": [
+                    "raylearner.actors.engines.scripted:RandomTokens",
+                    "benchmarks.faults.scripts:NeverStarts",
+                ],
             },
             {"key": "learner.learning_rate", "values": [1e-3, 1e-2, 1e-1]},
         ],
         "exclude": [
-            {"actors.engine.script": "faults:NeverStarts", "learner.learning_rate": 1e-2},
-            {"actors.engine.script": "faults:NeverStarts", "learner.learning_rate": 1e-1},
+            {
+                "actors.engine.script": "benchmarks.faults.scripts:NeverStarts",
+                "learner.learning_rate": 1e-2,
+            },
+            {
+                "actors.engine.script": "benchmarks.faults.scripts:NeverStarts",
+                "learner.learning_rate": 1e-1,
+            },
         ],
         "metric": {"last_steps": 1},
     }
@@ -141,7 +150,7 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
         found = list(csv.DictReader(file))
     assert [row["status"] for row in found] == ["done", "done", "done", "failed"]
     assert [row["attempts"] for row in found] == ["1", "1", "1", "2"]
-    assert "faults:NeverStarts" in found[3]["error"]
+    assert "benchmarks.faults.scripts:NeverStarts" in found[3]["error"]
     assert all(0 <= float(row["value"]) <= 1 for row in found[:3])
     assert len(list((folder / "plots").glob("*.png"))) == 2
     states = json.loads((folder / "sweep.json").read_text())["trials"]

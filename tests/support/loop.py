@@ -13,58 +13,15 @@ from typing import Any
 
 import yaml
 
+from benchmarks.faults.run import SCRIPTED, TINY, merged
+
+__all__ = ["SCRIPTED", "TINY", "merged"]
+
 ROOT = Path(__file__).resolve().parents[2]
-
-SCRIPTED: dict[str, Any] = {
-    "run": {"name": "scripted", "num_steps": 5, "checkpoint_every_steps": 0, "seed": 3},
-    "cluster": {"num_cpus": 8, "object_store_bytes": 150_000_000},
-    "data": {"train": {"kind": "calculator", "num_prompts": 40}},
-    "environment": {"kind": "single_turn"},
-    "renderer": {"max_prompt_tokens": 64, "max_response_tokens": 64},
-    "sampling": {"max_turn_tokens": 64},
-    "rewards": {"functions": [{"kind": "response_length", "target_tokens": 12}]},
-    "actors": {
-        "num_actors": 2,
-        "cpus_per_actor": 0.5,
-        "max_concurrent_episodes": 8,
-        "engine": {
-            "kind": "scripted",
-            "script": "raylearner.actors.engines.scripted:RandomTokens",
-            "arguments": {"vocab_size": 200, "max_tokens": 24, "delay_s": 0.002},
-        },
-    },
-    "replay": {"groups_per_step": 3, "group_size": 4, "max_staleness": 0},
-    "learner": {
-        "cpus_per_rank": 0.5,
-        "compute_dtype": "float64",
-        "learning_rate": 1e-3,
-        "max_tokens_per_micro_batch": 256,
-    },
-    "evaluation": {"num_prompts": 8},
-    "observability": {"tensorboard": False},
-}
-
-"""All but the model."""
-
-TINY: dict[str, Any] = {
-    "kind": "tiny",
-    "hidden_size": 64,
-    "num_layers": 1,
-    "num_heads": 2,
-    "intermediate_size": 128,
-}
 
 
 def pretrained(folder: Path) -> dict[str, Any]:
     return {"kind": "pretrained", "path": str(folder)}
-
-
-def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in change.items():
-        is_both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if is_both else value
-    return out
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

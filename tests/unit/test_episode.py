@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fails
 from kits import PROMPT, Says, make_claim, make_kit, make_renderer, play_one
 
+from benchmarks.faults.scripts import Fails
 from raylearner.actors import episode
 from raylearner.actors.engines.scripted import ScriptedEngine
 from raylearner.actors.episode import EpisodeKit

@@ -3,11 +3,13 @@
 import json
 import logging.config
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from raylearner import leftovers
 from raylearner.actors.engines import vllm_process
 from raylearner.actors.engines.vllm_process import ErrorLog
 from raylearner.errors import CompilationError, EngineError
@@ -106,7 +108,7 @@ def test_sockets_are_created_in_the_folder_that_is_removed_unless_the_user_names
     assert os.environ[vllm_process.SOCKETS_VARIABLE] == "/tmp"
 
 
-def test_sockets_stay_elsewhere_where_the_path_would_be_too_long(
+def test_sockets_are_in_shared_memory_where_the_path_would_be_too_long_and_are_swept_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     deep = tmp_path / ("d" * 60)
@@ -115,5 +117,12 @@ def test_sockets_stay_elsewhere_where_the_path_would_be_too_long(
     monkeypatch.setattr(vllm_process.tempfile, "tempdir", str(deep))
     log = vllm_process.ErrorLog()
     log.hold_sockets()
+    folder = Path(os.environ[vllm_process.SOCKETS_VARIABLE])
+    assert folder.parent == leftovers.SHARED_MEMORY
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / ("s" * vllm_process.SOCKET_NAME_BYTES)))
+    assert list(deep.iterdir()) == []
+    monkeypatch.setattr(leftovers, "start_time", lambda pid: 0)  # as if this process had ended
+    assert folder in [leftover.path for leftover in leftovers.find()]
     log.remove()
-    assert vllm_process.SOCKETS_VARIABLE not in os.environ
+    assert not folder.exists()

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from minimal import MINIMAL
 
+from raylearner import leftovers
 from raylearner.config.schema import RunConfig, RunSection
 from raylearner.errors import ConfigError
 from raylearner.learner.checkpoint.directory import create_checkpoint
@@ -50,7 +51,7 @@ def test_the_longest_path_that_is_allowed_holds_rays_sockets(
 ) -> None:
     from ray._private.utils import validate_socket_filepath
 
-    room = machine.MAX_SOCKET_PATH_BYTES - len(machine.RAY_SOCKET) - 1
+    room = leftovers.MAX_SOCKET_PATH_BYTES - len(machine.RAY_SOCKET) - 1
     folder = "/" + "d" * (room - 1)
     monkeypatch.setenv("RAY_TMPDIR", folder)
     machine.check_socket_paths(config)
@@ -58,6 +59,17 @@ def test_the_longest_path_that_is_allowed_holds_rays_sockets(
     monkeypatch.setenv("RAY_TMPDIR", f"{folder}d")
     with pytest.raises(ConfigError):
         machine.check_socket_paths(config)
+
+
+def test_a_folder_set_for_vllms_sockets_that_is_too_long_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    assert machine.socket_path_errors(has_vllm=True) == []
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", LONG)
+    assert machine.socket_path_errors(has_vllm=False) == []
+    (error,) = machine.socket_path_errors(has_vllm=True)
+    assert "VLLM_RPC_BASE_PATH" in error
 
 
 def test_a_full_disk_is_refused_and_one_nearly_full_named(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from episodes import make_trajectory
-from faults import Dies, Fails
 from kits import make_claim, make_kit, make_renderer
 
+from benchmarks.faults.scripts import Dies, Fails
 from raylearner.actors import rollout_worker
 from raylearner.actors.engines.scripted import RandomTokens, Script
 from raylearner.actors.engines.watched import MAX_FAILED_IN_ROW

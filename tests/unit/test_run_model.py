@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import yaml
 from minimal import MINIMAL
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from raylearner.config import model_files
 from raylearner.config.schema import LearnerSection, RunConfig
-from raylearner.errors import ConfigError, EngineError
+from raylearner.errors import ConfigError, EngineError, EngineLost
 from raylearner.learner.learner_group import LearnerGroup
 from raylearner.learner.spec import LearnerSpec
-from raylearner.run import launching
+from raylearner.run import launching, processes
 from raylearner.run import model as models
 from raylearner.run.launching import ActorLauncher
 from raylearner.run.model import RunModel
+from raylearner.run.processes import Finding
+from raylearner.run.watchdog import Watchdog
 
 
 class Calls:
@@ -106,6 +108,41 @@ async def test_an_engine_that_fails_is_not_taken_for_a_failed_model(
     launcher = make_launcher(RunModel("/none"), Calls(failure), monkeypatch)
     with pytest.raises(EngineError, match="no memory"):
         await launch(launcher)
+
+
+@pytest.mark.parametrize("does_answer", [True, False])
+async def test_an_actor_that_does_not_answer_while_its_engine_starts_is_lost_at_the_watchdogs_limit(
+    monkeypatch: pytest.MonkeyPatch, does_answer: bool
+) -> None:
+    ended = asyncio.get_running_loop().create_future()
+
+    class Stopped(Calls):
+        def __getattr__(self, name: str) -> Any:
+            return (
+                SimpleNamespace(remote=lambda: ended)
+                if name == "start"
+                else super().__getattr__(name)
+            )
+
+    async def answers(actor: Any) -> bool:
+        return does_answer
+
+    async def examine(actors: dict[str, Any]) -> list[Finding]:
+        return [Finding(name, does_answer, []) for name in actors]
+
+    monkeypatch.setattr(processes, "answers", answers)
+    monkeypatch.setattr(processes, "examine", examine)
+    monkeypatch.setattr(processes, "end", lambda actors: ended.set_exception(ActorDiedError()))
+    launcher = make_launcher(RunModel("/none"), Stopped(), monkeypatch)
+    launcher._watchdog = Watchdog(0.1)
+    starting = asyncio.ensure_future(launch(launcher))
+    await asyncio.wait([starting], timeout=1.0 if does_answer else 30.0)
+    if does_answer:
+        ended.set_result((1, "Stand-in"))
+        assert (await starting).pid == 1
+    else:
+        with pytest.raises(EngineLost):
+            await starting
 
 
 async def test_a_model_of_the_hub_is_downloaded_once_to_each_node(

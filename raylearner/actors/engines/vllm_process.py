@@ -103,25 +103,31 @@ def load_libraries(section: VllmEngine, *, shares_memory: bool) -> None:
 
 
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-"""Folder of vLLM's sockets, each named by 36 characters."""
-MAX_SOCKET_FOLDER_BYTES = 107 - 1 - 36
+"""Folder of vLLM's sockets."""
+SOCKET_NAME_BYTES = 36
+MAX_SOCKET_FOLDER_BYTES = leftovers.MAX_SOCKET_PATH_BYTES - len("/") - SOCKET_NAME_BYTES
 
 
 class ErrorLog:
-    """A folder with vLLM's logging configuration, the errors that its processes logged, and its sockets."""
+    """A folder with vLLM's logging configuration, the errors that its processes logged, and its sockets.
+
+    Where the temporary folder's path is too long for sockets, it is in shared memory.
+    """
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=leftovers.prefix("vllm")))
+        prefix = leftovers.prefix("vllm")
+        self._folder = Path(tempfile.mkdtemp(prefix=prefix))
+        if len(os.fsencode(self._folder)) > MAX_SOCKET_FOLDER_BYTES:
+            self._folder.rmdir()
+            self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=leftovers.SHARED_MEMORY))
         self._errors = self._folder / "errors.log"
         self._progress = self._folder / "progress.log"
         self._num_read = 0
 
     def hold_sockets(self) -> None:
-        """Let vLLM, which leaves its sockets behind, create them here: unless the user names a folder for
-        them, or this path is too long."""
+        """Let vLLM, which leaves its sockets behind, create them here, unless the user names a folder."""
         given = os.environ.get(SOCKETS_VARIABLE)
-        is_given = given is not None and not leftovers.is_owned(Path(given))
-        if not is_given and len(os.fsencode(self._folder)) <= MAX_SOCKET_FOLDER_BYTES:
+        if given is None or leftovers.is_owned(Path(given)):
             os.environ[SOCKETS_VARIABLE] = str(self._folder)
 
     def configuration(self) -> str:

@@ -104,9 +104,10 @@ def activate_flash_3() -> None:
 
 def _try_varlen(device: str) -> None:
     """Call torch's varlen kernel forward and backward. Raises what a kernel with other parameters raises."""
-    parts = torch.ones(3, 1, 16, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    heads = torch.ones(3, 1, 16, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    query, key, value = heads
     starts = torch.tensor([0, 4, 16], dtype=torch.int32, device=device)
-    _varlen(*parts, starts, 12, None, None).sum().backward()
+    _varlen(query, key, value, starts, 12, None, None).sum().backward()
 
 
 def _capability(device_type: str) -> float:
