@@ -24,6 +24,7 @@ import torch
 
 from raylearner.actors.engines.transformers import TransformersEngine
 from raylearner.actors.episode import EpisodeKit, play_episode
+from raylearner.actors.rollout_actor import make_sampling
 from raylearner.config import schema
 from raylearner.config.loader import load
 from raylearner.data import load_prompts
@@ -37,7 +38,7 @@ from raylearner.replay.buffer import ReplayBuffer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tiny.demonstrations import prepare_tiny_model
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import Claim, Prompt, Sampling, Trajectory, TrajectoryGroup
+from raylearner.types import Claim, Prompt, Trajectory, TrajectoryGroup
 from raylearner.weights.probe import probe_tokens
 from raylearner.weights.transports import discard_files
 from raylearner.weights.transports.shared_files import write_weights
@@ -166,7 +167,7 @@ class Harness:
             wanted = section.groups_per_step * (section.group_size + section.extra)
             reply = self._buffer.claim(SAMPLER, self.engine.policy_version, wanted)
             assert reply.claims, self._buffer.describe()
-            sampling = self._sampling(self._config.sampling)
+            sampling = make_sampling(self._config.sampling, self._renderer)
             pushing = asyncio.create_task(self._push_meanwhile())
             for segments in await asyncio.gather(
                 *(
@@ -195,7 +196,7 @@ class Harness:
         self._snapshot()
         await self._hold(self._snapshots[-1])
         assert self._config.evaluation is not None, "studies evaluate"
-        sampling = self._sampling(self._config.evaluation.sampling)
+        sampling = make_sampling(self._config.evaluation.sampling, self._renderer)
         version = self.learner.policy_version
         claims = [
             Claim(
@@ -268,17 +269,6 @@ class Harness:
     async def _hold(self, update: WeightUpdate) -> None:
         if self.engine.policy_version != update.policy_version:
             await self.engine.receive(update)
-
-    def _sampling(self, section: schema.SamplingSection) -> Sampling:
-        return Sampling(
-            temperature=section.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            min_p=section.min_p,
-            repetition_penalty=section.repetition_penalty,
-            max_tokens=section.max_turn_tokens,
-            stop_token_ids=self._renderer.end_token_ids,
-        )
 
 
 def prepare_model(config: schema.RunConfig, cache: Path) -> Path:
