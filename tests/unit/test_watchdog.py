@@ -254,7 +254,10 @@ class Run:
             check=lambda: None,
         )
         recorder: Any = NAME(
-            stage=lambda _: nullcontext(), spans=lambda _: None, rewind=lambda _: None
+            stage=lambda _: nullcontext(),
+            waiting=lambda _: nullcontext(),
+            spans=lambda _: None,
+            rewind=lambda _: None,
         )
         tracer: Any = NAME(span=lambda *_, **__: nullcontext(), drain=list)
         self.controller = Controller(
