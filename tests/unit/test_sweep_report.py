@@ -183,6 +183,22 @@ def test_a_categorical_axis_is_not_joined_by_lines(folder: Path) -> None:
     assert joined == {"learner.loss": False, "replay.group_size": True}
 
 
+def test_values_that_were_drawn_are_a_cloud_without_lines_or_legend(folder: Path) -> None:
+    drawn_axes = [
+        {"key": key, "sample": {"kind": "log_uniform", "low": 1e-5, "high": 1e-2}}
+        for key in ("learner.learning_rate", "learner.max_grad_norm")
+    ]
+    finish(make(folder, axes=drawn_axes, num_samples=20, seeds=[0]), *[0.5] * 20)
+    from matplotlib import pyplot
+
+    figure, drawn = pyplot.subplots()
+    figures._draw_axis(drawn, results.read(folder), "learner.learning_rate")
+    assert drawn.get_legend() is None
+    assert {line.get_linestyle() for line in drawn.get_lines()} == {"None"}
+    assert drawn.get_xscale() == "log"
+    pyplot.close(figure)
+
+
 def test_many_combinations_get_a_panel_for_each_value_of_an_axis(folder: Path) -> None:
     axes = [
         {"key": "learner.loss", "values": [{"kind": "ppo"}, {"kind": "gspo"}]},

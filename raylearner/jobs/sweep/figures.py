@@ -17,6 +17,8 @@ MAX_LINES = 8
 """Maximum number of learning curves in one panel, the best ones."""
 MAX_PANELS = 6
 """Maximum number of panels of learning curves."""
+MAX_SERIES = 10
+"""Maximum number of series in a plot of an axis that are told apart."""
 MAX_TICKS = 8
 """Maximum number of values of an axis that all get a tick."""
 MAX_CHARACTERS = 48
@@ -60,7 +62,7 @@ def plot(found: Results, folder: Path) -> list[Path]:
 def _draw_axis(axes: Any, found: Results, key: str) -> None:
     """Draw a series for each combination of the other axes: a line where the axis is a number, and points
     beside each other where it is a category; seeds as dots, intervals as bands or bars, crosses for trials
-    that did not complete.
+    that did not complete. Many series, as from drawn values, are a cloud of dots.
     """
     combinations = [c for c in found.in_order() if key in c.values]
     places, ticks = _places([trial.values[key] for trial in found.trials if key in trial.values])
@@ -72,8 +74,11 @@ def _draw_axis(axes: Any, found: Results, key: str) -> None:
             others = {k: v for k, v in combination.values.items() if k != key}
             place = places[format_value(combination.values[key])]
             series.setdefault(label(others, separator=", "), []).append((place, values))
+    is_cloud = len(series) > MAX_SERIES
     for index, (name, points) in enumerate(series.items()):
-        if ticks is None:
+        if is_cloud:
+            _draw_seeds(axes, points, "C0")
+        elif ticks is None:
             _draw_line(axes, name, sorted(points))
         else:
             shift = SPREAD * ((index + 0.5) / len(series) - 0.5)
@@ -86,7 +91,7 @@ def _draw_axis(axes: Any, found: Results, key: str) -> None:
         axes.set_xscale("log")
     elif len(places) <= MAX_TICKS:
         axes.set_xticks(sorted(places.values()))
-    if has_crosses or any(series):
+    if has_crosses or (any(series) and not is_cloud):
         axes.legend(fontsize="small")
 
 
