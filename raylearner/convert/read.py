@@ -1,7 +1,7 @@
 """The settings of a file: which project it is of, and where a launch script's values come from."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from raylearner.config.problems import Problem, Where
@@ -17,6 +17,7 @@ from raylearner.convert.table import load_table
 
 SHELL_ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")
 YAML_ENDINGS = (".yaml", ".yml", ".json")
+_SFT = re.compile(r"^[\w.]*sft_trainer\w*$")
 EASYR1 = "verl.trainer.main"
 _PPO = re.compile(r"(^|[./])main_\w+(\.py)?$|fully_async_main$|^verl\.trainer\.main$")
 MIN_OVERRIDES = 3
@@ -89,6 +90,8 @@ def _folders(path: Path) -> list[Path]:
 
 def _is_training(command: Command) -> bool:
     texts = [word.text for word in command.words]
+    if any(_SFT.search(text) for text in texts):
+        return False
     if any(_PPO.search(text) for text in texts) and any(is_override(text) for text in texts):
         return True
     if arguments.is_training(texts):
@@ -178,14 +181,28 @@ def _base(command: Command, path: Path, label: str, is_easyr1: bool) -> Reading:
     if not named or (not is_easyr1 and stem in verl.COMPOSED and not folder):
         return Reading()
     relative = Path(folder) / (named if is_easyr1 else f"{stem}.yaml")
-    for parent in _folders(path):
-        file = parent / relative
+    for file in _candidates(relative, texts, path):
         if file.is_file():
-            return read_yaml(file, str(relative), known=verl.COMPOSED)
+            return read_yaml(file, str(file), known=verl.COMPOSED)
     if not is_easyr1 and stem in verl.COMPOSED:
         return Reading()
-    text = f"{relative} is neither in this folder nor in one above {label}; copy it there"
-    return Reading(problems=[Problem(Where(0, line, label), "", text)])
+    if is_easyr1:
+        text = f"{relative} is neither in this folder nor in one above {label}; copy it there"
+        return Reading(problems=[Problem(Where(0, line, label), "", text)])
+    text = f"{label}:{line}: {relative}: not found, so its values are missing; copy it beside the script"
+    return Reading(notes=[text])
+
+
+def _candidates(relative: Path, texts: Sequence[str], path: Path) -> Iterator[Path]:
+    """Yield the places of a configuration: from folders above the script, or the module's folder."""
+    parts = relative.parts
+    known = [i for i, part in enumerate(parts) if "$" in part]
+    suffix = Path(*parts[known[-1] + 1 :]) if known else relative
+    module = texts[texts.index("-m") + 1] if "-m" in texts[:-1] else ""
+    beside = Path(*module.split(".")[:-1]) / suffix
+    for folder in _folders(path):
+        yield folder / suffix
+        yield folder / beside
 
 
 def _override(reading: Reading, word: Word, where: Where) -> None:

@@ -11,6 +11,25 @@ def count_rows(sources: list[dict[str, Any]]) -> int | None:
     return sum(known) if known and len(known) == len(counts) else None
 
 
+def has_text(source: dict[str, Any], column: str) -> bool:
+    """Return whether the first row of a local Parquet file has text or a number in a field of a column."""
+    path = Path(source["path"]).expanduser()
+    if source["kind"] != "parquet" or not path.is_file():
+        return False
+    try:
+        import pyarrow.parquet as parquet
+
+        name, *rest = column.split(".")
+        with parquet.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=1, columns=[name]), None)
+        value: Any = batch.to_pylist()[0][name] if batch is not None else None
+        for part in rest:
+            value = value[part]
+    except (ImportError, OSError, ValueError, KeyError, TypeError, IndexError):
+        return False
+    return isinstance(value, str | int | float)
+
+
 def _count(path: Path, kind: str) -> int | None:
     if not path.is_file():
         return None

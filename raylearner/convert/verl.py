@@ -7,7 +7,7 @@ from typing import Any
 
 from raylearner.convert import verl_episode, verl_learner, verl_objective
 from raylearner.convert.draft import Draft
-from raylearner.convert.rows import count_rows
+from raylearner.convert.rows import count_rows, has_text
 from raylearner.convert.settings import Settings
 from raylearner.convert.verl_learner import (
     ACTOR,
@@ -213,8 +213,9 @@ def sources(s: Settings, key: str) -> list[dict[str, Any]]:
         source: dict[str, Any] = {"kind": kind, "path": str(path)}
         if s.text("data.prompt_key") != "prompt":
             source["prompt_column"] = s.text("data.prompt_key")
-        if not verl_episode.has_own_reward(s):  # which reads the whole row
-            source["answer_column"] = verl_episode.answer_column(s)
+        column = verl_episode.answer_column(s)
+        if not verl_episode.has_own_reward(s) or has_text(source, column):  # it reads the whole row
+            source["answer_column"] = column
         if has_images(s):
             source["image_column"] = s.text("data.image_key")
         found.append(source)

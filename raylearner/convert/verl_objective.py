@@ -41,6 +41,12 @@ ESTIMATORS = {
     "low_var_kl": "k3",
     "k3": "k3",
 }
+OLD_LEVELS: dict[str, str] = {
+    "token": "token_k1",
+    "sequence": "seq_sum_k1",
+    "geometric": "seq_mean_k1",
+}
+"""Older names of rejection rules."""
 LOSSES = {
     "vanilla": "ppo",
     "geo_mean": "gmpo",
@@ -265,6 +271,9 @@ def proximal(s: Settings, draft: Draft) -> None:
 
 def corrections(s: Settings) -> list[dict[str, Any]]:
     """Return the importance weights between engine and learner."""
+    cap = f"{ACTOR}.tis_imp_ratio_cap"
+    if s.has(cap) and s.number(cap) > 0:
+        return [{"kind": "tis", "level": "token", "high": s.number(cap)}]
     if not s.has(f"{CORRECTION}.rollout_is"):
         return []
     low, high = _bounds(s.value(f"{CORRECTION}.rollout_is_threshold"))
@@ -284,13 +293,14 @@ def corrections(s: Settings) -> list[dict[str, Any]]:
 def rejections(s: Settings) -> list[dict[str, Any]]:
     """Return the rules that reject tokens or rows."""
     found: list[dict[str, Any]] = []
-    names = str(s.value(f"{CORRECTION}.rollout_rs") or "").split(",")
+    listed = str(s.value(f"{CORRECTION}.rollout_rs") or "").split(",")
+    names = [name.strip() for name in listed if name.strip()]
     bounds = str(s.value(f"{CORRECTION}.rollout_rs_threshold") or "2.0").split(",")
-    for position, name in enumerate(filter(None, map(str.strip, names))):
-        level, _, estimator = name.rpartition("_")
-        if not level:
-            level, estimator = name, "k1"
+    for position, name in enumerate(names):
+        level, _, estimator = OLD_LEVELS.get(name, name).rpartition("_")
         low, high = _bounds(bounds[position if position < len(bounds) else 0])
+        if low is None and s.has(f"{CORRECTION}.rollout_rs_threshold_lower"):
+            low = s.number(f"{CORRECTION}.rollout_rs_threshold_lower")
         section: dict[str, Any] = {
             "kind": "rejection",
             "level": level.replace("seq_", "sequence_"),

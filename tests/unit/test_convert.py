@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import yaml
+from pyarrow import parquet
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
@@ -257,6 +259,35 @@ def test_defaults_of_hydra_include_files_beside(tmp_path: Path) -> None:
     assert found["learner.learning_rate"] == 5e-6
 
 
+def test_a_configuration_named_by_a_script_is_found_beside_its_module(tmp_path: Path) -> None:
+    (tmp_path / "recipe" / "config").mkdir(parents=True)
+    (tmp_path / "recipe" / "config" / "mine.yaml").write_text("data: {train_batch_size: 64}\n")
+    command = "python -m recipe.main_mine --config-path=config --config-name={} algorithm.gamma=1\n"
+    found = of_text(tmp_path, "run.sh", command.format("mine"))
+    assert values(found)["replay.groups_per_step"] == 64
+    away = of_text(tmp_path, "away.sh", command.format("yours.yaml") + "true\n", project="verl")
+    assert any("config/yours.yaml" in note for note in away.notes)
+
+
+def test_the_rows_of_a_file_that_is_here_turn_epochs_into_steps(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}] * 64
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    text = (
+        f"python -m verl.trainer.main_ppo data.train_files={tmp_path}/train.parquet"
+        " data.train_batch_size=8 trainer.total_epochs=3 custom_reward_function.path=mine.py\n"
+    )
+    found = values(of_text(tmp_path, "run.sh", text))
+    assert found["run.num_steps"] == 3 * 64 / 8
+    assert found["data.train"][0]["answer_column"] == "reward_model.ground_truth"
+
+
+def test_truncated_sampling_is_marked_where_probabilities_are_compared() -> None:
+    found = convert(str(FILES / "trl_grpo.yaml"), overrides=["top_k=50"])
+    assert dict(found.draft.decisions)["sampling.top_k"]
+    alone = convert(str(FILES / "trl_grpo.yaml"), overrides=["top_k=50", "use_vllm=false"])
+    assert "sampling.top_k" not in dict(alone.draft.decisions)
+
+
 def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) -> None:
     text = (
         "data:\n  train_batch_size: many\n  max_prompt_length: ${data.max_promt_length}\n"
@@ -284,6 +315,11 @@ def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) ->
         ("loop.yaml", "data: &a\n  b: *a\n", "refers to itself"),
         ("other.yaml", "kind: Deployment\nspec: {}\n", "no settings of verl"),
         ("none.sh", "echo hello\n", "no command that trains"),
+        (
+            "sft.sh",
+            "python -m verl.trainer.sft_trainer a.b=1 a.c=2 a.d=3\n",
+            "no command that trains",
+        ),
         ("none.py", "print(1)\n", "no GRPOConfig"),
         ("broken.py", "x = (\n", "is not valid Python"),
         ("note.txt", "hello\n", "must be a .yaml"),
