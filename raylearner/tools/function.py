@@ -86,20 +86,21 @@ class Function(Tool):
         return {name: getattr(given, name) for name in type(given).model_fields}
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:
-        """Read text between tags as the only parameter, or as a JSON object of several."""
+        """Read text between tags as the only parameter, or as a JSON object of several; text that is
+        no object, as the only one without a default."""
         if not isinstance(arguments, str):
             return dict(arguments)
         text = arguments.strip()
         fields = self._model.model_fields
-        if len(fields) == 1:
-            name, field = next(iter(fields.items()))
-            return {name: text if field.annotation is str else _json_or_text(text)}
         if not text and not fields:
             return {}
         value = _json_or_text(text)
-        if not isinstance(value, dict):
+        if len(fields) > 1 and isinstance(value, dict):
+            return cast(dict[str, Any], value)
+        main = list(fields) if len(fields) == 1 else [n for n in fields if fields[n].is_required()]
+        if len(main) != 1:
             raise BadArguments(f"expected a JSON object with {', '.join(fields)}")
-        return cast(dict[str, Any], value)
+        return {main[0]: text if fields[main[0]].annotation is str else value}
 
 
 def load_function(path: str) -> Callable[..., Any]:

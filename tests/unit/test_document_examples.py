@@ -122,6 +122,8 @@ async def test_the_function_is_a_tool(module: Any) -> None:
     prompt = Prompt(prompt_id="p", messages=(), source="shop")
     found = await tool.call({"item": "boots"}, prompt=prompt)
     assert found.text == "3 pieces for shop"
+    for text, number in (("boots", 3), ('{"item": "boots", "size": 41}', 0)):  # between tags
+        assert (await tool.call(text, prompt=prompt)).text == f"{number} pieces for shop"
     refused = await tool.call({"thing": "boots"}, prompt=prompt)
     assert refused.is_refused
 

@@ -42,6 +42,10 @@ async def weather(city: str, unit: Literal["C", "F"] = "C") -> dict[str, Any]:
     return {"city": city, "unit": unit, "temperature": 21}
 
 
+def multiply(a: int, b: int) -> int:
+    return a * b
+
+
 def shout(text: str) -> str:
     return text.upper()
 
@@ -162,7 +166,8 @@ async def test_an_observation_is_passed_on() -> None:
         ("add", {}, "error: a: Field required"),
         ("add", {"a": "x"}, "error: a: Input should be a valid integer"),
         ("add", {"a": 1, "c": 2}, "error: c: Extra inputs are not permitted"),
-        ("add", "3", "error: expected a JSON object with a, b"),
+        ("add", "x", "error: a: Input should be a valid integer"),
+        ("multiply", "3", "error: expected a JSON object with a, b"),
         ("limited", {"number": 10}, "error: number: Input should be less than or equal to 9"),
         ("first", "x", "error: items: Input should be a valid list"),
         ("weather", {"city": "Oslo", "unit": "K"}, "error: unit: Input should be 'C' or 'F'"),
