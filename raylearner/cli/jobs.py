@@ -122,6 +122,10 @@ def sweep(
         logs.set_up()
         from raylearner.jobs.sweep import plan
 
+        if Path(file).is_dir() and not should_report:
+            raise ConfigError(
+                f"{file}: is a folder; --report prints the results in it, and the sweep file runs its trials"
+            )
         if dry_run and should_report:
             raise ConfigError("--dry-run and --report: choose one")
         if should_report:

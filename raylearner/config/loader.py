@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from raylearner.config.changed_keys import changed_keys
 from raylearner.config.checks import check
 from raylearner.config.document import DEFAULTS, Node, merge, parse
-from raylearner.config.messages import describe
+from raylearner.config.messages import describe, other_file
 from raylearner.config.null_words import ambiguous_words
 from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_mean, shown
 from raylearner.config.resources import check_credentials, check_variables
@@ -39,7 +39,8 @@ def load(
     """
     problems: list[Problem] = []
     files = _collect(
-        (_read_file(Path(path), Where(i, 0, path)) for i, path in enumerate(paths)), problems
+        (_read_file(Path(path), Where(i, 0, path), RunConfig) for i, path in enumerate(paths)),
+        problems,
     )
     if not paths:
         problems.append(
@@ -74,7 +75,7 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 def load_section(path: str, root: type[_Section]) -> _Section:
     """Load a file that is one section. Raises `ConfigProblems`."""
-    tree, problems = _read_file(Path(path), Where(0, 0, path))
+    tree, problems = _read_file(Path(path), Where(0, 0, path), root)
     if tree is None:
         raise ConfigProblems(problems)
     section, found = _validate(tree, root)
@@ -96,7 +97,7 @@ def _collect(reads: Iterable[_Read], problems: list[Problem]) -> list[Node]:
     return trees
 
 
-def _read_file(path: Path, where: Where) -> _Read:
+def _read_file(path: Path, where: Where, root: type[BaseModel]) -> _Read:
     def refuse(text: str, line: int = 0) -> tuple[None, list[Problem]]:
         return None, [Problem(Where(where.rank, line, where.label), "", text)]
 
@@ -130,6 +131,8 @@ def _read_file(path: Path, where: Where) -> _Read:
     if not isinstance(tree.value, dict):
         found = "a list" if isinstance(tree.value, list) else shown(tree.value)
         return refuse(f"must be a mapping of sections, got {found}", tree.where.line)
+    if mistaken := other_file(tree.value, is_run=root is RunConfig):
+        return refuse(mistaken)
     return tree, problems
 
 

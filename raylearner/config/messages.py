@@ -1,5 +1,6 @@
 """What is wrong with a value, in the user's words."""
 
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +18,20 @@ from raylearner.config.section import (
     section_for,
     sections_by_kind,
 )
+
+
+def other_file(keys: Collection[str], *, is_run: bool) -> str:
+    """Return what a file with these top-level keys is instead of a run's configuration, or a sweep; else
+    nothing.
+    """
+    is_sweep = {"base", "axes"} <= set(keys)
+    if is_run and is_sweep:
+        return "is a sweep file: run it with `raylearner sweep FILE`"
+    if is_run and "actor_rollout_ref" in keys:
+        return "is a configuration of verl: translate it with `raylearner convert FILE`"
+    if not is_run and not is_sweep and not {"model", "data", "actors", "learner"}.isdisjoint(keys):
+        return "is the configuration of a run, not a sweep file; a sweep file names it in `base`"
+    return ""
 
 
 def describe(

@@ -12,11 +12,12 @@ from snapshots import assert_snapshot
 
 from raylearner.config.changed_keys import REMOVED_KEYS, RENAMED_KEYS, changed_keys
 from raylearner.config.document import parse
-from raylearner.config.loader import load
+from raylearner.config.loader import load, load_section
 from raylearner.config.problems import ConfigProblems, Where
 from raylearner.config.report import derived, resolved_yaml, worst_staleness
 from raylearner.config.schema import RunConfig, TinyModel
 from raylearner.errors import ConfigError
+from raylearner.jobs.sweep.section import SweepSection
 
 BASE = """\
 model: {kind: tiny}
@@ -147,6 +148,22 @@ def test_evaluations_take_unset_keys_from_sampling_and_stay_greedy(
     saved = write(tmp_path, resolved_yaml(config), name="saved.yaml")
     assert load([saved], []).evaluation == config.evaluation
     assert load([base], ["evaluation=null"]).evaluation is None
+
+
+def test_another_kind_of_file_is_one_problem_that_says_what_to_do(
+    base: str, tmp_path: Path
+) -> None:
+    sweep = write(tmp_path, "name: s\nbase: [x.yaml]\naxes: []\nseeds: [0]", name="sweep.yaml")
+    verl = write(tmp_path, "actor_rollout_ref: {}\ntrainer: {}", name="verl.yaml")
+    for files, advice in (([sweep], "raylearner sweep"), ([base, verl], "raylearner convert")):
+        with pytest.raises(ConfigProblems) as refused:
+            load(files, [])
+        (problem,) = refused.value.problems
+        assert advice in problem.text
+    with pytest.raises(ConfigProblems) as refused:
+        load_section(base, SweepSection)
+    (problem,) = refused.value.problems
+    assert "`base`" in problem.text
 
 
 def test_an_override_reaches_into_a_list_by_position(base: str, tmp_path: Path) -> None:

@@ -228,6 +228,8 @@ def test_the_command_prints_the_report_of_a_sweep_that_is_running(folder: Path) 
     run_dir = write_curve(state, 0, 0.25, 0.5)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "roll')  # being written
+    code, _, error = invoke("runs/sweeps/s")
+    assert (code, "--report" in error) == (2, True)
     for named in ("sweep.yaml", "runs/sweeps/s"):
         code, text, _ = invoke(named, "--report")
         assert code == 0
