@@ -33,6 +33,7 @@ docs: ## Generate the references, then build the site into build/site, without a
 		$(PYTHON) -m pip install -q --no-build-isolation --editable '.[docs]'
 	$(PYTHON) docs/generate.py
 	$(PYTHON) -m sphinx -b html -W --keep-going -q docs build/site
+	@echo "build/site/index.html is the first page"
 
 test: ## Set up, then run all tests that need no GPU, one process per folder
 	@$(SETUP)

@@ -68,8 +68,8 @@ def requirements() -> dict[Path, str]:
             *(for_cpu, extras["cpu"], extras["test"]),
         ),
         ROOT / "requirements-dev.txt": text(
-            "What `make check` and the commit hooks run, besides one of the other two.",
-            extras["dev"],
+            "What `make check`, `make docs` and the commit hooks run, besides one of the other two.",
+            *(extras["dev"], extras["docs"]),
         ),
     }
 

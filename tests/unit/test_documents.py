@@ -1,7 +1,10 @@
 """What is made from code is current: `make docs` writes it."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,17 @@ def test_the_tests_named_in_reliability_exist() -> None:
     assert len(named) >= 15
     for file, name in named:
         assert re.search(rf"def {name}\(", (ROOT / file).read_text()), f"{file}::{name}"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("furo") is None, reason="the extra `docs` is not installed"
+)
+def test_the_site_builds_without_warnings_or_other_hosts(tmp_path: Path) -> None:
+    """Links, anchors and the menu are checked by the build, other hosts by docs/conf.py."""
+    options = ["-b", "html", "-W", "--keep-going", "-q"]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
+    build = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert build.returncode == 0, build.stderr
+    assert (tmp_path / "index.html").is_file()
