@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sphinx.errors import SphinxError
+
 import raylearner
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +51,7 @@ def refuse_hosts(app: Any, error: Exception | None) -> None:
         pattern = FONT if path.suffix == ".css" else EXTERNAL
         found = pattern.search(path.read_text(encoding="utf-8"))
         if found and 'rel="canonical"' not in found.group(0):
-            raise RuntimeError(f"{path.name} loads from another host: {found.group(0)[:200]}")
+            raise SphinxError(f"{path.name} loads from another host: {found.group(0)[:200]}")
 
 
 def setup(app: Any) -> None:
