@@ -13,8 +13,10 @@ LINE_WIDTH = WIDTH - STAMP_WIDTH
 """Maximum width of a message that stands on one line of the log."""
 
 THOUSANDS = ("", "k", "M", "G", "T")
-UNITS = ((60.0, "s"), (60.0, "m"), (24.0, "h"), (math.inf, "d"))
+UNITS = ((60.0, "s"), (60.0, "m"), (24.0, "h"), (1.0, "d"))
 """Number of each unit of time in the next one."""
+MAX_UNITS = 100
+FIGURES_WIDTH = len("  reward 0.123  tok/s 1.2k  stale 1.2  idle 12/34%  ETA 99m")
 
 
 def step_line(metrics: Metrics, *, num_steps: int, remaining_s: float | None) -> str:
@@ -29,8 +31,8 @@ def step_line(metrics: Metrics, *, num_steps: int, remaining_s: float | None) ->
         f"idle {_idle(metrics)}",
         f"ETA {duration(remaining_s)}",
     ]
-    line = "  ".join(parts)
-    return line if len(line) <= LINE_WIDTH else " ".join(parts)
+    is_wide = len(parts[0]) + FIGURES_WIDTH <= LINE_WIDTH
+    return ("  " if is_wide else " ").join(parts)
 
 
 def figures(metrics: Metrics) -> str:
@@ -72,8 +74,14 @@ def fixed(value: float | None, width: int) -> str:
         text = f"{value:.{decimals}f}"
         if len(text) <= width:
             lost = value != 0 and float(text) == 0 and width > 4
-            return f"{value:.0e}" if lost else text
-    return f"{value:.0e}"
+            return _power(value) if lost else text
+    return _power(value)
+
+
+def _power(value: float) -> str:
+    """`2e-7`."""
+    digit, exponent = f"{value:.0e}".split("e")
+    return f"{digit}e{int(exponent)}"
 
 
 def amount(value: float | None) -> str:
@@ -89,18 +97,14 @@ def amount(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in at most four characters: `59s`, `12m`, `3.4h`, `2.1d`."""
+    """Return a duration in at most three characters: `59s`, `90m`, `34h`, `12d`."""
     if not _is_number(seconds):
         return "-"
-    for size, unit in UNITS:
-        if round(seconds) < size:
-            return (
-                f"{seconds:.1f}{unit}"
-                if unit in "hd" and seconds < 9.95
-                else f"{seconds:.0f}{unit}"
-            )
+    for size, unit in UNITS[:-1]:
+        if round(seconds) < MAX_UNITS:
+            return f"{seconds:.0f}{unit}"
         seconds /= size
-    raise AssertionError("the last unit has no limit")
+    return f"{seconds:.0f}{UNITS[-1][1]}"
 
 
 def clock(seconds: float) -> str:

@@ -40,7 +40,7 @@ def make_metrics(step: int, reward: Any, rate: Any, stale: Any, idle: Any) -> di
 def test_a_step_line_has_reward_throughput_staleness_idle_shares_and_the_remaining_time() -> None:
     metrics = make_metrics(3, 0.5, 1234.0, 1.5, 0.37) | {"rollout/idle_fraction": 0.052}
     line = step_line(metrics, num_steps=60, remaining_s=75.0)
-    assert line == "step  3/60  reward 0.500  tok/s 1.2k  stale 1.5  idle 37/5%   ETA 1m"
+    assert line == "step  3/60  reward 0.500  tok/s 1.2k  stale 1.5  idle 37/5%   ETA 75s"
 
 
 @pytest.mark.parametrize("num_steps", [9, 60, 999, 5000, 99_999])
@@ -48,7 +48,7 @@ def test_lines_fit_and_align_whatever_the_values(num_steps: int) -> None:
     widths: set[int] = set()
     for value, rate, stale in itertools.product(VALUES, VALUES, (0.0, 1.234, 12.5, 345.6, None)):
         metrics = make_metrics(num_steps, value, rate, stale, 1.0)
-        line = step_line(metrics, num_steps=num_steps, remaining_s=None)
+        line = step_line(metrics, num_steps=num_steps, remaining_s=5e6 if value else None)
         assert len(line) <= LINE_WIDTH
         assert len(figures(metrics)) <= 80
         if value is not None and abs(value) < 1000 and stale != 345.6:
@@ -56,14 +56,14 @@ def test_lines_fit_and_align_whatever_the_values(num_steps: int) -> None:
     assert len(widths) == 1
 
 
-@pytest.mark.parametrize("remaining_s", [0.0, 59.6, 3599.0, 35_999.0, 86_400.0, 8e6])
-def test_the_remaining_time_has_at_most_four_characters(remaining_s: float) -> None:
-    assert 2 <= len(duration(remaining_s)) <= 4
+@pytest.mark.parametrize("remaining_s", [0.0, 59.6, 99.6, 3599.0, 35_999.0, 86_400.0, 8e6])
+def test_the_remaining_time_has_at_most_three_characters(remaining_s: float) -> None:
+    assert 2 <= len(duration(remaining_s)) <= 3
 
 
 def test_numbers_keep_what_fits() -> None:
     assert [fixed(value, 5) for value in (0.1234, -0.1234, 12.346, 1.4e-7, math.nan)] == [
-        *("0.123", "-0.12", "12.35", "1e-07", "-")
+        *("0.123", "-0.12", "12.35", "1e-7", "-")
     ]
     assert [amount(value) for value in (0.0, 614.0, 999.6, 1234.0, 56_789.0, 2.5e6)] == [
         *("0", "614", "1.0k", "1.2k", "57k", "2.5M")
