@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylearner.config.model_files import is_hub_id
 from raylearner.config.schema import RunConfig, TinyModel
+from raylearner.observability.lines import number_of
 from raylearner.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,7 @@ class RunModel:
     def __init__(self, path: str, *, making: Coroutine[Any, Any, None] | None = None) -> None:
         """`path` is a directory or hub id; `making` makes the directory."""
         self.path = path
-        self.progress = "starting the process"
-        """How far it is made, in words."""
+        self._progress = "starting the process"
         self._making = None if making is None else asyncio.ensure_future(making)
         self._downloads: dict[str, asyncio.Future[None]] = {}
 
@@ -32,8 +32,16 @@ class RunModel:
         return self._making is None or self._making.done()
 
     def report(self, progress: str) -> None:
-        """Set the progress."""
-        self.progress = progress
+        """Set how far the model is made, in words."""
+        self._progress = progress
+
+    @property
+    def awaited(self) -> str:
+        """What the model waits for, in words; empty if it is there."""
+        if not self.is_made:
+            return self._progress
+        num_downloads = sum(not download.done() for download in self._downloads.values())
+        return f"downloading to {number_of(num_downloads, 'node')}" if num_downloads else ""
 
     async def made(self) -> None:
         """Wait until the model has been made. Raises what failed."""

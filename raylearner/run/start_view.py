@@ -25,7 +25,7 @@ async def follow(
     sizes = dict.fromkeys(groups, 0)
     while True:
         found = await asyncio.gather(*(group.phases() for group in groups.values()))
-        lines = [] if model.is_made else [f"model: {model.progress}"]
+        lines = [f"model: {model.awaited}"] if model.awaited else []
         for name, phases in zip(groups, found, strict=True):
             sizes[name] = max(sizes[name], len(phases))
             if phases:

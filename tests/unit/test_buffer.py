@@ -11,6 +11,7 @@ from snapshots import assert_snapshot
 
 from raylearner.errors import ReplayError, TooManyFailures
 from raylearner.replay.buffer import ReplayBuffer
+from raylearner.replay.stats import batch_progress
 from raylearner.types import Claim, StopReason
 
 # -- put -----------------------------------------------------------------------------------------
@@ -135,6 +136,20 @@ def test_a_failed_episode_keeps_its_place_without_reward_or_tokens() -> None:
     source = group.trajectories[0].source
     counts = [metrics[f"rollout/source/{source}/{key}"] for key in ("episodes", "errors")]
     assert counts == [4, 1]
+
+
+def test_the_progress_of_a_batch_counts_the_groups_that_have_most() -> None:
+    buffer = make_buffer()
+    assert batch_progress(buffer.ledger, 2, 2) == 0
+    first, second, third, fourth = claim(buffer, 4)
+    counts: list[int] = []
+    for each in (first, third, second, fourth):
+        buffer.put(make_episode(each))
+        counts.append(batch_progress(buffer.ledger, 2, 2))
+    assert counts == [1, 2, 3, 4]
+    assert batch_progress(buffer.ledger, 1, 2) == 2
+    buffer.take(2, 0)
+    assert batch_progress(buffer.ledger, 2, 2) == 0
 
 
 def test_stored_arrays_share_no_memory_with_what_came() -> None:

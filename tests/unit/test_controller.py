@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from raylearner.errors import LearnerDied, LearnerError, ReplayDied, RunStopped, StoppedEarly
 from raylearner.run import controller as controllers
-from raylearner.run import recovery
+from raylearner.run import recovery, taking
 from raylearner.run.controller import Controller
 from raylearner.run.model import RunModel
 from raylearner.run.watchdog import unless_set
@@ -31,7 +31,7 @@ def remote(function: Any) -> Any:
 
 
 CONFIG: Any = NAME(
-    replay=NAME(groups_per_step=1),
+    replay=NAME(groups_per_step=1, group_size=4),
     run=NAME(
         watchdog_s=0.1,
         num_steps=5,
@@ -89,6 +89,36 @@ def make_controller(
 
 async def taken(*_: object) -> Any:
     return NAME(groups=[])
+
+
+async def test_a_take_shows_how_much_of_the_batch_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taking, "PROGRESS_POLL_S", 0.001)
+    shown: list[str] = []
+    had_enough = asyncio.Event()
+
+    async def count(num_groups: int) -> int:
+        if len(shown) > 1:
+            had_enough.set()
+        return len(shown)
+
+    async def take(*_: object) -> Any:
+        await had_enough.wait()
+        return NAME(groups=[])
+
+    def stage(name: str) -> Any:
+        return nullcontext(NAME(name=name, wait_for=shown.extend))
+
+    made = make_controller(tmp_path, take=take)
+    made._actors.replay.batch_progress = remote(count)
+    made._taker._recorder = NAME(stage=stage, waiting=stage)  # type: ignore[assignment]
+    async with asyncio.timeout(5):
+        await made._taker.take(1)
+        had_enough.clear()
+        shown.clear()
+        await made._taker.take(2)
+    assert shown[0] == "batch of step 2 0/4 episodes"
 
 
 class Incidents:

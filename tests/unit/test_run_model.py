@@ -162,7 +162,12 @@ async def test_a_model_of_the_hub_is_downloaded_once_to_each_node(
     with pytest.raises(ConfigError):
         await model.ready("a")
     assert not model.is_ready("a")
-    await asyncio.gather(*(model.ready(node) for node in "aabb"))
+    assert model.awaited == ""
+    waiting = asyncio.gather(*(model.ready(node) for node in "aabb"))
+    await asyncio.sleep(0)
+    assert model.awaited == "downloading to 2 nodes"
+    await waiting
+    assert model.awaited == ""
     assert model.is_ready("a")
     assert not model.is_ready("c")
     assert [node for node, _ in downloads] == ["a", "a", "b"]  # the first one failed
