@@ -2,15 +2,18 @@
 
 from typing import Any
 
-from raylearner.observability.metrics import gauge_names
+from raylearner.observability.metrics import METRICS, entry_of, gauge_names
 
 Query = tuple[str, str]
-"""An entry of the metric table and the legend of its lines."""
+"""A key or an entry of the metric table, and the legend of its lines."""
 
 PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
     ("Reward", "short", "Rewards of the trained trajectories.", (
         ("rollout/reward/mean", "mean {{run}}"),
-        ("evaluation/<key>", "evaluation {{key}} {{run}}"),
+        ("evaluation/reward/mean", "evaluation {{run}}"),
+    )),
+    ("Data sources", "short", "Rewards by data source.", (
+        ("rollout/source/<source>/reward/mean", "{{source}} {{run}}"),
     )),
     ("Throughput", "short", "Tokens per second.", (
         ("rollout/tokens_per_s", "sampled {{run}}"),
@@ -44,6 +47,9 @@ PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
     ("Failed episodes", "short", "Failed episodes by cause, since the run began.", (
         ("rollout/errors/<kind>", "{{kind}} {{run}}"),
         ("rollout/restarts", "actors replaced {{run}}"),
+    )),
+    ("Failed episodes by source", "short", "Failed episodes of each data source, since the run began.", (
+        ("rollout/source/<source>/errors", "{{source}} {{run}}"),
     )),
     ("Dropped groups", "short", "Dropped groups by reason, since the run began.", (
         ("buffer/dropped/<why>", "{{why}} {{run}}"),
@@ -81,9 +87,11 @@ PANELS: tuple[tuple[str, str, str, tuple[Query, ...]], ...] = (
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 
 
-def expression(entry: str) -> str:
-    """The PromQL query of an entry of the metric table, for the runs chosen on the dashboard."""
-    return f'ray_{gauge_names()[entry]}{{run=~"$run"}}'
+def expression(key: str) -> str:
+    """Return the PromQL query of a key, or of all keys of an entry, for the runs chosen on the dashboard."""
+    entry, tags = (key, {}) if key in METRICS else entry_of(key) or (key, {})
+    matchers = ['run=~"$run"', *(f'{name}="{value}"' for name, value in tags.items())]
+    return f"ray_{gauge_names()[entry]}{{{','.join(matchers)}}}"
 
 
 def dashboard() -> dict[str, Any]:

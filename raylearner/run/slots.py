@@ -26,6 +26,7 @@ from raylearner.errors import (
     WeightTransferError,
     summary,
 )
+from raylearner.observability.lines import number_of
 from raylearner.run.launching import ActorLauncher, is_end, lost_nodes
 from raylearner.run.placement import Colocation, answer
 from raylearner.run.restarts import ROW_S, RestartBudget, backoff_s
@@ -352,8 +353,9 @@ class Slots:
         if num_unplaced and not self._has_logged_unplaced:
             self._has_logged_unplaced = True
             logger.info(
-                "%d rollout actors wait for %s each; %d are playing",
-                *(num_unplaced, self._launcher.resources, len(self.actors)),
+                "waiting for places: %s of %s each; %d playing",
+                number_of(num_unplaced, "rollout actor"),
+                *(self._launcher.resources, len(self.actors)),
             )
 
     def _log_too_few(self) -> None:

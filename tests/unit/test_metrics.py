@@ -1,9 +1,13 @@
 """Metrics: each key matches one entry of the table, Ray's names are unique, the dashboard's queries exist."""
 
+import math
 import re
-from typing import Any
+import time
+from typing import Any, ClassVar
 
-from raylearner.observability.grafana import dashboard
+import pytest
+
+from raylearner.observability.grafana import dashboard, expression
 from raylearner.observability.metrics import (
     METRICS,
     TABLE,
@@ -13,6 +17,8 @@ from raylearner.observability.metrics import (
     spec_of,
     undocumented,
 )
+from raylearner.observability.sinks import ray_metrics
+from raylearner.observability.sinks.sink import StepRecord
 
 
 def test_patterns_cover_one_part_and_no_more() -> None:
@@ -62,11 +68,12 @@ def test_placeholders_become_tags() -> None:
 def test_every_query_of_the_dashboard_names_a_metric_and_tags_that_exist() -> None:
     entries = {f"ray_{name}": entry for entry, name in gauge_names().items()}
     for target in targets():
-        match = re.fullmatch(r'(ray_[a-z0-9_]+)\{run=~"\$run"\}', target["expr"])
+        match = re.fullmatch(r'(ray_[a-z0-9_]+)\{run=~"\$run"((?:,\w+="[^"]+")*)\}', target["expr"])
         assert match is not None, target["expr"]
         assert match[1] in entries, f"{match[1]} is no metric"
         tags = {"run", *placeholders(entries[match[1]])}
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= tags, target
+        assert set(re.findall(r'(\w+)="', match[2])) <= tags, target
 
 
 def test_lines_of_one_panel_can_be_told_apart() -> None:
@@ -74,9 +81,55 @@ def test_lines_of_one_panel_can_be_told_apart() -> None:
     for target in targets():
         entry = entries[target["expr"].partition("{")[0]]
         shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        shown |= set(re.findall(r'(\w+)="', target["expr"]))  # only one value
         assert {"run", *placeholders(entry)} <= shown, target
 
 
 def test_panels_do_not_overlap() -> None:
     cells = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard()["panels"]]
     assert len(set(cells)) == len(cells)
+
+
+def test_a_panel_can_select_one_of_many_keys() -> None:
+    assert expression("evaluation/reward/mean") == (
+        'ray_raylearner_evaluation{run=~"$run",key="reward/mean"}'
+    )
+
+
+class FakeGauge:
+    """Keeps what was set last by tags, and how often."""
+
+    made: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, name: str, **_: Any) -> None:
+        self.values: dict[str, list[float]] = {}
+        self.made[name] = self
+
+    def set(self, value: float, *, tags: dict[str, str]) -> None:
+        self.values.setdefault(" ".join(tags.values()), []).append(value)
+
+
+def test_values_are_repeated_between_steps_until_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray drops a gauge that is not set again, as during a step of minutes."""
+    monkeypatch.setattr(ray_metrics, "Gauge", FakeGauge)
+    monkeypatch.setattr(ray_metrics, "REPEAT_S", 0.001)
+    sink = ray_metrics.RayMetrics(run_name="first")
+    sink.write(StepRecord(step=0, scalars={"evaluation/reward/mean": 0.5}))
+    sink.write(StepRecord(step=1, scalars={"learner/loss": 1.0, "learner/kl": 2.0}, is_whole=True))
+    sink.write(StepRecord(step=2, scalars={"learner/loss": 3.0}, is_whole=True))
+    loss = FakeGauge.made["raylearner_learner_loss"].values["first"]
+    count = len(loss)
+    deadline_s = time.monotonic() + 5
+    while len(loss) < count + 3 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert loss[-3:] == [3.0] * 3
+    assert FakeGauge.made["raylearner_evaluation"].values["first reward/mean"][-1] == 0.5
+    assert math.isnan(FakeGauge.made["raylearner_learner_kl"].values["first"][-1])
+    sink.close()
+    assert all(
+        math.isnan(values[-1])
+        for gauge in FakeGauge.made.values()
+        for values in gauge.values.values()
+    )
