@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray._private.profiling import chrome_tracing_dump
+from ray._private.state import GlobalState
 
 from raylearner.observability.spans import Span, TraceFile, Tracer
 
@@ -136,29 +136,25 @@ def test_a_trace_file_stops_growing_and_counts_the_rest(tmp_path: Path) -> None:
     assert file.num_dropped == 7
 
 
-def test_rays_timeline_and_the_trace_have_one_clock_and_different_tracks(tmp_path: Path) -> None:
+def test_rays_timeline_and_the_trace_have_one_clock_and_different_tracks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A merged file shows both below each other."""
     start_s = 1_700_000_000.125
-    profile = {
-        "node_ip_address": "10.0.0.1",
-        "component_type": "worker",
-        "component_id": "1f",
-        "events": [
-            {
-                "event_name": "task:execute",
-                "start_time": 1000 * start_s,
-                "end_time": 1000 * (start_s + 0.5),
-                "extra_data": {},
-            }
-        ],
+    profiled = {
+        **{"event_type": "task:execute", "extra_data": {}, "node_ip_address": "10.0.0.1"},
+        **{"component_type": "worker", "component_id": "1f"},
+        **{"start_time": int(1e9 * start_s), "end_time": int(1e9 * (start_s + 0.5))},
     }
-    names = ("task_id", "job_id", "attempt_number", "func_or_class_name", "actor_id")
-    task = {"profiling_data": profile, **dict.fromkeys(names, "")}
+    cluster = GlobalState()
+    monkeypatch.setattr(cluster, "_connect_and_get_accessor", lambda: None)
+    monkeypatch.setattr(cluster, "profile_events", lambda: {"1f": [profiled]})
+    monkeypatch.setattr("time.sleep", lambda _: None)
     file = TraceFile(tmp_path / "trace.json")
     file.write([Span("rollout-0", "episode", start_s, 0.5)])
     file.close()
     ours = json.loads((tmp_path / "trace.json").read_text())
-    both = [*ours, *json.loads(chrome_tracing_dump([task]))]
+    both = [*ours, *cluster.chrome_tracing_dump()]
     own, rays = (event for event in both if event["ph"] == "X")
     assert (own["ts"], own["dur"]) == (rays["ts"], rays["dur"]) == (start_s * 1e6, 5e5)
     assert own["pid"] != rays["pid"]
