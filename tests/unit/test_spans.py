@@ -142,9 +142,13 @@ def test_rays_timeline_and_the_trace_have_one_clock_and_different_tracks(
     """A merged file shows both below each other."""
     start_s = 1_700_000_000.125
     profiled = {
-        **{"event_type": "task:execute", "extra_data": {}, "node_ip_address": "10.0.0.1"},
-        **{"component_type": "worker", "component_id": "1f"},
-        **{"start_time": int(1e9 * start_s), "end_time": int(1e9 * (start_s + 0.5))},
+        "event_type": "task:execute",
+        "extra_data": {},
+        "node_ip_address": "10.0.0.1",
+        "component_type": "worker",
+        "component_id": "1f",
+        "start_time": int(1e9 * start_s),
+        "end_time": int(1e9 * (start_s + 0.5)),
     }
     cluster = GlobalState()
     monkeypatch.setattr(cluster, "_connect_and_get_accessor", lambda: None)
