@@ -4,7 +4,6 @@ RUN_ARGUMENTS = (
     ("CONFIG [OVERLAY..]", "YAML files; each is merged over those before it"),
     ("KEY=VALUE", "overrides over the files, such as run.num_steps=20"),
 )
-RUN_DIR = ("RUN_DIR", "run directory, such as runs/first")
 
 ARGUMENTS = {
     "train": RUN_ARGUMENTS,
@@ -20,7 +19,7 @@ ARGUMENTS = {
         ("RUN", "run directory, or the name of a run in runs/"),
         ("actors=N", "number of rollout actors"),
     ),
-    "view": (RUN_DIR,),
+    "view": (("DIR..", "run directories, or directories of runs; by default runs/"),),
     "init": (("FOLDER", "folder that gets them; by default the current one"),),
     "convert": (
         ("FILE", "a .yaml file, a .sh launch script, or a .py script of TRL;"),
@@ -80,7 +79,8 @@ EXAMPLES = {
     ),
     "scale": (("from any shell that sees the cluster", "scale runs/first actors=4"),),
     "view": (
-        ("the last step, in a browser", "view runs/first"),
+        ("all runs, in a browser", "view"),
+        ("one run, as it goes", "view runs/first"),
         ("a page to send to someone", "view runs/first --step 20 --output page.html"),
     ),
     "doctor": (("before the first run on a machine", "doctor"),),

@@ -6,35 +6,53 @@ from typing import Annotated
 import typer
 
 from raylearner.cli.exits import FAILED, exit_codes, leave
+from raylearner.errors import ConfigError
 
 
 def view(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="A run directory.", hidden=True)
-    ],
-    step: Annotated[int | None, typer.Option(help="Step to show. Default: the last one.")] = None,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="DIR",
+            help="Run directories, or directories with runs and sweeps in them.",
+            show_default=False,
+            hidden=True,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Step of the run to open, or to write.", show_default=False),
+    ] = None,
     port: Annotated[int, typer.Option(help="Local port of the page.", min=1, max=65535)] = 8266,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the page to this file instead of serving it.",
+            help="Write a page with one step of a run to this file, instead of serving all.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Show the trajectories of a run in a browser.
+    """Show runs, trajectories and sweeps in a browser.
 
-    Turns, and tokens with log-probability, mask and policy version.
+    Charts that follow a live run, runs side by side, and trajectories token by token.
     """
     with exit_codes():
-        from raylearner.observability import viewer
-
+        roots = paths or [Path("runs")]
         if output is not None:
-            viewer.write(run_dir, output, step=step)
+            from raylearner.observability.viewer import snapshot
+
+            if len(roots) > 1:
+                raise ConfigError("--output: writes a step of one run; name its directory alone")
+            snapshot.write(roots[0], output, step=step)
             return
-        message = f"http://127.0.0.1:{port} shows {run_dir}; press Ctrl-C to stop"
-        viewer.serve(run_dir, step=step, port=port, on_ready=lambda: typer.echo(message, err=True))
+        from raylearner.observability.viewer.server import serve
+
+        def report(address: str) -> None:
+            shown = ", ".join(map(str, roots))
+            typer.echo(f"{address} shows {shown}; press Ctrl-C to stop", err=True)
+
+        serve(roots, step=step, port=port, on_ready=report)
 
 
 def doctor() -> None:

@@ -107,7 +107,7 @@ def test_eval_of_a_checkpoint_needs_no_files_and_writes_a_directory_of_its_own(
         ("submit --sweep s.yaml run.seed=1", "--sweep s.yaml"),
         ("submit config.yaml --pip none.txt", "--pip none.txt"),
         ("submit config.yaml --address garbage", "garbage"),
-        ("view . --port 80", "trajectories"),
+        ("view . --port 80", "no runs"),
         ("view . --port 65536", "65535"),
     ],
 )

@@ -3,20 +3,21 @@
 import asyncio
 import http.client
 import json
-import threading
+import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from http.server import HTTPServer
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import Request
+from run_directories import make_record, write_run
 from servers import served
 
 from raylearner.actors.proxy.chat_server import ChatServer
 from raylearner.listening import Guard, Hosts
-from raylearner.observability import viewer
+from raylearner.observability.viewer.app import make_app as viewer_app
+from raylearner.observability.viewer.runs import Library
 from raylearner.services.server import make_app
 
 LIMIT = 1000
@@ -124,21 +125,28 @@ def test_a_body_that_does_not_arrive_times_out(guarded: str) -> None:
     connection.close()
 
 
-@contextmanager
-def viewing(run_dir: Path) -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), viewer._handler(run_dir, None)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_the_viewer_refuses_other_hosts_and_paths(tmp_path: Path) -> None:
     (tmp_path / "secret.html").write_text("a secret")
-    with viewing(tmp_path) as address:
+    write_run(tmp_path / "run", steps={1: [make_record()]})
+    with served(viewer_app(Library([tmp_path]))) as url:
+        address = url.removeprefix("http://")
         assert ask(address, Host="evil.example")[0] == 421
         assert ask(address, Origin="http://evil.example")[0] == 403
-        steps = ("/?step=" + "9" * 5000, "/?step=../secret", "/?step=%2e%2e%2fsecret", "/?step=-1")
-        for path in (*steps, "/secret.html", "/../secret.html", "//secret.html", "/%00"):
+        assert ask(address, path="/")[0] == 200
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as leaving:
+            leaving.sendall(b"GET /static/main.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert ask(address, path="/")[0] == 200
+        files = (
+            "/secret.html",
+            "/../secret.html",
+            "//secret.html",
+            "/static/../secret.html",
+            "/%00",
+        )
+        runs = ("/api/run?run=../secret", "/api/run?run=%2e%2e", "/api/run?run=.", "/api/run?run=")
+        image = "/api/image?run=run&name=..%2f..%2fsecret.html"
+        for path in (*files, *runs, image):
             status, body = ask(address, path=path)
             assert status == 404, path
             assert b"a secret" not in body

@@ -1,262 +1,272 @@
-"""The trajectory page, which contains its data whatever text completions have."""
+"""The viewer's endpoints: what they answer for runs of all kinds, and whose message a token is."""
 
 import json
-import re
-import shutil
-import subprocess
-import threading
-from http.server import HTTPServer
+import socket
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import requests
-from episodes import make_trajectory
-from tokenizers import Tokenizer, models
+from run_directories import (
+    VOCABULARY,
+    chat_record,
+    make_record,
+    save_tokenizer,
+    write_lines,
+    write_run,
+    write_sweep,
+)
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from raylearner.errors import ConfigError
-from raylearner.observability import transcripts, viewer
+from raylearner.observability.viewer import records
+from raylearner.observability.viewer.app import make_app
+from raylearner.observability.viewer.markup import messages, question
+from raylearner.observability.viewer.runs import Library
+from raylearner.observability.viewer.server import serve
 
 
-def make_record(**changes: Any) -> dict[str, Any]:
-    return {
-        "prompt_id": "p",
-        "group_id": 0,
-        "sample_index": 1,
-        "reward": 0.5,
-        "rewards": {"exact_answer": 0.5},
-        "advantage": 0.25,
-        "prompt": "1+1?",
-        "stop_reason": "answer",
-        "turns": [{"start": 1, "end": 3, "reply_end": 3, "tool": None, "is_valid": True}],
-        "token_ids": [5, 6, 7],
-        "loss_mask": [False, True, True],
-        "train_mask": [False, True, False],
-        "behavior_logprobs": [None, -0.5, -1.0],
-        "learner_logprobs": [None, -0.6, -1.0],
-        "policy_versions": [-1, 3, 4],
-        "metrics": {},
-        **changes,
-    }
+class Page:
+    """A client of the viewer of some directories."""
+
+    def __init__(self, *roots: Path) -> None:
+        self.library = Library(roots)
+        self.client = TestClient(make_app(self.library), base_url="http://127.0.0.1:8266")
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        answer = self.client.get(f"/api/{path}", params=parameters)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refusal(self, path: str, **parameters: Any) -> tuple[int, str]:
+        answer = self.client.get(f"/api/{path}", params=parameters)
+        return answer.status_code, answer.json()["error"]
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    (folder / "trajectories").mkdir(parents=True)
-    for step in (1, 12):
-        record = make_record(prompt=f"step {step}: </script><b>")
-        (folder / "trajectories" / f"step_{step:06d}.jsonl").write_text(json.dumps(record) + "\n")
-    return folder
+def test_runs_are_listed_with_their_progress_and_paged_at_five_hundred(tmp_path: Path) -> None:
+    for number in range(500):
+        folder = tmp_path / f"group-{number % 5}" / f"run-{number:03d}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("run:\n  name: x\n  num_steps: 2\n")
+        write_lines(folder / "metrics.jsonl", [{"step": 1, "rollout/reward/mean": 0.5}])
+    write_run(tmp_path / "newest", steps={})
+    page = Page(tmp_path)
+    found = page.get("runs", limit=50)
+    assert (found["total"], len(found["runs"])) == (501, 50)
+    newest = next(run for run in found["runs"] if run["id"] == "newest")
+    assert (newest["step"], newest["num_steps"], newest["state"]) == (2, 2, "complete")
+    assert (newest["reward_first"], newest["reward_last"]) == (0.1, 0.2)
+    assert page.get("runs", text="group-3 run-00")["total"] == 2
+    assert page.get("runs", state="stopped")["total"] == 500
+    assert len(page.get("runs", offset=500)["runs"]) == 1
 
 
-def save_tokenizer(run_dir: Path, vocabulary: dict[str, int]) -> None:
-    (run_dir / "model").mkdir()
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=next(iter(vocabulary))))
-    tokenizer.save(str(run_dir / "model" / "tokenizer.json"))
+def test_runs_of_several_directories_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("a/runs/first", "b/runs/first"):
+        write_run(tmp_path / folder, steps={})
+    several = Library([tmp_path / "a/runs", tmp_path / "b/runs"])
+    assert sorted(several.runs()) == ["b/runs/first", "runs/first"]
+    single = Library([tmp_path / "a/runs/first", tmp_path / "b/runs/first"])
+    assert sorted(single.runs()) == ["first", "runs/first"]
 
 
-def data_of(page: str) -> dict[str, Any]:
-    blocks = re.findall(r'<script type="application/json" id="([a-z0-9-]+)">(.*)</script>', page)
-    assert [name for name, _ in blocks] == [
-        "data",
-        *(f"trajectory-{number}" for number in range(len(blocks) - 1)),
-    ]
-    listed, *whole = (json.loads(text) for _, text in blocks)
-    pairs = zip(listed["trajectories"], whole, strict=True)
-    return {**listed, "trajectories": [{"listed": head, **record} for head, record in pairs]}
+def test_a_directory_without_runs_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        Library([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match=r"no runs.*config\.yaml"):
+        Library([tmp_path])
 
 
-def test_the_page_holds_the_last_step_or_the_one_asked_for(run_dir: Path) -> None:
-    data = data_of(viewer.page(run_dir))
-    assert (data["run"], data["step"], data["steps"]) == ("run", 12, [1, 12])
-    (shown,) = data["trajectories"]
-    assert shown["pieces"] == ["[5]", "[6]", "[7]"]
-    assert shown["learner_logprobs"] == [None, -0.6, -1.0]
-    assert data_of(viewer.page(run_dir, step=1))["step"] == 1
-
-
-def test_no_completion_can_end_the_script_that_holds_it(run_dir: Path) -> None:
-    page = viewer.page(run_dir)
-    assert page.count("</script>") == 3
-    assert page.count("<script") == 3
-    assert data_of(page)["trajectories"][0]["prompt"] == "step 12: </script><b>"
-
-
-def test_tokens_are_shown_as_text_where_the_run_has_a_tokenizer(run_dir: Path) -> None:
-    save_tokenizer(run_dir, {"a": 5, "b": 6, "<end>": 7})
-    assert data_of(viewer.page(run_dir))["trajectories"][0]["pieces"] == ["a", "b", "<end>"]
-
-
-def test_images_are_written_once_and_shown_where_their_placeholders_stand(tmp_path: Path) -> None:
-    pages = (b"one", b"two", b"one")
-    token_ids = np.array([5, 9, 9, 6, 9, 6, 9, 7], np.int32)
-    trajectory = make_trajectory(
-        [-1] * 7 + [0], token_ids=token_ids, images=pages, image_token_id=9
-    )
-    for step in (1, 2):
-        transcripts.write(tmp_path / "trajectories", step, [trajectory])
-    files = {path.name: path.read_bytes() for path in (tmp_path / "trajectories/images").iterdir()}
-    assert sorted(files.values()) == [b"one", b"two"]
-    data = data_of(viewer.page(tmp_path))
-    (shown,) = data["trajectories"]
-    assert [files[name] for name in shown["images"]] == list(pages)
-    assert shown["image_token_id"] == 9
-    one = next(name for name, content in files.items() if content == b"one")
-    assert data["images"][one] == "data:image/png;base64,b25l"
-    (tmp_path / "trajectories" / "images" / one).unlink()
-    assert len(data_of(viewer.page(tmp_path))["images"]) == 1
-
-
-def test_steps_are_served_and_errors_are_answered(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_curves_of_several_runs_come_together_and_unchanged_ones_are_not_sent(
+    tmp_path: Path,
 ) -> None:
-    with HTTPServer(("127.0.0.1", 0), viewer._handler(run_dir, 12)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    first = write_run(tmp_path / "a", steps={}, num_steps=3)
+    write_lines(first / "eval.jsonl", [{"step": 0, "reward/mean": 0.0}])
+    write_run(tmp_path / "b", steps={})
+    page = Page(tmp_path)
+    keys = ["rollout/reward/mean", "evaluation/reward/mean"]
+    found = page.get("metrics", run=["a", "b"], key=keys)
+    assert found["curves"]["a"][keys[0]][0] == [1, 2, 3]
+    assert found["curves"]["a"][keys[1]] == [[0], [0.0]]
+    assert found["curves"]["b"][keys[1]] == [[], []]
+    again = page.get("metrics", run=["a", "b"], key=keys, stamp=found["stamp"])
+    assert again["is_unchanged"]
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rollout/reward/mean": 0.9}\n')
+    found = page.get("metrics", run=["a", "b"], key=keys, stamp=found["stamp"])
+    assert found["curves"]["a"][keys[0]][0] == [1, 2, 3, 4]
+    described = page.get("keys", run=["a"])
+    assert described["rollout/reward/mean"]["unit"] == "reward"
+    rows = page.get("configuration", run=["a", "b"])["rows"]
+    assert {"key": "run.num_steps", "values": ["3", "2"]} in rows
 
-        def get(path: str) -> tuple[int, str]:
-            url = f"http://127.0.0.1:{server.server_port}{path}"
-            answer = requests.get(url, timeout=10)
-            return answer.status_code, answer.text
 
-        assert data_of(get("/?step=1")[1])["step"] == 1
-        assert data_of(get("/")[1])["step"] == 12
-        assert get("/?step=0")[0] == get("/?step=x")[0] == get("/favicon.ico")[0] == 404
-        assert "step_000012" in get("/?step=0")[1]
-        monkeypatch.setattr(viewer, "page", lambda *_, **__: 1 / 0)
-        assert get("/") == (500, "ZeroDivisionError: division by zero")
-        server.shutdown()
+def test_a_trajectory_is_cut_into_messages_and_its_template_is_marked(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps={1: [chat_record()]})
+    save_tokenizer(run_dir)
+    shown = Page(run_dir).get("trajectory", run="run", step=1, line=1)
+    assert shown["pieces"] == [VOCABULARY[i] for i in shown["token_ids"]]
+    visible = [
+        (part["role"], part["turn"], "".join(p for p, m in pairs if not m))
+        for part in shown["parts"]
+        for pairs in [
+            list(zip(shown["pieces"], shown["markup"], strict=True))[part["start"] : part["end"]]
+        ]
+    ]
+    assert [part for part in visible if part[2]] == [
+        ("user", None, "1+1?"),
+        ("assistant", 0, "<calc>1+1</calc>"),
+        ("tool", 0, "2"),
+        ("assistant", 1, "2"),
+    ]
+    assert shown["turns"][0]["calls"] == [{"name": "calculator", "arguments": "1+1"}]
+
+
+def test_sampled_markup_is_shown_since_it_trains() -> None:
+    record = make_record(
+        token_ids=[0, 1, 1], loss_mask=[False, True, False], train_mask=[False, True, False]
+    )
+    vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|im_end|>"))
+    assert records.view(record, tokenizer)["markup"][1] == 0
+    assert records.view(record, tokenizer)["markup"][2] == 1
+
+
+def test_tokens_of_one_character_show_it_once() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "Ã": 1, "©": 2}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = tokenizer.encode("aéa").ids
+    assert records.pieces(ids, tokenizer) == ["a", "é", "", "a"]
+    assert records.pieces([7, 8], None) == ["[7]", "[8]"]
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    "prompt",
     [
-        ("[1]", "list"),
-        ("[" * 5000, "JSON"),
-        ("{}", "token_ids"),
-        (json.dumps(make_record(token_ids=[-1, 2, 3])), "token_ids"),
-        (json.dumps(make_record(token_ids=["a", 2, 3])), "token_ids"),
-        (json.dumps(make_record(loss_mask=[True])), "loss_mask"),
-        (json.dumps(make_record(turns=[1])), "turns"),
-        (json.dumps(make_record(images=["../../config.yaml"])), "images"),
-        (json.dumps(make_record(images=3)), "images"),
-        ("\udcff", "UTF-8"),
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<bos><start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n",
+        "<s>[INST] 2+2? [/INST]",
+        "<|start|>user<|message|>2+2?<|end|><|start|>assistant",
+        "<|user|>\n2+2?<|end|>\n<|assistant|>\n",
+        "<\uff5cbegin▁of▁sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>",
+        "2+2?",
     ],
 )
-def test_a_line_that_is_not_a_trajectory_is_named(run_dir: Path, line: str, problem: str) -> None:
-    file = run_dir / "trajectories" / "step_000012.jsonl"
-    file.write_bytes(line.encode(errors="surrogateescape") + b"\n")
-    with pytest.raises(ConfigError, match=rf"step_000012\.jsonl:.*{problem}"):
-        viewer.page(run_dir)
+def test_the_question_of_a_prompt_is_found_in_the_templates_of_many_models(prompt: str) -> None:
+    assert question(prompt) == "2+2?"
+    assert ("Be brief." in prompt) == (len(list(messages(prompt))) == 2)
 
 
-def test_other_files_are_not_steps_and_files_of_the_run_are_not_overwritten(
-    run_dir: Path, tmp_path: Path
+def test_runs_without_trajectories_and_of_other_versions_say_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "bare", steps={})
+    early = tmp_path / "early"
+    write_lines(early / "failures.jsonl", [{"step": 1, "error": "tool: broken"}])
+    write_lines(early / "metrics.jsonl", [])
+    old = write_run(tmp_path / "old", steps={1: [{"prompt": "x", "completion": "y"}]})
+    (old / "config.yaml").write_text("[1]\n")
+    page = Page(tmp_path)
+    assert "trajectories_every_steps" in page.get("run", run="bare")["empty"]
+    found = page.get("run", run="early")
+    assert "log.txt" in found["empty"]
+    assert [failure["error"] for failure in found["failures"]] == ["tool: broken"]
+    listed = page.get("trajectories", run="old", step=1)
+    assert (listed["total"], len(listed["problems"])) == (0, 1)
+    assert "token_ids" in listed["problems"][0]
+
+
+def test_wrong_requests_get_a_reason(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps={1: [make_record()]})
+    page = Page(tmp_path)
+    assert page.refusal("run", run="gone")[0] == 404
+    assert page.refusal("trajectory", run="run", step=1, line=9)[0] == 404
+    status, text = page.refusal("trajectory", run="run", step=7, line=1)
+    assert (status, "last step is 1" in text) == (404, True)
+    assert page.refusal("group", run="run", step=1, group="x")[0] == 404
+    assert page.refusal("trajectories", run="run", step=-1)[0] == 422
+    assert page.refusal("trajectories", run="run", step="9" * 500)[0] == 422
+    assert page.refusal("trajectories", run="run", sort="; DROP TABLE rows")[0] == 422
+    assert page.refusal("nothing")[0] == 404
+    (run_dir / "config.yaml").write_bytes(b"\xff")
+    status, text = page.refusal("trajectory", run="run", step=1, line=1)
+    assert (status, "config.yaml" in text) == (404, True)
+
+
+def test_images_of_a_run_are_served_by_their_names_alone(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps={1: [make_record()]})
+    name = "0" * 32 + ".png"
+    (run_dir / "trajectories/images").mkdir()
+    (run_dir / "trajectories/images" / name).write_bytes(b"picture")
+    page = Page(tmp_path)
+    answer = page.client.get("/api/image", params={"run": "run", "name": name})
+    assert (answer.content, answer.headers["content-type"]) == (b"picture", "image/png")
+    assert page.refusal("image", run="run", name="../../config.yaml")[0] == 404
+    assert page.refusal("image", run="run", name="1" * 32 + ".png")[0] == 404
+
+
+def test_the_page_may_load_nothing_from_elsewhere(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps={})
+    client = Page(tmp_path).client
+    answer = client.get("/")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    for name in ("main.js", "base.css", "icon.svg"):
+        found = client.get(f"/static/{name}")
+        assert found.status_code == 200
+        assert "://" not in found.text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_port_in_use_and_a_missing_step_are_named(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps={1: [make_record()]})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port {port}: is in use.*--port"):
+            serve([run_dir], step=None, port=port, on_ready=print)
+    with pytest.raises(ConfigError, match=r"--step 9: .*the last one is 1"):
+        serve([run_dir], step=9, port=8266, on_ready=print)
+
+
+def test_evaluations_have_their_own_list_by_prompt(tmp_path: Path) -> None:
+    played = [make_record(prompt_id=f"p{i}", reward=float(i)) for i in range(3)]
+    run_dir = write_run(tmp_path / "run", steps={1: [make_record()]}, evaluations={0: played})
+    page = Page(run_dir)
+    found = page.get("trajectories", run="run", kind="evaluation", step=0, sort="reward")
+    assert [row["group_key"] for row in found["rows"]] == ["p2", "p1", "p0"]
+    shown = page.get("trajectory", run="run", kind="evaluation", step=0, line=3)
+    assert (shown["prompt_id"], shown["reward"]) == ("p2", 2.0)
+    assert json.loads(json.dumps(shown["texts"]))[-1]["role"] == "assistant"
+
+
+def test_a_sweep_has_its_axes_trials_and_runs(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "grid")
+    command = "python -m raylearner train x.yaml run.dir=there"
+    (folder / "results.csv").write_text(f"trial,command\n0,{command}\n")
+    page = Page(tmp_path)
+    assert page.get("runs")["sweeps"] == [{"id": "grid", "statuses": {"done": 8}}]
+    sweep = page.get("sweep", sweep="grid")
+    assert [(axis["is_number"], axis["labels"]) for axis in sweep["axes"]] == [
+        (False, ["ppo", "gspo"]),
+        (True, ["0.001", "0.01"]),
+    ]
+    trial = sweep["trials"][0]
+    assert (trial["run"], trial["value"], trial["command"]) == ("grid/trials/000", 0.5, command)
+
+
+def test_a_running_trial_has_its_value_so_far_and_other_versions_are_refused(
+    tmp_path: Path,
 ) -> None:
-    (run_dir / "trajectories" / "step_abc.jsonl").write_text("")
-    (run_dir / "trajectories" / "step_000099.jsonl").mkdir()
-    assert data_of(viewer.page(run_dir))["steps"] == [1, 12]
-    with pytest.raises(ConfigError, match="/nowhere: "):
-        viewer.page(tmp_path / "nowhere")
-    file = run_dir / "trajectories" / "step_000001.jsonl"
-    before = file.read_text()
-    with pytest.raises(ConfigError, match="--output"):
-        viewer.write(run_dir, file)
-    assert file.read_text() == before
-    viewer.write(run_dir, run_dir / "page.html")
-    (run_dir / "model").mkdir()
-    (run_dir / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: "):
-        viewer.page(run_dir)
-
-
-def test_damaged_files_and_failed_writes_are_named(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--output .*page\.html: .*No such file"):
-        viewer.write(run_dir, tmp_path / "none" / "page.html")
-    damaged = run_dir / "trajectories" / "step_000001.jsonl"
-    damaged.write_text(damaged.read_text() + '{"group_id": 1\n')
-    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:2: "):
-        viewer.page(run_dir, step=1)
-    for broken in (b"model: [\n", b"\xff"):
-        (run_dir / "config.yaml").write_bytes(broken)
-        with pytest.raises(ConfigError, match=r"config\.yaml"):
-            viewer.page(run_dir)
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium in PATH")
-
-
-def shown_by_a_browser(page: Path, tmp_path: Path) -> str:
-    """The document after its scripts ran."""
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout.partition('<div id="shown">')[2].partition("<script")[0]
-
-
-@needs_chromium
-def test_a_browser_shows_hostile_completions_and_very_long_ones(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    pieces = ("<!-- <script>", "</script>", "<img src=x onerror=alert(1)>")
-    pieces += ("\x1b[2J", "]]>-->", "&lt;")
-    size = 200_000
-    names = {f"w{number}": number for number in range(len(pieces), 10)}
-    save_tokenizer(run_dir, {piece: number for number, piece in enumerate(pieces)} | names)
-    record = make_record(
-        prompt="".join(pieces),
-        answer="\ud83d",
-        error="<!-- <script>",
-        token_ids=[number % len(pieces) for number in range(size)],
-        loss_mask=[True] * size,
-        train_mask=[True] * size,
-        behavior_logprobs=[-0.5] * size,
-        learner_logprobs=[-0.5] * (size - 1) + [-0.75],
-        policy_versions=[3] * size,
-        turns=[{"start": 1, "end": size, "reply_end": size, "tool": None, "is_valid": True}],
-    )
-    file = run_dir / "trajectories" / "step_000013.jsonl"
-    file.write_text(json.dumps(record) + "\n")
-    viewer.write(run_dir, tmp_path / "page.html")
-    shown = shown_by_a_browser(tmp_path / "page.html", tmp_path)
-    for written in ("&lt;!-- &lt;script&gt;", "&lt;/script&gt;", "&lt;img src=x", r"\x1b[2J"):
-        assert f">{written}" in shown
-    assert "&amp;lt;" in shown
-    assert "0.25 nats" in shown
-    assert r"\ud83d" in shown
-    assert "197999 more tokens" in shown
-    assert "<img" not in shown
-
-
-def test_a_run_without_a_step_is_refused_with_its_last_failure(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with pytest.raises(ConfigError, match=r"/run: .*config\.yaml"):
-        viewer.page(folder)
-    (folder / "config.yaml").write_text("run: {}\n")
-    (folder / "metrics.jsonl").write_text("")
-    error = "environment: program p:play raised KeyError: 'secret'\n  p.py, line 3, in play"
-    (folder / "failures.jsonl").write_text(json.dumps({"step": 1, "error": error}) + "\n")
-    with pytest.raises(ConfigError, match="completed no step") as raised:
-        viewer.page(folder)
-    assert error in str(raised.value)
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="trajectories_every_steps"):
-        viewer.page(folder)
-
-
-def test_failures_on_record_are_on_the_page(run_dir: Path) -> None:
-    error = "reward: mine raised KeyError: 'gold'\n  mine.py, line 3, in mine"
-    lines = [json.dumps({"step": 2, "error": error}), "{torn", json.dumps({"step": 3})]
-    (run_dir / "failures.jsonl").write_text("\n".join(lines) + "\n")
-    assert data_of(viewer.page(run_dir))["failures"] == [{"step": 2, "error": error}]
+    folder = write_sweep(tmp_path / "grid")
+    page = Page(tmp_path)
+    record = json.loads((folder / "sweep.json").read_text())
+    record["trials"][0] |= {"status": "running", "value": None, "step": 0}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    trial = page.get("sweep", sweep="grid")["trials"][0]
+    assert (round(trial["value"], 6), trial["step"]) == (0.3, 3)
+    del record["points"]
+    (folder / "sweep.json").write_text(json.dumps(record))
+    status, text = page.refusal("sweep", sweep="grid")
+    assert (status, "sweep.json" in text, "version" in text) == (404, True, True)
+    (folder / "sweep.json").write_text("{")
+    assert page.refusal("sweep", sweep="grid")[0] == 404
