@@ -1,6 +1,6 @@
 """All errors that raylearner raises on purpose. They pickle, since they cross Ray."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from os import PathLike
 
@@ -170,7 +170,7 @@ def summary(error: BaseException) -> str:
 
 
 @contextmanager
-def naming(path: str | PathLike[str]) -> Iterator[None]:
+def naming(path: str | PathLike[str]) -> Generator[None]:
     """Add `path` to an `OSError` without one, as from writing to an open file."""
     try:
         yield

@@ -68,7 +68,7 @@ def local_directory(path: str) -> Path:
         return folder
     if not is_hub_id(path):
         raise ConfigError(f"model.path: no such directory: {path!r}")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))

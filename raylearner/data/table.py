@@ -195,10 +195,10 @@ def _shown(
 @lru_cache(maxsize=1)
 def _hub_caches() -> tuple[Path, ...]:
     """Return the folders to which files of the hub are downloaded."""
-    import datasets
+    from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub import constants
 
-    return (Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE))
+    return (Path(HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE))
 
 
 def _listed(row: dict[str, Any]) -> str:

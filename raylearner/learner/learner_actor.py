@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # these import torch, which only the actor's own process need
 log = logging.getLogger(__name__)
 
 
-@ray.remote(concurrency_groups={"control": 1, "checkpoint": 1})
+@ray.remote(concurrency_groups={"control": 1, "checkpoint": 1})  # pyright: ignore[reportCallIssue]
 class LearnerActor:
     """One rank; delegates to `Learner`. The other ranks must be placed before `start` can join them."""
 

@@ -86,7 +86,7 @@ def _start_local(**options: Any) -> Any:
     Raises `StartError` after the last try. No process of a failed start is left.
     """
     variable, folder = machine.ray_temp_dir()
-    before = {child.pid for child in psutil.Process().children()}
+    before, cause = {child.pid for child in psutil.Process().children()}, ""
     for number in range(1, NUM_STARTS + 1):
         try:
             with _quiet_start():

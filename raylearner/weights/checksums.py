@@ -147,7 +147,7 @@ class Checksums:
         places = repeated[0] + repeated[1] * torch.arange(len(flat), device=device)
         sums = torch.stack([flat, flat * places]).cumsum(1)
         sums = torch.cat([sums.new_zeros(2, 1), sums], 1)
-        last = np.cumsum(counts)  # pieces behind each part
+        last = np.cumsum(counts, dtype=np.int64)  # pieces behind each part
         first = last - counts
         bounds = torch.from_numpy(
             np.stack([starts[first], ends[first], starts[first], ends[last - 1]])

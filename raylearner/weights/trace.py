@@ -227,7 +227,7 @@ class Trace:
 
     def _trace(self, module: nn.Module, name: str, parameter_name: str) -> None:
         """Wrap the loader that vLLM's deferred loaders finally call."""
-        outer = getattr(getattr(module, name), "weight_loader", None)
+        outer: Any = getattr(getattr(module, name), "weight_loader", None)
         while getattr(getattr(outer, "__wrapped__", None), "__name__", "") == DEFERRED:
             outer = outer.__wrapped__
         if getattr(outer, "__name__", "") != DEFERRED or hasattr(outer.__wrapped__, _MARK):
@@ -260,7 +260,7 @@ class Trace:
             self._computed.add(parameter_name)
         written: dict[Region, Write] = {}
         for values, source in seen:
-            inside = values.storage_offset() - parameter.storage_offset()
+            inside = int(values.storage_offset() - parameter.storage_offset())
             place = Region.of(inside, values.shape, values.stride())
             write = self._write(place, values, source)
             if write is not None:

@@ -88,15 +88,16 @@ class PackedTokens:
             for image in _images(images[row], prefixes[row], start, end)
         ]
         return cls(
-            input_ids=torch.from_numpy(
-                np.concatenate([sequences[row][a:b] for row, a, b in pieces]).astype(np.int64)
-            ).to(device),
+            input_ids=torch.as_tensor(
+                np.concatenate([sequences[row][a:b] for row, a, b in pieces]).astype(np.int64),
+                device=device,
+            ),
             position_ids=torch.cat([positions[row][:, a:b] for row, a, b in pieces], dim=-1)
             .squeeze(0)
             .to(device),
-            cu_seqlens=torch.from_numpy(np.cumsum([0, *sizes]).astype(np.int32)).to(device),
+            cu_seqlens=torch.as_tensor(np.cumsum([0, *sizes]).astype(np.int32), device=device),
             max_length=max(sizes),
-            scored=torch.from_numpy(np.flatnonzero(is_scored)).to(device),
+            scored=torch.as_tensor(np.flatnonzero(is_scored), device=device),
             images=None
             if reader is None
             else reader.pack(
@@ -180,7 +181,7 @@ class MicroBatch:
         lengths = [trajectory.num_tokens for trajectory in trajectories] or [1]
 
         def flat(arrays: list[np.ndarray], empty: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.concatenate(arrays) if arrays else empty).to(device)
+            return torch.as_tensor(np.concatenate(arrays) if arrays else empty, device=device)
 
         nothing = np.zeros(1, np.bool_)
         return cls(

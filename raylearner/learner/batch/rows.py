@@ -85,7 +85,8 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 def dense_ids(ids: Tensor) -> tuple[Tensor, int]:
     """Renumber integers 0, 1, ... in ascending order; return `[N]` and how many there are."""
-    distinct, index = torch.unique(ids, return_inverse=True)
+    found: tuple[Tensor, Tensor] = torch.unique(ids, return_inverse=True)  # pyright: ignore[reportUnknownMemberType]
+    distinct, index = found
     return index, len(distinct)
 
 

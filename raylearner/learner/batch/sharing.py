@@ -30,7 +30,7 @@ class SharedKeys:
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the keys' rows: `[C, G, D] -> [K, G, D]`; sums of gradients are in float32 or finer."""
-        return _Gather.apply(values, self.index, self.copies, self.starts)  # pyright: ignore[reportReturnType]
+        return _Gather.apply(values, self.index, self.copies, self.starts)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType]
 
     def pad(self, num_tokens: int, missing: int) -> Self:
         """Add a sequence of `missing` tokens after `num_tokens`."""
@@ -58,15 +58,15 @@ class Sharing:
         copies = np.argsort(layout.keys, kind="stable")
         num_copies = np.bincount(layout.keys)
         return cls(
-            places=torch.from_numpy(layout.places).to(device),
+            places=torch.as_tensor(layout.places, device=device),
             keys=SharedKeys(
-                index=torch.from_numpy(layout.keys).to(device),
-                cu_seqlens=torch.from_numpy(np.cumsum([0, *layout.num_keys]).astype(np.int32)).to(
-                    device
+                index=torch.as_tensor(layout.keys, device=device),
+                cu_seqlens=torch.as_tensor(
+                    np.cumsum([0, *layout.num_keys]).astype(np.int32), device=device
                 ),
                 max_length=int(layout.num_keys.max()),
-                copies=torch.from_numpy(copies).to(device),
-                starts=torch.from_numpy(np.cumsum(num_copies) - num_copies).to(device),
+                copies=torch.as_tensor(copies, device=device),
+                starts=torch.as_tensor(np.cumsum(num_copies) - num_copies, device=device),
             ),
         )
 

@@ -99,7 +99,7 @@ class WholeBatch:
 
     def scatter(self, values: Tensor) -> list[Tensor]:
         """Return this rank's part of `values [T]`, by micro-batch `[t]`; 0 outside of the spans."""
-        parts = values[self._mine].split([len(place) for place in self._places])
+        parts = torch.split(values[self._mine], [len(place) for place in self._places])
         return [
             part.new_zeros(micro.rows.num_tokens).index_copy(0, place, part)
             for micro, place, part in zip(self._micros, self._places, parts, strict=True)
@@ -122,11 +122,11 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     """Return the rows of all ranks in order, and the start of this rank's."""
     size = torch.tensor([len(mine)], device=mine.device)
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
+    dist.all_gather(sizes, size, group=group)  # pyright: ignore[reportUnknownMemberType]
     counts = [int(s) for s in sizes]
     padded = mine.new_zeros((max(counts), *mine.shape[1:]))
     padded[: len(mine)] = mine
     gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded, group=group)
+    dist.all_gather(gathered, padded, group=group)  # pyright: ignore[reportUnknownMemberType]
     whole = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
     return whole, sum(counts[: group.rank()])

@@ -250,8 +250,16 @@ def _buckets(
         queries = first_queries + torch.minimum(offsets, ends - 1)
         key_offsets = torch.minimum(torch.arange(num_before + size), num_before + ends - 1)
         padded = (offsets < ends).flatten().nonzero().squeeze(1)
-        parts = queries, first_keys + key_offsets, queries.flatten()[padded], padded
-        buckets.append((num_before, *(part.to(device) for part in parts)))
+        positions = queries.flatten()[padded]
+        buckets.append(
+            (
+                num_before,
+                queries.to(device),
+                (first_keys + key_offsets).to(device),
+                positions.to(device),
+                padded.to(device),
+            )
+        )
     return buckets
 
 

@@ -359,12 +359,16 @@ def _counted(
             PreparedMiniBatch(micro_batches=micros, num_tokens=n, num_episodes=e, num_targets=t)
             for micros, n, e, t in zip(
                 parts,
-                (tokens * copies).sum(1).tolist(),
-                ((tokens > 0) * copies).sum(1).tolist(),
-                (targets * copies).sum(1).tolist(),
+                _numbers((tokens * copies).sum(1)),
+                _numbers(((tokens > 0) * copies).sum(1)),
+                _numbers((targets * copies).sum(1)),
                 strict=True,
             )
         ],
         batch_values=batch_values,
         measured=measured,
     )
+
+
+def _numbers(values: Tensor) -> list[float]:
+    return values.tolist()  # pyright: ignore[reportUnknownMemberType]
