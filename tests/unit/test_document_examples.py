@@ -17,6 +17,7 @@ from raylearner.config.rewards import RewardSection
 from raylearner.config.schema import RunConfig
 from raylearner.config.section import dotted_keys
 from raylearner.environments.protocol import Outcome, Reply
+from raylearner.errors import ConfigError
 from raylearner.learner.objective.loss import LossInputs
 from raylearner.observability.metrics import METRICS, spec_of
 from raylearner.rewards.functions import EpisodeView
@@ -161,6 +162,20 @@ def test_tables_list_every_field(document: str, kind: Any) -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", text_of(document), re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert {field.name for field in dataclasses.fields(kind)} - listed == set()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/start.md"])
+def test_errors_are_reported_as_shown(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("configs/my.yaml").write_text(
+        "learner:\n  advantage: {kind: grpo, normalise: group}\nreplay:\n  max_staleness: -1\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load([str(ROOT / "configs/quickstart.yaml"), "configs/my.yaml"], ["replay.group_sise=16"])
+    assert f"{raised.value}\n" in (ROOT / document).read_text()
 
 
 LISTS = ("data.train.", "data.evaluation.", "environment.tools.", "rewards.functions.")
