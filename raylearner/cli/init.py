@@ -18,7 +18,7 @@ DATA = "configs/data"
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", hidden=True, show_default=False)
+        Path, typer.Argument(metavar="FOLDER", hidden=True, show_default=False)
     ] = Path(),
 ) -> None:
     """Write the example configurations to FOLDER/configs."""
