@@ -118,7 +118,8 @@ def _items(defaults: Node | None) -> list[Node]:
 def _entry(value: Any) -> tuple[str, str | None]:
     """Return group and name of one entry of `defaults`; without a name it includes nothing."""
     if isinstance(value, str):
-        return "", value
+        name, _, package = value.partition("@")
+        return f"@{package}" if package else "", name
     if isinstance(value, dict) and len(value) == 1:
         [(group, name)] = value.items()
         group = str(group).removeprefix("optional ").removeprefix("override ")

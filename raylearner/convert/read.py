@@ -139,7 +139,10 @@ def _read_hydra(command: Command, path: Path, label: str) -> Reading:
     texts = [word.text for word in command.words]
     is_easyr1 = EASYR1 in texts
     reading = _base(command, path, label, is_easyr1)
+    start = next((i for i, text in enumerate(texts) if _PPO.search(text)), 0)
     for position, word in enumerate(command.words):
+        if position < start:  # variables of `env NAME=value` and of a launcher
+            continue
         is_option = (
             position and texts[position - 1].startswith("--") and "=" not in texts[position - 1]
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 _END = "\n;|&"
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -54,6 +55,20 @@ class Variables:
         if name == "PWD":
             return Word(".", 0)
         return self.values.get(name)
+
+
+def _split(before: str, value: str) -> list[str]:
+    """Return the words of a word's beginning and an expansion without quotes; assignments are not split."""
+    if not any(map(str.isspace, value)) or _ASSIGNMENT.match(before):
+        return [f"{before}{value}"]
+    words = value.split()
+    first = [f"{before}{words.pop(0)}"] if words and not value[0].isspace() else [before]
+    return [*first, *words, *([""] if value[-1].isspace() else [])]
+
+
+def _named(text: str, unset: list[str]) -> tuple[str, ...]:
+    """Return those of the variables whose name is still in a text."""
+    return tuple(dict.fromkeys(name for name in unset if f"${name}" in text))
 
 
 class Reader:
@@ -154,7 +169,7 @@ class Reader:
         """Read one word; an array in it becomes several."""
         line, parts, unset = self._line, "", list[str]()
         is_quoted = False
-        spread: list[Word] = []
+        spread, done = list[Word](), list[Word]()
         while (character := self._peek()) and character not in " \t\n;|&<>()":
             if character == "'":
                 self._position += 1
@@ -178,16 +193,21 @@ class Reader:
                 escaped = self._next()
                 parts += "" if escaped == "\n" else escaped
             elif character in "$`":
-                parts += self._expansion(unset, spread)
+                value = self._expansion(unset, spread)
+                *ended, parts = _split(parts, value)
+                done += [Word(text, line, _named(text, unset)) for text in ended if text]
             else:
                 parts += self._next()
+        if done and not parts:
+            return done
         if self._peek() == "(" and parts.endswith("=") and not is_quoted:
             return [Word(parts, line, tuple(unset), self._array())]
         if spread and not parts:
-            return spread
+            return [*done, *spread]
         if not parts and not is_quoted and self._position >= len(self._text):
             return []
-        return [Word(parts, line, tuple(dict.fromkeys(unset)), None, is_quoted)]
+        names = _named(parts, unset) if done else tuple(dict.fromkeys(unset))
+        return [*done, Word(parts, line, names, None, is_quoted)]
 
     def _until(self, end: str) -> str:
         found = ""

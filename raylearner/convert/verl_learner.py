@@ -119,15 +119,10 @@ def optimizer(s: Settings, draft: Draft) -> None:
     optim, fsdp = f"{ACTOR}.optim", f"{ACTOR}.fsdp_config"
     draft.set("learner.learning_rate", s.number(f"{optim}.lr"), f"{optim}.lr")
     _warmup(s, draft, optim)
-    schedule = s.text(f"{optim}.lr_scheduler_type")
-    if s.has(f"{optim}.warmup_style"):
-        schedule = s.text(f"{optim}.warmup_style")
-    if schedule == "cosine":
-        draft.set(
-            "learner.schedule",
-            "cosine",
-            s.where(f"{optim}.lr_scheduler_type", f"{optim}.warmup_style"),
-        )
+    for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style"):
+        key = f"{optim}.{name}"
+        if s.has(key) and s.text(key) in ("cosine", "linear"):
+            draft.set("learner.schedule", s.text(key), key)
     draft.set("learner.weight_decay", s.number(f"{optim}.weight_decay"), f"{optim}.weight_decay")
     if s.has(f"{optim}.betas"):
         draft.set("learner.betas", s.value(f"{optim}.betas"), f"{optim}.betas")

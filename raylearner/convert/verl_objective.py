@@ -260,13 +260,16 @@ def proximal(s: Settings, draft: Draft) -> None:
     if bypass:
         draft.set("learner.proximal", "behavior", origin)
     found = [] if bypass else corrections(s)
-    found += rejections(s)
-    if found:
-        draft.set(
-            "learner.corrections",
-            found,
-            s.where(f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"),
-        )
+    rejecting = rejections(s)
+    if not found and not rejecting:
+        return
+    keys = s.where(f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")
+    draft.set("learner.corrections", found + rejecting, keys)
+    if rejecting and bypass:
+        text = "verl leaves rejected tokens out of the loss's denominators; here they count."
+        draft.decide("learner.corrections", text)
+    elif rejecting:
+        draft.set("learner.count_rejected", False, f"{CORRECTION}.rollout_rs")
 
 
 def corrections(s: Settings) -> list[dict[str, Any]]:

@@ -172,6 +172,7 @@ def test_fully_asynchronous_training_keeps_its_versions() -> None:
     assert weights == {"kind": "icepop", "level": "token", "low": 0.5, "high": 5.0}
     assert (by_row["level"], by_row["low"], by_row["high"]) == ("sequence_mean", 0.99, 1.01)
     assert (by_token["level"], by_token["estimator"]) == ("token", "k3")
+    assert found["learner.count_rejected"] is False
     behavior = converted("verl_fully_async.sh", "async_training.compute_prox_log_prob=False")
     assert behavior["learner.proximal"] == "behavior"
     assert all(section["kind"] == "rejection" for section in behavior["learner.corrections"])
@@ -257,6 +258,17 @@ def test_defaults_of_hydra_include_files_beside(tmp_path: Path) -> None:
     found = values(of_text(tmp_path, "main.yaml", text))
     assert found["learner.num_mini_batches"] == 2
     assert found["learner.learning_rate"] == 5e-6
+
+
+def test_variables_without_quotes_are_split_into_words(tmp_path: Path) -> None:
+    text = (
+        "N=4\nDATA=\"\n  data.train_batch_size=64 \\\n  trainer.experiment_name='a b' \"\n"
+        "MORE=$DATA\nenv KEY=secret A.B=1 python -m verl.trainer.main_ppo $MORE $DATA actor_rollout_ref.rollout.n=$N\n"
+    )
+    conversion = of_text(tmp_path, "run.sh", text)
+    assert conversion.unknown == []
+    found = values(conversion)
+    assert (found["replay.groups_per_step"], found["replay.group_size"]) == (64, 4)
 
 
 def test_a_configuration_named_by_a_script_is_found_beside_its_module(tmp_path: Path) -> None:
