@@ -348,9 +348,9 @@ class Slots:
             self._colocation.forget(slot.actor_id)
 
     def _log_unplaced(self) -> None:
-        """Log once for all of them that actors wait for resources."""
+        """Log once for all of them that actors wait for resources; the view of the start shows it before."""
         num_unplaced = sum(slot.stage is Stage.UNPLACED for slot in self._slots)
-        if num_unplaced and not self._has_logged_unplaced:
+        if self._has_started and num_unplaced and not self._has_logged_unplaced:
             self._has_logged_unplaced = True
             logger.info(
                 "waiting for places: %s of %s each; %d playing",
