@@ -43,14 +43,15 @@ def code_of(document: str, language: str) -> list[str]:
 
 @pytest.fixture
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The first Python file of the document that the test names."""
-    code = code_of(request.param, "python")[0]
-    name = re.match(r"# (\w+)\.py", code)
-    assert name
-    made = types.ModuleType(name.group(1))
-    exec(code, made.__dict__)
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    return made
+    """The first Python file of the document that the test names; all of them can be imported."""
+    made: list[types.ModuleType] = []
+    for code in code_of(request.param, "python"):
+        name = re.match(r"# (\w+)\.py", code)
+        assert name
+        made.append(types.ModuleType(name.group(1)))
+        exec(code, made[-1].__dict__)
+        monkeypatch.setitem(sys.modules, name.group(1), made[-1])
+    return made[0]
 
 
 @pytest.mark.parametrize("module", ["environments"], indirect=True)
@@ -99,7 +100,7 @@ def test_the_game_takes_about_thirty_lines() -> None:
 async def test_the_rewards_work_as_written(module: Any) -> None:
     functions = [
         {"kind": "my_rewards:brief", "arguments": {"limit": 2}},
-        {"kind": "my_rewards:solved"},
+        {"kind": "trl_rewards:solved"},
     ]
     prompt = Prompt(
         prompt_id="p",
