@@ -5,6 +5,8 @@ It loads in well under a second: torch, Ray and vLLM are imported where needed.
 """
 
 import inspect
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -66,4 +68,8 @@ def _options(
 
 
 def main() -> None:
+    if (
+        "" not in sys.path and os.getcwd() not in sys.path
+    ):  # as `python -m` does, for modules of users
+        sys.path.insert(0, os.getcwd())
     app(prog_name="raylearner")

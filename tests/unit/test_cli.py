@@ -258,3 +258,19 @@ def test_the_module_runs_as_a_program(config_file: str) -> None:
     done = run_python("-m", "raylearner", "check", config_file, "replay.group_size=x")
     assert done.returncode == 2
     assert done.stderr.startswith("override  replay.group_size=x: ")
+
+
+def test_the_console_script_finds_modules_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["raylearner", "check", "config.yaml"])
+    Path("rewards_here.py").write_text("def brief(episode):\n    return 1.0\n")
+    Path("config.yaml").write_text(MINIMAL)
+    sys.modules.pop("rewards_here", None)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "rewards.functions=[{kind: rewards_here:brief}]"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert sys.modules.pop("rewards_here")
