@@ -113,6 +113,11 @@ def _sources(s: Settings, split: str) -> list[dict[str, Any]]:
     return found
 
 
+def _strategy(s: Settings) -> str:
+    key = "evaluation_strategy" if s.has("evaluation_strategy") else "eval_strategy"
+    return str(s.value(key))
+
+
 def _data(s: Settings, draft: Draft) -> None:
     draft.set("model.kind", "pretrained")
     if s.has("model_name_or_path"):
@@ -128,7 +133,7 @@ def _data(s: Settings, draft: Draft) -> None:
         draft.set(
             "data.train", unnamed, decide="the dataset is made by code: write its rows to a file."
         )
-    if s.facts.get("has_evaluation") or str(s.value("eval_strategy")) not in ("no", "False"):
+    if s.facts.get("has_evaluation") or _strategy(s) not in ("no", "False"):
         held_out = _sources(s, s.text("dataset_test_split"))
         if held_out:
             draft.set("data.evaluation", held_out, s.where("dataset_test_split", "eval_strategy"))

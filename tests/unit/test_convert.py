@@ -1,6 +1,7 @@
 """Conversion of other projects' configurations: numbers that a user would compute by hand, and bad input."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from raylearner.convert.conversion import Conversion, convert
 from raylearner.convert.settings import ConversionProblems
 from raylearner.convert.table import NAMES, load_table
 
-FILES = Path(__file__).parents[1] / "conversions"
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "tests" / "conversions"
 PROJECT_OF = {
     "verl_grpo.sh": "verl",
     "verl_composed.yaml": "verl",
@@ -93,6 +95,15 @@ def test_every_key_of_the_tables_exists_here(name: str) -> None:
     assert [
         row.key for row in rows if row.fate in ("auto", "no") and not row.text.endswith(".")
     ] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_that_enters_another_is_read_by_a_rule(name: str) -> None:
+    rules = "".join(path.read_text() for path in (ROOT / "raylearner" / "convert").glob("*.py"))
+    table = load_table(name)
+    keys = [key for key in table.own_rows if table.rows[key].fate == "to"]
+    names = {key: key.removesuffix(".*").rpartition(".")[2].removeprefix("vespo_") for key in keys}
+    assert [key for key in keys if not re.search(rf"\b{names[key]}\b", rules)] == []
 
 
 def test_verl_counts_prompts_and_its_schedule_counts_steps() -> None:
