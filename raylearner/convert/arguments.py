@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from raylearner.config.problems import Problem, Where
-from raylearner.convert.files import read_yaml
+from raylearner.convert.files import is_file, read_yaml
 from raylearner.convert.overrides import read_value
 from raylearner.convert.settings import Reading, Setting
 from raylearner.convert.shell_words import Command, Word
@@ -78,7 +78,7 @@ def _file(option: tuple[Any, Word], label: str, folders: list[Path]) -> Reading:
     name, word = option
     for folder in folders:
         file = folder / str(name)
-        if file.is_file():
+        if is_file(file):
             return read_yaml(file, str(name))
     text = f"{name} is neither in this folder nor in one above {label}; copy it there"
     return Reading(problems=[Problem(Where(0, word.line, label), "", text)])
@@ -100,7 +100,7 @@ def _processes(
         return
     for folder in folders:
         file = folder / str(named[0])
-        if not file.is_file():
+        if not is_file(file):
             continue
         try:
             content = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))

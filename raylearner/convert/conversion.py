@@ -11,6 +11,8 @@ from raylearner.convert.read import read
 from raylearner.convert.settings import ConversionProblems, Setting, Settings
 from raylearner.convert.table import NAMES, load_table
 
+MAX_LINES = 100
+"""Maximum number of lines of one part of the report."""
 CONVERTERS: dict[str, Callable[[Settings], Draft]] = {
     "verl": verl.convert,
     "easyr1": easyr1.convert,
@@ -65,7 +67,9 @@ class Conversion:
             ("paths that do not exist on this machine", missing),
         ):
             if found:
-                lines += [f"{title}:", *(f"  {line}" for line in found)]
+                rest = len(found) - MAX_LINES
+                shown_lines = [*found[:MAX_LINES], *([f"and {rest} more"] if rest > 0 else [])]
+                lines += [f"{title}:", *(f"  {line}" for line in shown_lines)]
         return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.config.document import dump
+from raylearner.text import visible
 
 WIDTH = 100
 SECTIONS = (
@@ -80,11 +81,13 @@ class Draft:
 
     def missing_paths(self) -> list[tuple[str, str]]:
         """Return those of `paths` that do not exist on this machine."""
-        return [(key, path) for key, path in self.paths() if not Path(path).expanduser().exists()]
+        return [(key, path) for key, path in self.paths() if not _exists(path)]
 
     def yaml(self, heading: str) -> str:
         """Return the file, with a comment at each value."""
-        lines = [f"# {line}" if line else "#" for line in textwrap.wrap(heading, WIDTH - 2)]
+        lines = [
+            f"# {line}" if line else "#" for line in textwrap.wrap(visible(heading), WIDTH - 2)
+        ]
         opened: tuple[str, ...] = ()
         for key in self._ordered():
             *parents, name = key.split(".")
@@ -120,6 +123,13 @@ class Draft:
         return sorted(self.entries, key=rank)
 
 
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
 def _texts(key: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, str):
         return [(key, value)]
@@ -134,7 +144,7 @@ def _written(name: str, entry: Entry, depth: int) -> list[str]:
     indent = "  " * depth
     lines: list[str] = []
     if entry.decide:
-        text = f"{DECIDE}: {entry.decide}"
+        text = visible(f"{DECIDE}: {entry.decide}")
         lines += [f"{indent}# {line}" for line in textwrap.wrap(text, WIDTH - 2 - len(indent))]
     body = [f"{indent}{line}" for line in _body(name, entry.value)]
     if entry.origin and len(body) == 1 and len(body[0]) + len(entry.origin) + 4 <= WIDTH + 20:

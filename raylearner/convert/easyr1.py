@@ -8,7 +8,7 @@ from typing import Any
 from raylearner.config.problems import Where
 from raylearner.convert import verl, verl_learner
 from raylearner.convert.draft import Draft
-from raylearner.convert.files import read_text
+from raylearner.convert.files import is_file, read_text
 from raylearner.convert.settings import Settings
 from raylearner.convert.verl_objective import ADVANTAGES, IN_GROUP, set_kl
 
@@ -107,7 +107,7 @@ def _format_prompt(s: Settings, draft: Draft) -> None:
     files = [Path(folder) / name for folder in s.facts.get("folders", ["."])]
     text: str | None = None
     for file in files:
-        if file.is_file() and isinstance(content := read_text(file, Where(0, 0, name)), str):
+        if is_file(file) and isinstance(content := read_text(file, Where(0, 0, name)), str):
             text = re.sub(r"\{\{.*?\}\}|\{#.*?#\}", "", content, flags=re.DOTALL).strip()
             break
     is_plain = text is not None and "{%" not in text

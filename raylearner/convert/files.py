@@ -17,6 +17,14 @@ _CLASS = "._target_"
 """Ending of keys that name a class of the project."""
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a path is a regular file; False for one that cannot be one, such as a very long name."""
+    try:
+        return path.expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
 def read_text(path: Path, where: Where) -> str | Problem:
     """Return the text of a regular file, or the problem with it."""
     try:
@@ -94,7 +102,7 @@ class _Loader:
         below = ".".join(part for part in (package, below) if part not in ("", ".."))
         if file.resolve() in self._open or self._count >= MAX_INCLUDED:
             self._refuse(node.where, f"defaults: {name!r} includes itself; remove it")
-        elif file.is_file():
+        elif is_file(file):
             self.load(file, str(Path(label).parent / file.relative_to(path.parent)), below)
         elif Path(name).stem not in self._known:
             self._refuse(

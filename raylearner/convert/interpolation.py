@@ -15,6 +15,8 @@ from raylearner.convert.table import Table
 _OPEN = re.compile(r"\$\{")
 _IGNORED = "hydra"
 """Section of Hydra itself, whose resolvers need a running program."""
+MAX_CHARACTERS = 100_000
+"""Maximum length of a resolved text."""
 
 
 def resolve(reading: Reading, table: Table) -> None:
@@ -61,7 +63,10 @@ class _Resolver:
         if (start, end) == (0, len(value)):
             return self._interpolation(value[2:-1], key)
         found = self._interpolation(value[start + 2 : end - 1], key)
-        return self._value(f"{value[:start]}{'' if found is None else found}{value[end:]}", key)
+        text = f"{value[:start]}{'' if found is None else found}{value[end:]}"
+        if len(text) > MAX_CHARACTERS:
+            raise _Unresolved(f"becomes longer than {MAX_CHARACTERS:,} characters; write it out")
+        return self._value(text, key)
 
     def _interpolation(self, text: str, key: str) -> Any:
         name, colon, rest = text.partition(":")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raylearner.config.problems import Problem, Where
 from raylearner.convert import arguments, verl
-from raylearner.convert.files import read_text, read_yaml
+from raylearner.convert.files import is_file, read_text, read_yaml
 from raylearner.convert.interpolation import resolve
 from raylearner.convert.overrides import is_override, read_override
 from raylearner.convert.script import read_python
@@ -185,7 +185,7 @@ def _base(command: Command, path: Path, label: str, is_easyr1: bool) -> Reading:
         return Reading()
     relative = Path(folder) / (named if is_easyr1 else f"{stem}.yaml")
     for file in _candidates(relative, texts, path):
-        if file.is_file():
+        if is_file(file):
             return read_yaml(file, str(file), known=verl.COMPOSED)
     if not is_easyr1 and stem in verl.COMPOSED:
         return Reading()

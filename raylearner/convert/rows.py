@@ -3,18 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+from raylearner.convert.files import is_file
+
 
 def count_rows(sources: list[dict[str, Any]]) -> int | None:
     """Return the number of rows of local files, or None if one is not here or cannot be read."""
-    counts = [_count(Path(source["path"]).expanduser(), source["kind"]) for source in sources]
+    counts = [_count(_path(source), source["kind"]) for source in sources]
     known = [count for count in counts if count is not None]
     return sum(known) if known and len(known) == len(counts) else None
 
 
 def has_text(source: dict[str, Any], column: str) -> bool:
     """Return whether the first row of a local Parquet file has text or a number in a field of a column."""
-    path = Path(source["path"]).expanduser()
-    if source["kind"] != "parquet" or not path.is_file():
+    path = _path(source)
+    if source["kind"] != "parquet" or not is_file(path):
         return False
     try:
         import pyarrow.parquet as parquet
@@ -30,8 +32,13 @@ def has_text(source: dict[str, Any], column: str) -> bool:
     return isinstance(value, str | int | float)
 
 
+def _path(source: dict[str, Any]) -> Path:
+    path = Path(source["path"])
+    return path.expanduser() if is_file(path) else path
+
+
 def _count(path: Path, kind: str) -> int | None:
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
         if kind == "jsonl":

@@ -18,6 +18,8 @@ LORA = {
     "target_modules": "lora_target_modules",
 }
 _DEPTH = 20
+_MAX_VALUES = 100_000
+"""Maximum number of values that a script is read for."""
 _SPLITS = ("dataset_train_split", "dataset_test_split")
 
 
@@ -113,6 +115,7 @@ class _Script:
         self._reading, self._label = reading, label
         self._assigned, self._defaults = assigned, defaults
         self._unknown: list[str] = []
+        self._num_values = 0
 
     def arguments(self, call: ast.Call) -> None:
         """Add all keyword arguments of a configuration."""
@@ -205,7 +208,8 @@ class _Script:
         self._reading.add(Setting(key, value, Where(0, node.lineno, self._label)))
 
     def _value(self, node: ast.expr, depth: int = 0) -> Any:
-        if depth > _DEPTH:
+        self._num_values += 1
+        if depth > _DEPTH or self._num_values > _MAX_VALUES:
             raise _Unknown
         match node:
             case ast.Constant(value=value):

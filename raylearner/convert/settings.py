@@ -8,6 +8,8 @@ from raylearner.config.problems import ConfigProblems, Problem, Where, did_you_m
 from raylearner.convert.table import Row, Table
 
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
+MAX_SUGGESTIONS = 50
+"""Number of unknown keys for which the nearest one is searched."""
 T = TypeVar("T")
 
 
@@ -40,13 +42,18 @@ class Reading:
     notes: list[str] = field(default_factory=list[str])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """Facts beside the settings, such as the number of processes of a launcher."""
+    _sections: set[str] = field(default_factory=set[str])
 
     def add(self, setting: Setting) -> None:
         """Add a setting; it replaces one of the same key, and all below it."""
-        below = [key for key in self.settings if key.startswith(f"{setting.key}.")]
-        for key in below:
-            del self.settings[key]
+        if setting.key in self._sections:
+            below = [key for key in self.settings if key.startswith(f"{setting.key}.")]
+            for key in below:
+                del self.settings[key]
         self.settings[setting.key] = setting
+        section = setting.key
+        while (section := section.rpartition(".")[0]) and section not in self._sections:
+            self._sections.add(section)
 
 
 class Settings:
@@ -163,7 +170,7 @@ class Settings:
                     setting.problem(f"not a key of {self.table.title}; did you mean {likely!r}?")
                 )
             elif self.table.find(key) is None and not self.table.is_section(key):
-                near = did_you_mean(key, names)
+                near = did_you_mean(key, names) if len(found) < MAX_SUGGESTIONS else ""
                 found.append(setting.problem(f"not a key of {self.table.title}{near}"))
         return found
 

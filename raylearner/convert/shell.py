@@ -12,6 +12,8 @@ from raylearner.convert.shell_words import NAME, Command, Reader, Variables, Wor
 
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _LEADING = ("then", "do", "else", "{", "}", "!", "time", "exec", "eval", "nohup", "elif")
+MAX_LENGTH = 100_000
+"""Maximum length of a variable, and of the items of an array; a longer value is not taken."""
 _OPENING = ("if", "for", "while", "until", "case")
 _CLOSING = ("fi", "done", "esac")
 
@@ -121,6 +123,9 @@ def _set(word: Word, variables: Variables, only_new: bool) -> bool:
     if not equals or not NAME.fullmatch(name):
         return False
     old = variables.values.get(name)
+    length = len(word.text) + (len(old.text) + len(old.items or ()) if old is not None else 0)
+    if max(length, len(word.items or ())) > MAX_LENGTH:
+        return True
     if only_new and old is not None:
         return True
     if word.items is not None:

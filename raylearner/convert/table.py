@@ -5,7 +5,7 @@ The tables are data, from which the documentation is generated too, so that both
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class Row:
         return value in NEUTRAL or value == self.default or is_listed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """All rows of a project."""
 
@@ -55,8 +55,8 @@ class Table:
         """Return the row of a key: its own, or the one of the nearest parent."""
         if key in self.rows:
             return self.rows[key]
-        for row in self.rows.values():
-            if row.key.endswith("_*") and key.startswith(row.key[:-1]):
+        for row in self._beginnings:
+            if key.startswith(row.key[:-1]):
                 return row
         parts = key.split(".")
         for count in range(len(parts) - 1, 0, -1):
@@ -68,19 +68,34 @@ class Table:
     def likely_key(self, key: str) -> str | None:
         """Return the key that a name below a row `a.b.*` is probably a misspelling of."""
         parent, _, name = key.rpartition(".")
-        if key in self.rows:
-            return None
-        siblings = {
-            other.rpartition(".")[2]: other
-            for other in self.rows
-            if other.rpartition(".")[0] == parent
-        }
-        near = get_close_matches(name, siblings, n=1, cutoff=MISSPELLED)
+        siblings = self._names.get(parent, {})
+        near = (
+            get_close_matches(name, siblings, n=1, cutoff=MISSPELLED)
+            if name not in siblings
+            else []
+        )
         return siblings[near[0]] if near else None
 
     def is_section(self, key: str) -> bool:
         """Return whether some row is below a key."""
-        return any(row.startswith(f"{key}.") for row in self.rows)
+        return key in self._names
+
+    @cached_property
+    def _beginnings(self) -> list[Row]:
+        """Rows of all keys that begin alike, `name_*`."""
+        return [row for row in self.rows.values() if row.key.endswith("_*")]
+
+    @cached_property
+    def _names(self) -> dict[str, dict[str, str]]:
+        """Keys by section and last name; sections without keys of their own are included."""
+        found: dict[str, dict[str, str]] = {"": {}}
+        for key in self.rows:
+            parent, _, name = key.rpartition(".")
+            found.setdefault(parent, {})[name] = key
+            while parent:
+                parent = parent.rpartition(".")[0]
+                found.setdefault(parent, {})
+        return found
 
     def markdown(self) -> str:
         """Return the rows as a table of the documentation."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from raylearner.convert.draft import Draft
-from raylearner.convert.files import read_yaml
+from raylearner.convert.files import is_file, read_yaml
 from raylearner.convert.settings import Settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -62,7 +62,7 @@ def _tools(s: Settings) -> tuple[list[dict[str, Any]], str]:
     )
     name = str(s.value(key) or "")
     found = [Path(folder) / name for folder in s.facts.get("folders", ["."])]
-    file = next((path for path in found if name and path.is_file()), None)
+    file = next((path for path in found if name and is_file(path)), None)
     listed: Any = None
     if file is not None:
         listed = _entries(file)

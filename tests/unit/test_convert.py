@@ -385,6 +385,75 @@ def test_broken_scripts_end_in_a_problem(text: str, tmp_path: Path) -> None:
     assert len(problems(tmp_path, "run.sh", f"{text}\n")) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "a.yaml",
+            "".join(f"k{i}: ${{k{i - 1}}}${{k{i - 1}}}\n" for i in range(1, 60)) + "k0: xxxx\n",
+        ),
+        ("b.yaml", "".join(f"a.b{i}: 1\n" for i in range(5_000))),
+        ("c.sh", "X=xx\n" + "X=$X$X\n" * 60),
+        ("d.sh", "X=(a b)\n" + 'X+=("${X[@]}" "${X[@]}")\n' * 60),
+        (
+            "e.py",
+            "A0 = 1\n"
+            + "".join(f"A{i} = [A{i - 1}] * 3 + [A{i - 1}, A{i - 1}]\n" for i in range(1, 20)),
+        ),
+        (
+            "f.py",
+            "A0 = 1\n"
+            + "".join(f"A{i} = [{', '.join([f'A{i - 1}'] * 9)}]\n" for i in range(1, 20)),
+        ),
+    ],
+)
+def test_values_that_would_grow_without_end_are_left_out(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    text += {
+        "yaml": "data: {train_files: x.parquet}\nactor_rollout_ref: {rollout: {n: 4}}\n",
+        "sh": "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_files=$X\n",
+        "py": "GRPOConfig(num_generations=4, reward_weights=A19)\n",
+    }[name.rpartition(".")[2]]
+    path = tmp_path / name
+    path.write_text(text)
+    if name == "a.yaml":
+        with pytest.raises(ConversionProblems, match="longer than"):
+            convert(str(path))
+        return
+    conversion = convert(str(path))
+    assert values(conversion)["replay.group_size"] == 4
+    assert len(conversion.report()) < 10_000_000
+
+
+def test_terminal_escapes_of_a_file_stay_inert(tmp_path: Path) -> None:
+    text = "python -m verl.trainer.main_ppo algorithm.adv_estimator='\x1b[31mred' data.x=1\n"
+    conversion = of_text(tmp_path, "run.sh", text)
+    assert "\x1b" not in conversion.yaml()
+    yaml.safe_load(conversion.yaml())
+
+
+def test_tools_of_a_file_beside_are_carried(tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n"
+        "  - class_name: verl.tools.search_tool.SearchTool\n"
+        "    config: {retrieval_service_url: 'http://host:8000/retrieve', topk: 5}\n"
+        "  - class_name: my.Tool\n    tool_schema: {function: {name: weather}}\n"
+    )
+    text = (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.multi_turn.enable=True"
+        " actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
+        " actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5\n"
+    )
+    conversion = of_text(tmp_path, "run.sh", text)
+    found = values(conversion)
+    search, other = found["environment.tools"]
+    assert search == {"kind": "search", "form": "retrieve", "url": "http://host:8000", "top_n": 5}
+    assert other == {"kind": "function", "function": "my_tools:weather"}
+    assert "my.Tool" in dict(conversion.draft.decisions)["environment.tools"]
+    assert found["environment.max_turns"] == 4
+
+
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     text = f"touch {mark}\nX=$(touch {mark})`touch {mark}`\npython -m verl.trainer.main_ppo data.seed=$X\n"
