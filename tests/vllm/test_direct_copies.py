@@ -149,7 +149,7 @@ def test_cached_memory_of_the_models_own_stream_is_not_free_for_a_push(
         {"stream": 0, "total_size": 5000, "active_size": 1000},
     ]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 10_000))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda **_: segments)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     background = Background(torch.device("cpu"))
     assert background.free_bytes() is None
     monkeypatch.setattr(background, "_stream", SimpleNamespace(cuda_stream=7))

@@ -249,7 +249,7 @@ class Background:
         # What an earlier push took is kept for the next one. Other streams' cached memory stays theirs.
         kept = (
             segment["total_size"] - segment["active_size"]
-            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            for segment in torch.cuda.memory_snapshot()
             if segment["stream"] == self._stream.cuda_stream
         )
         return free + sum(kept)
