@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 Metrics: TypeAlias = Mapping[str, float | None]
 
@@ -151,5 +151,5 @@ def ready_line(name: str, phases: Sequence[str], size: int) -> str:
     return line
 
 
-def _is_number(value: float | None) -> bool:
+def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)

@@ -42,7 +42,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
         return sys.stderr
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:  # pyright: ignore[reportIncompatibleMethodOverride]
         is_repeated = hasattr(record, IN_PANEL) and _terminal_width(self.stream) is not None
         return False if is_repeated else super().filter(record)
 

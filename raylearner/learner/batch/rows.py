@@ -6,7 +6,7 @@ Legend: `T` packed tokens, `R` rows (one row is one trajectory segment), nothing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
+from typing import Self, cast
 
 from raylearner.learner.lazy_torch import Tensor, torch
 
@@ -85,8 +85,7 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 def dense_ids(ids: Tensor) -> tuple[Tensor, int]:
     """Renumber integers 0, 1, ... in ascending order; return `[N]` and how many there are."""
-    found: tuple[Tensor, Tensor] = torch.unique(ids, return_inverse=True)  # pyright: ignore[reportUnknownMemberType]
-    distinct, index = found
+    distinct, index = cast("tuple[Tensor, Tensor]", torch.unique(ids, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
     return index, len(distinct)
 
 

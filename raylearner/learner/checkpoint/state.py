@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,8 @@ class AsyncSaver:
         )
         self._stager = DefaultStager(options)
         self._deferred: Save | None = None
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREEMENT_TIMEOUT_S))
+        timeout = timedelta(seconds=AGREEMENT_TIMEOUT_S)
+        self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
     def begin(self, *, should_defer: bool) -> "Save":
         """Return a new checkpoint's writes; copies of the previous one are overwritten.

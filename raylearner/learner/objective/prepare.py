@@ -6,6 +6,7 @@ Legend: `T` packed tokens and `R` rows of a micro-batch, `E` episodes of the who
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -371,4 +372,4 @@ def _counted(
 
 
 def _numbers(values: Tensor) -> list[float]:
-    return values.tolist()  # pyright: ignore[reportUnknownMemberType]
+    return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
