@@ -24,7 +24,7 @@ TABLE = re.compile(r"\| key \| unit \| meaning \|\n\|---\|---\|---\|\n(?:\|.*\n)
 def documents() -> dict[Path, str]:
     """Return every generated file with its content."""
     import commands
-    import pictures
+    import drawings
 
     table = ROOT / "docs" / "metrics.md"
     text = table.read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def documents() -> dict[Path, str]:
         ROOT / "docs" / "commands.md": commands.markdown(),
         table: TABLE.sub(lambda _: metrics.markdown(), text),
         migration: KEYS.sub(_keys, migration.read_text(encoding="utf-8")),
-        **pictures.pictures(),
+        **drawings.pictures(),
         ROOT / "launch" / "grafana" / "raylearner.json": json.dumps(grafana.dashboard(), indent=2)
         + "\n",
         **requirements(),

@@ -31,6 +31,13 @@ def test_a_generated_file_is_current(path: Path) -> None:
     assert path.read_text() == generated()[path], f"{path.name} is out of date: run `make docs`"
 
 
+def test_the_generators_hide_no_module_of_the_tests() -> None:
+    names = [
+        {path.stem for path in (ROOT / folder).glob("*.py")} for folder in ("docs", "tests/support")
+    ]
+    assert names[0] & names[1] == set()
+
+
 def test_every_key_and_kind_of_the_schema_is_documented() -> None:
     text = markdown(SweepSection)
     for key in dotted_keys(RunConfig):
