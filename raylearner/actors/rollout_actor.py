@@ -26,7 +26,7 @@ from raylearner.observability.phases import Phases
 from raylearner.observability.spans import Span, Tracer
 from raylearner.rewards.scorer import Scorer
 from raylearner.tokenization.renderer import Renderer
-from raylearner.types import ClaimReply, Prompt, Sampling, Trajectory
+from raylearner.types import Claim, ClaimReply, Sampling, Trajectory
 from raylearner.weights.transports import transport_of
 from raylearner.weights.update import WeightReceipt, WeightUpdate
 
@@ -171,11 +171,11 @@ class RolloutActor:
             raise
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], section: schema.SamplingSection, time_limit_s: float
+        self, claims: Sequence[Claim], section: schema.SamplingSection, time_limit_s: float
     ) -> list[Trajectory]:
         with self._tracer.span("evaluate"):
             return await self._worker.evaluate(
-                prompts, make_sampling(section, self._renderer), time_limit_s
+                claims, make_sampling(section, self._renderer), time_limit_s
             )
 
     async def phase(self) -> str:

@@ -21,7 +21,7 @@ from raylearner.actors.outbox import Episode, Outbox
 from raylearner.config.schema import SamplingSection
 from raylearner.errors import EngineDead
 from raylearner.observability.spans import Tracer
-from raylearner.types import Claim, ClaimReply, Prompt, Sampling, StopReason, Trajectory
+from raylearner.types import Claim, ClaimReply, Sampling, StopReason, Trajectory
 from raylearner.user_code import host
 
 CLAIM_POLL_S = 10.0
@@ -35,7 +35,7 @@ ClaimCall = Callable[[str, int, int, float], Awaitable[ClaimReply]]
 Key = tuple[int, int, int]
 ExchangeCall = Callable[[str, int, list[Episode], int], Awaitable[tuple[list[str], ClaimReply]]]
 """Puts episodes and claims samples for their slots: actor, engine version, episodes, number of samples."""
-EvaluateCall = Callable[[list[Prompt], SamplingSection, float], Awaitable[list[Trajectory]]]
+EvaluateCall = Callable[[list[Claim], SamplingSection, float], Awaitable[list[Trajectory]]]
 
 logger = logging.getLogger(__name__)
 
@@ -122,25 +122,16 @@ class RolloutWorker:
         self._ended.set()
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, time_limit_s: float
+        self, claims: Sequence[Claim], sampling: Sampling, time_limit_s: float
     ) -> list[Trajectory]:
-        """Play one episode per prompt, in parallel to any others; the replay receives none of them.
+        """Play these episodes, in parallel to any others; the replay receives none of them.
 
-        Episodes that have not ended at the time limit are aborted, and missing in the result.
-        Segments of an episode share its group id. Raises `EngineDead`, with which all are void.
+        Episodes that have not ended at the time limit are aborted, and missing in the result. Raises `EngineDead`, with which all are void.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
         ends_at = asyncio.get_running_loop().time() + time_limit_s
 
-        async def play_one(index: int, prompt: Prompt) -> Episode:
-            claim = Claim(
-                group_id=index,
-                sample_index=0,
-                attempt=0,
-                prompt=prompt,
-                policy_version=self._engine.policy_version,
-                seed=index,
-            )
+        async def play_one(claim: Claim) -> Episode:
             limit = asyncio.timeout_at(ends_at)
             try:
                 async with limit, slots:
@@ -153,10 +144,7 @@ class RolloutWorker:
         async def play_all() -> list[Episode]:
             try:
                 async with asyncio.TaskGroup() as episodes:
-                    tasks = [
-                        episodes.create_task(play_one(i, prompt))
-                        for i, prompt in enumerate(prompts)
-                    ]
+                    tasks = [episodes.create_task(play_one(claim)) for claim in claims]
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
             return [task.result() for task in tasks]

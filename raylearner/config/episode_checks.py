@@ -39,6 +39,13 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
             "evaluation.every_steps",
             f"must be 0 without data.evaluation, got {every}; add held-out prompts there",
         )
+    section = config.evaluation
+    if section is not None and section.samples_per_prompt > 1 and not section.sampling.temperature:
+        yield Finding(
+            "evaluation.sampling.temperature",
+            f"must be above 0 with evaluation.samples_per_prompt={section.samples_per_prompt}, since greedy"
+            " samples of a prompt are all the same",
+        )
 
 
 def _sources(config: RunConfig) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from raylearner.config.environment import (
     SingleTurn,
     ToolUse,
 )
+from raylearner.config.evaluation import EvaluationSection
 from raylearner.config.learner import LearnerSection
 from raylearner.config.model import ModelSection, PretrainedModel, TinyModel, WarmStart
 from raylearner.config.rewards import RewardFunction, RewardSection
@@ -175,21 +176,6 @@ class WeightsSection(Section):
     """Length of a probe prompt."""
 
 
-class EvaluationSection(Section):
-    """Evaluation on held-out prompts; `evaluation: null` switches it off."""
-
-    every_steps: NaturalInt = 0
-    """Evaluates every k steps, on one actor while training continues, besides step 0 and the last step; 0:
-    only at those two."""
-    num_prompts: PositiveInt = 128
-    """Number of prompts of one evaluation."""
-    time_limit_s: PositiveFloat = 3600.0
-    """Maximum time of one evaluation. Unfinished episodes are then aborted, count as not solved and are
-    reported as `unfinished`."""
-    sampling: SamplingSection = SamplingSection(temperature=0.0)
-    """Sampling in evaluations. The temperature is 0 (greedy) by default; other keys default to those of `sampling`."""
-
-
 class CompletionsSection(Section):
     """A table of a few completions: prompt, completion, rewards, advantage and logged numbers."""
 
@@ -329,10 +315,7 @@ class RunConfig(Section):
     def _inherit_sampling(self) -> Self:
         """Take keys of `evaluation.sampling` that are not set from `sampling`."""
         if self.evaluation is not None:
-            own = self.evaluation.sampling
-            keys = {"temperature": 0.0} | own.model_dump(exclude_unset=True)
-            sampling = self.sampling.model_copy(update=keys)
-            evaluation = self.evaluation.model_copy(update={"sampling": sampling})
+            evaluation = self.evaluation.with_sampling(self.sampling)
             object.__setattr__(self, "evaluation", evaluation)  # frozen
         return self
 

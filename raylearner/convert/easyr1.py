@@ -88,6 +88,8 @@ def _data(s: Settings, draft: Draft) -> None:
     if evaluation:
         draft.set("data.evaluation", evaluation, "data.val_files")
         draft.set("evaluation.every_steps", max(s.whole("trainer.val_freq"), 0), "trainer.val_freq")
+        if not s.flag("trainer.val_before_train"):
+            draft.set("evaluation.before_first_step", False, "trainer.val_before_train")
         draft.set(
             "evaluation.num_prompts",
             1000,
@@ -152,6 +154,7 @@ def _sampling(s: Settings, draft: Draft) -> None:
         draft.set("evaluation.sampling.top_p", s.number(f"{key}.top_p"), f"{key}.top_p")
     if s.has(f"{key}.top_k"):
         draft.set("evaluation.sampling.top_k", max(s.whole(f"{key}.top_k"), 0), f"{key}.top_k")
+    verl.set_samples(s, draft, f"{key}.n", is_greedy=not temperature)
 
 
 def _rewards(s: Settings, draft: Draft) -> None:

@@ -139,6 +139,11 @@ def _data(s: Settings, draft: Draft) -> None:
             draft.set("data.evaluation", held_out, s.where("dataset_test_split", "eval_strategy"))
             every = s.whole("eval_steps") if s.has("eval_steps") else 0
             draft.set("evaluation.every_steps", every // updates_per_step(draft), "eval_steps")
+            if s.has("eval_on_start"):
+                draft.set("evaluation.before_first_step", s.flag("eval_on_start"), "eval_on_start")
+            if s.has("num_generations_eval"):
+                samples = s.whole("num_generations_eval")
+                draft.set("evaluation.samples_per_prompt", samples, "num_generations_eval")
             draft.set(
                 "evaluation.num_prompts",
                 1000,

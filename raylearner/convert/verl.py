@@ -274,6 +274,8 @@ def _evaluation(s: Settings, draft: Draft, has_data: bool) -> None:
     if is_fully_async(s) and s.has("rollout.test_freq"):
         test_key, every = "rollout.test_freq", draft.get("weights.every_steps", 1)
     draft.set("evaluation.every_steps", max(s.whole(test_key), 0) * every, test_key)
+    if not s.flag("trainer.val_before_train"):
+        draft.set("evaluation.before_first_step", False, "trainer.val_before_train")
     if s.whole("data.val_max_samples") > 0:
         draft.set("evaluation.num_prompts", s.whole("data.val_max_samples"), "data.val_max_samples")
     else:
@@ -307,6 +309,13 @@ def sampling(s: Settings, draft: Draft) -> None:
             "evaluation.sampling.temperature", s.number(f"{key}.temperature"), f"{key}.temperature"
         )
         set_truncation(s, draft, key, "evaluation.sampling", is_needed=True)
+    set_samples(s, draft, f"{key}.n", is_greedy=not s.flag(f"{key}.do_sample"))
+
+
+def set_samples(s: Settings, draft: Draft, key: str, *, is_greedy: bool) -> None:
+    """Set the number of samples of each held-out prompt, of which greedy sampling needs only one."""
+    if s.whole(key) > 1 and not is_greedy:
+        draft.set("evaluation.samples_per_prompt", s.whole(key), key)
 
 
 def set_truncation(

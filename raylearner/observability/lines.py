@@ -125,9 +125,19 @@ def evaluation_lines(record: Mapping[str, Any]) -> list[str]:
     named = [("", "")] + [(s, f"{s}/") for s in sources if len(sources) > 1]
     lines: list[str] = []
     for source, prefix in named:
-        parts = [f"reward {fixed(record.get(f'{prefix}reward/mean'), 5)}"]
+        reward = f"reward {fixed(record.get(f'{prefix}reward/mean'), 5)}"
+        if (error := record.get(f"{prefix}reward/standard_error")) is not None:
+            reward += f" ± {fixed(error, 5)}"
+        parts = [reward]
         if (count := record.get(f"{prefix}num_prompts")) is not None:
             parts.append(f"on {number_of(int(count), 'prompt')}")
+        if (samples := record.get(f"{prefix}samples_per_prompt")) is not None:
+            parts[-1] += f", {samples} times each"
+            parts += [
+                f"{name} {fixed(record[key], 5)}"
+                for name in (f"pass@{samples}", f"majority@{samples}")
+                if (key := f"{prefix}{name}") in record
+            ]
         parts += [
             f"{record[f'{prefix}{key}']:.0f} {word}"
             for key, word in (("errors", "failed"), ("unfinished", "unfinished"))

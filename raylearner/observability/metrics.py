@@ -173,7 +173,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("tools/<name>/bad_pages", "pages", "Number of page images that could not be shown; the policy got a note in their place."),
     ("tools/<name>/latency_s/<aggregate>", "s", "Latency of a call: p50, p90, p99 of the slowest actor."),
     # Evaluations.
-    ("evaluation/<key>", "", "Numbers of eval.jsonl as shown in TensorBoard, such as `evaluation/reward/mean`, in which failed episodes count as not solved; `reward/mean_without_failed` leaves them out, `errors` and `failed_fraction` count them, `unfinished` counts episodes that `evaluation.time_limit_s` aborted."),
+    ("evaluation/<key>", "", "Numbers of eval.jsonl as shown in TensorBoard, such as `evaluation/reward/mean`, in which failed episodes count as not solved: see the table of docs/evaluation.md."),
 )
 """Key or pattern, unit and meaning, in the order of the documentation. Patterns follow the keys they would cover."""
 # fmt: on

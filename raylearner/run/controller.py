@@ -24,6 +24,7 @@ from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import CheckpointWriter
 from raylearner.run.evaluation import Evaluations, Evaluator
+from raylearner.run.evaluation_metrics import Scoring
 from raylearner.run.model import RunModel, model_path, prepare_model
 from raylearner.run.recovery import Recovery
 from raylearner.run.replay_process import asked
@@ -107,7 +108,7 @@ class Controller:
                 Evaluator(
                     config.evaluation,
                     held_out,
-                    failed_reward=config.rewards.reported_failed_reward,
+                    scoring=Scoring.of_run(config, config.evaluation),
                     record_trajectories=recorder.evaluation_trajectories,
                 ),
                 actors=actors,
@@ -256,7 +257,8 @@ class Controller:
         """Evaluate a new run, make all steps and publish the last weights; return False after a rollback."""
         num_steps = self._config.run.num_steps
         try:
-            if self.step == 0 and not self._has_begun:
+            section = self._config.evaluation
+            if self.step == 0 and not self._has_begun and section and section.before_first_step:
                 await self._evaluate()
             self._has_begun = True
             while self.step < num_steps:

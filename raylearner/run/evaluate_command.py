@@ -10,10 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from raylearner import leftovers
 from raylearner.actors.reward_actor import RewardActors
@@ -32,6 +29,8 @@ from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.run import cluster, machine, prompt_checks
 from raylearner.run.evaluation import Evaluator
+from raylearner.run.evaluation_metrics import Scoring
+from raylearner.run.evaluation_tables import make_tables
 from raylearner.run.fleet import RolloutFleet
 from raylearner.run.model import RunModel
 from raylearner.run.start_view import follow
@@ -40,20 +39,9 @@ from raylearner.types import PolicyVersion, Prompt
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = {
-    "reward/mean": "reward",
-    "reward/mean_without_failed": "without failed",
-    "num_prompts": "prompts",
-    "errors": "failed",
-    "unfinished": "unfinished",
-    "turns/mean": "turns",
-    "sampled_tokens/mean": "tokens",
-}
-"""Numbers of an evaluation, and their names in the table."""
-
 
 def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
-    """Play `evaluation.num_prompts` prompts, print a table by source, and write `eval.jsonl`.
+    """Play `evaluation.num_prompts` prompts, print tables, and write `eval.jsonl`.
 
     Raises `ConfigError` for a configuration without held-out prompts and for a directory that is not a
     complete checkpoint, and the cause of a failure.
@@ -90,20 +78,9 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
             )
         finally:
             cluster.disconnect()
-    Console().print(make_table(record))
-
-
-def make_table(record: dict[str, Any]) -> Table:
-    """Return a table with a row for all prompts, and one for each source."""
-    title = f"step {record['step']}, policy version {record['policy_version']}"
-    result = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("source", *COLUMNS.values()):
-        result.add_column(name, justify="left" if name == "source" else "right")
-    sources = sorted(key.removesuffix("/num_prompts") for key in record if "/num_prompts" in key)
-    for source, prefix in (("all", ""), *((s, f"{s}/") for s in sources)):
-        values = (record.get(f"{prefix}{column}") for column in COLUMNS)
-        result.add_row(Text(source), *("-" if v is None else f"{v:.4g}" for v in values))
-    return result
+    console = Console()
+    for table in make_tables(record):
+        console.print(table)
 
 
 def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, PolicyVersion]:
@@ -160,7 +137,7 @@ async def _evaluate(
             evaluator = Evaluator(
                 config.evaluation,
                 prompts,
-                failed_reward=config.rewards.reported_failed_reward,
+                scoring=Scoring.of_run(config, config.evaluation),
                 record_trajectories=recorder.evaluation_trajectories,
             )
             # Engines start at version 0: they loaded these weights, and none are pushed.

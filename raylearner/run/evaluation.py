@@ -10,17 +10,18 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from raylearner.actors.rollout_worker import EvaluateCall
 from raylearner.config.schema import EvaluationSection
 from raylearner.data.cells import HASH_CHARACTERS, content_hash
 from raylearner.errors import EvaluationIncomplete, RaylearnerError, summary
-from raylearner.observability.episodes import Episode, episodes_of, mean_reward
+from raylearner.observability.episodes import Episode, episodes_of
 from raylearner.observability.spans import Tracer
+from raylearner.run.evaluation_metrics import Scoring, summarize
 from raylearner.run.run_actors import RunActors
-from raylearner.types import PolicyVersion, Prompt, Trajectory
+from raylearner.types import Claim, PolicyVersion, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +41,23 @@ MIN_ACTORS_TO_LEND = 2
 
 
 class Evaluator:
-    """Plays `num_prompts` held-out prompts, spread over the actors, and reports rewards by source."""
+    """Plays `num_prompts` held-out prompts, `samples_per_prompt` times each, spread over the actors."""
 
     def __init__(
         self,
         config: EvaluationSection,
         prompts: Sequence[Prompt],
         *,
-        failed_reward: float = 0.0,
+        scoring: Scoring,
         record_trajectories: Callable[[int, Sequence[Trajectory]], None] = lambda *_: None,
     ) -> None:
-        """`failed_reward` is the reward of a failed episode in means.
+        """`scoring` says how episodes count.
 
         `record_trajectories` receives the step and all trajectories of an evaluation, in a thread.
         """
         self._record_trajectories = record_trajectories
         self._config = config
-        self._failed_reward = failed_reward
+        self._scoring = scoring
         self._prompts = _spread(prompts)[: config.num_prompts]
         hashes = "".join(content_hash(prompt) for prompt in self._prompts)
         self._prompts_hash = hashlib.sha256(hashes.encode()).hexdigest()[:HASH_CHARACTERS]
@@ -80,25 +81,44 @@ class Evaluator:
         `EvaluationIncomplete` when no actor lived long enough to play.
         """
         ends_at_s = time.monotonic() + self._config.time_limit_s
-        remaining = self._prompts
+        claims = self._claims(policy_version)
+        remaining = claims
         played: list[Trajectory] = []
         failed: set[str] = set()
         for _ in range(MAX_ROUNDS):
             left_s = max(0.0, ends_at_s - time.monotonic())
             able = await self._wait_for_actors(actors, failed, wait_s=min(wait_s, left_s))
-            if not able:
+            if able:
+                left_s = max(0.0, ends_at_s - time.monotonic())
+                done, remaining = await self._play(remaining, able, failed, time_limit_s=left_s)
+                played.extend(done)
+            is_over = time.monotonic() >= ends_at_s
+            if not able and not (played and is_over):
                 break
-            left_s = max(0.0, ends_at_s - time.monotonic())
-            done, remaining = await self._play(remaining, able, failed, time_limit_s=left_s)
-            played.extend(done)
-            if not remaining or time.monotonic() >= ends_at_s:
-                record = self._record(played, step=step, policy_version=policy_version)
+            if not remaining or is_over:
+                record = self._record(claims, played, step=step, policy_version=policy_version)
                 await asyncio.to_thread(self._record_trajectories, step, played)
                 return record
         raise EvaluationIncomplete(
-            f"evaluation at step {step}: {len(remaining)} of {len(self._prompts)} prompts were not"
+            f"evaluation at step {step}: {len(remaining)} of {len(claims)} episodes were not"
             f" played, since every rollout actor that tried failed ({', '.join(sorted(failed))})"
         )
+
+    def _claims(self, policy_version: PolicyVersion) -> list[Claim]:
+        """Return the episodes of one evaluation; those of a prompt follow each other."""
+        samples = self._config.samples_per_prompt
+        return [
+            Claim(
+                group_id=index,
+                sample_index=sample,
+                attempt=0,
+                prompt=prompt,
+                policy_version=policy_version,
+                seed=index * samples + sample,
+            )
+            for index, prompt in enumerate(self._prompts)
+            for sample in range(samples)
+        ]
 
     async def _wait_for_actors(
         self,
@@ -117,19 +137,21 @@ class Evaluator:
 
     async def _play(
         self,
-        prompts: list[Prompt],
+        claims: list[Claim],
         actors: Mapping[str, EvaluateCall],
         failed: set[str],
         *,
         time_limit_s: float,
-    ) -> tuple[list[Trajectory], list[Prompt]]:
-        """Return the episodes, and the prompts of actors that failed, which are added to `failed`."""
+    ) -> tuple[list[Trajectory], list[Claim]]:
+        """Return the episodes, and the claims of actors that failed, which are added to `failed`."""
 
-        async def ask(call: EvaluateCall, share: list[Prompt]) -> list[Trajectory]:
+        async def ask(call: EvaluateCall, share: list[Claim]) -> list[Trajectory]:
             async with asyncio.timeout(time_limit_s + ANSWER_TIMEOUT_S):
                 return await call(share, self._config.sampling, time_limit_s)
 
-        shares = [prompts[i :: len(actors)] for i in range(len(actors))]
+        # Samples of a prompt stay together, so that their engine computes it once.
+        bounds = [len(claims) * i // len(actors) for i in range(len(actors) + 1)]
+        shares = [claims[start:end] for start, end in pairwise(bounds)]
         results = await asyncio.gather(
             *(
                 ask(call, share)
@@ -138,9 +160,10 @@ class Evaluator:
             ),
             return_exceptions=True,
         )
+        asked = [(actor_id, share) for actor_id, share in zip(actors, shares, strict=True) if share]
         played: list[Trajectory] = []
-        left: list[Prompt] = []
-        for actor_id, share, result in zip(actors, shares, results, strict=False):
+        left: list[Claim] = []
+        for (actor_id, share), result in zip(asked, results, strict=True):
             if isinstance(result, TimeoutError):
                 logger.warning(
                     "%s did not finish its evaluation in time and does not respond", actor_id
@@ -148,7 +171,7 @@ class Evaluator:
                 left.extend(share)
             elif isinstance(result, BaseException):
                 logger.warning(
-                    "%s failed during an evaluation; its %d prompts go to other actors: %s",
+                    "%s failed during an evaluation; its %d episodes go to other actors: %s",
                     *(actor_id, len(share), summary(result)),
                 )
                 failed.add(actor_id)
@@ -158,7 +181,12 @@ class Evaluator:
         return played, left
 
     def _record(
-        self, played: list[Trajectory], *, step: int, policy_version: PolicyVersion
+        self,
+        claims: Sequence[Claim],
+        played: list[Trajectory],
+        *,
+        step: int,
+        policy_version: PolicyVersion,
     ) -> dict[str, Any]:
         versions = {v for t in played for v in (t.min_policy_version, t.max_policy_version)}
         if versions - {policy_version}:
@@ -167,49 +195,36 @@ class Evaluator:
                 f" versions {sorted(versions)}"
             )
         episodes = episodes_of(played)
-        by_source: dict[str, list[Episode]] = defaultdict(list)
-        for episode in episodes:
-            by_source[episode.first.source].append(episode)
         self._warn_of_failures(episodes, step)
-        unfinished = self._find_unfinished(episodes)
-        if unfinished:
-            logger.warning(
-                "evaluation at step %d: %d of %d episodes did not finish within evaluation.time_limit_s=%g;"
-                " they were aborted and count as not solved, for example prompts %s",
-                *(step, len(unfinished), len(self._prompts), self._config.time_limit_s),
-                ", ".join(prompt.prompt_id for prompt in unfinished[:MAX_NAMED]),
-            )
-        num_unfinished = Counter(prompt.source for prompt in unfinished)
+        self._warn_of_unfinished(claims, episodes, step)
         record: dict[str, Any] = {
             "step": step,
             "policy_version": policy_version,
             "prompts_hash": self._prompts_hash,
-            **_summary(
-                episodes,
-                prefix="",
-                failed_reward=self._failed_reward,
-                num_unfinished=len(unfinished),
-            ),
+            **summarize(claims, episodes, scoring=self._scoring),
         }
-        for source in sorted(by_source.keys() | num_unfinished.keys()):
-            record |= _summary(
-                by_source[source],
+        for source in sorted({claim.prompt.source for claim in claims}):
+            record |= summarize(
+                [claim for claim in claims if claim.prompt.source == source],
+                [episode for episode in episodes if episode.first.source == source],
+                scoring=self._scoring,
                 prefix=f"{source}/",
-                failed_reward=self._failed_reward,
-                num_unfinished=num_unfinished[source],
             )
         return record
 
-    def _find_unfinished(self, episodes: Sequence[Episode]) -> list[Prompt]:
-        """Return the prompts without an episode."""
-        num_played = Counter(episode.first.prompt_id for episode in episodes)
-        unfinished: list[Prompt] = []
-        for prompt in self._prompts:
-            if num_played[prompt.prompt_id]:
-                num_played[prompt.prompt_id] -= 1
-            else:
-                unfinished.append(prompt)
-        return unfinished
+    def _warn_of_unfinished(
+        self, claims: Sequence[Claim], episodes: Sequence[Episode], step: int
+    ) -> None:
+        done = {episode.first.episode_key for episode in episodes}
+        unfinished = [claim for claim in claims if claim.key not in done]
+        if unfinished:
+            prompt_ids = list(dict.fromkeys(claim.prompt.prompt_id for claim in unfinished))
+            logger.warning(
+                "evaluation at step %d: %d of %d episodes did not finish within evaluation.time_limit_s=%g;"
+                " they were aborted and count as not solved, for example prompts %s",
+                *(step, len(unfinished), len(claims), self._config.time_limit_s),
+                ", ".join(prompt_ids[:MAX_NAMED]),
+            )
 
     def _warn_of_failures(self, episodes: Sequence[Episode], step: int) -> None:
         failed = [episode.first for episode in episodes if episode.is_failed]
@@ -313,24 +328,3 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
         by_source[prompt.source].append(prompt)
     rounds = zip_longest(*by_source.values())
     return [prompt for turn in rounds for prompt in turn if prompt is not None]
-
-
-def _summary(
-    episodes: Sequence[Episode], *, prefix: str, failed_reward: float, num_unfinished: int
-) -> dict[str, float | int | None]:
-    """Return means over episodes; in `reward/mean` failed and unfinished ones count as not solved."""
-    rewards = [e.reward for e in episodes if e.reward is not None]
-    num_failed = sum(e.is_failed for e in episodes)
-    count = max(1, len(episodes))
-    return {
-        f"{prefix}reward/mean": mean_reward(
-            episodes, failed_reward=failed_reward, num_unfinished=num_unfinished
-        ),
-        f"{prefix}reward/mean_without_failed": sum(rewards) / len(rewards) if rewards else None,
-        f"{prefix}num_prompts": len(episodes) + num_unfinished,
-        f"{prefix}unfinished": num_unfinished,
-        f"{prefix}errors": num_failed,
-        f"{prefix}failed_fraction": num_failed / count,
-        f"{prefix}turns/mean": sum(len(e.turns) for e in episodes) / count,
-        f"{prefix}sampled_tokens/mean": sum(e.num_sampled_tokens for e in episodes) / count,
-    }

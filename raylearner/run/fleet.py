@@ -19,7 +19,7 @@ from raylearner.run.model import RunModel
 from raylearner.run.placement import Colocation, answer
 from raylearner.run.slot import Stage
 from raylearner.run.slots import OnJoin, OnLoss, Slots, receiver
-from raylearner.types import Prompt, Trajectory
+from raylearner.types import Claim, Trajectory
 from raylearner.weights.push import Receive
 
 logger = logging.getLogger(__name__)
@@ -155,9 +155,9 @@ class RolloutFleet:
 
         def call(actor: Any) -> EvaluateCall:
             async def evaluate(
-                prompts: list[Prompt], sampling: SamplingSection, time_limit_s: float
+                claims: list[Claim], sampling: SamplingSection, time_limit_s: float
             ) -> list[Trajectory]:
-                return await actor.evaluate.remote(prompts, sampling, time_limit_s)
+                return await actor.evaluate.remote(claims, sampling, time_limit_s)
 
             return evaluate
 

@@ -46,6 +46,8 @@ python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.val_kwargs.do_sample=True \
     actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
+    actor_rollout_ref.rollout.val_kwargs.n=4 \
+    trainer.val_before_train=False \
     custom_reward_function.path=rewards/math_reward.py \
     custom_reward_function.name=score \
     trainer.logger='["console","wandb"]' \

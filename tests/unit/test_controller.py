@@ -55,6 +55,7 @@ CONFIG: Any = NAME(
     model=NAME(path=""),
     environment=NAME(kind="single_turn"),
     recorded=NAME(trace=False),
+    evaluation=NAME(before_first_step=True, every_steps=0),
 )
 STAGE = nullcontext(NAME(name="", wait_for=lambda _: None))
 RECORDER: Any = NAME(stage=lambda _: STAGE, waiting=lambda _: STAGE, spans=lambda _: None)
@@ -407,6 +408,30 @@ async def test_a_death_in_the_first_evaluation_is_recovered_from(tmp_path: Path)
     made._actors.publish_last = nothing  # type: ignore[method-assign]
     await made.run()
     assert (evaluated, len(recovered), made.step) == ([0], 1, 5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_the_evaluation_before_the_first_step_can_be_left_out(
+    is_first: bool, tmp_path: Path
+) -> None:
+    made = make_controller(tmp_path)
+    made.step = 0
+    made._config = NAME(
+        **vars(CONFIG) | {"evaluation": NAME(before_first_step=is_first, every_steps=0)}
+    )
+    evaluated: list[int] = []
+
+    async def run(step: int) -> None:
+        evaluated.append(step)
+
+    async def make_step() -> None:
+        made.step = CONFIG.run.num_steps
+
+    made._evaluations = NAME(run=run, cancel=nothing)  # type: ignore[assignment]
+    made._make_step = make_step  # type: ignore[method-assign]
+    made._actors.publish_last = nothing  # type: ignore[method-assign]
+    await made._finish()
+    assert evaluated == ([0] if is_first else [])
 
 
 async def test_an_evaluation_ends_before_the_actors_that_play_it(tmp_path: Path) -> None:

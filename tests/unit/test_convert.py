@@ -116,6 +116,8 @@ def test_verl_counts_prompts_and_its_schedule_counts_steps() -> None:
     )  # two ranks share it
     assert found["learner.context_parallel_size"] == 2
     assert found["replay.max_staleness"] == 0
+    assert found["evaluation.samples_per_prompt"] == 4
+    assert found["evaluation.before_first_step"] is False
 
 
 def test_verl_keeps_its_objective() -> None:

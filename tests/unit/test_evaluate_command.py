@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from raylearner.config.loader import load
 from raylearner.errors import ConfigError
 from raylearner.run import evaluate_command
+from raylearner.run.evaluation_tables import make_tables
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -40,18 +42,46 @@ def test_held_out_prompts_are_required() -> None:
         evaluate_command.evaluate(config, checkpoint=None)
 
 
-def test_the_table_has_a_row_for_each_source() -> None:
-    record: dict[str, object] = {"step": 3, "policy_version": 2}
+def make_record() -> dict[str, Any]:
+    record: dict[str, Any] = {"step": 3, "policy_version": 2}
     for prefix, reward in (("", 0.5), ("math/", 0.25), ("code/", None)):
         values = {"num_prompts": 4, "errors": 0, "turns/mean": 1.5, "sampled_tokens/mean": 7.0}
         record |= {f"{prefix}{key}": value for key, value in values.items()}
         record[f"{prefix}reward/mean"] = reward
+    return record
+
+
+def printed(record: dict[str, Any]) -> list[str]:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(evaluate_command.make_table(record))
-    rows = [line.split() for line in capture.get().splitlines() if "4" in line]
+        for table in make_tables(record):
+            console.print(table)
+    assert "…" not in capture.get()
+    return capture.get().splitlines()
+
+
+def test_the_table_has_a_row_for_each_source() -> None:
+    lines = printed(make_record())
+    rows = [line.split() for line in lines if "4" in line]
     assert [row[0] for row in rows] == ["all", "code", "math"]
     assert [row[1] for row in rows] == ["0.5", "-", "0.25"]
-    head = capture.get().split("all")[0]
+    head = "\n".join(lines).split("all")[0]
     assert all(name in head for name in ("reward", "without", "failed", "unfinished", "tokens"))
-    assert "…" not in capture.get()
+
+
+def test_several_samples_and_several_functions_have_tables() -> None:
+    record = make_record() | {
+        "samples_per_prompt": 4,
+        "pass@1": 0.5,
+        "pass@4": 0.875,
+        "majority@4": 0.75,
+        "math/pass@4": 0.6,
+        "reward/exact_answer/mean": 0.5,
+        "reward/tool_use/mean": 0.1,
+    }
+    text = "\n".join(printed(record))
+    passes = text[text.index("pass@1") :]
+    assert passes.split()[:3] == ["pass@1", "pass@4", "majority@4"]
+    assert ["all", "0.5", "0.875", "0.75"] in [line.split() for line in text.splitlines()]
+    assert ["math", "-", "0.6", "-"] in [line.split() for line in text.splitlines()]
+    assert ["all", "0.5", "0.1"] in [line.split() for line in text.splitlines()]

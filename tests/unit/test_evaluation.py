@@ -15,20 +15,31 @@ from raylearner.observability.spans import Tracer
 from raylearner.run import evaluation
 from raylearner.run import evaluation as evaluations
 from raylearner.run.evaluation import Evaluations, Evaluator
-from raylearner.types import Prompt, Trajectory
+from raylearner.run.evaluation_metrics import Scoring
+from raylearner.types import Claim, Prompt, Trajectory
 
 PROMPTS = [Prompt(prompt_id=f"a{i}", messages=(), source="a") for i in range(6)]
 PROMPTS += [Prompt(prompt_id="b0", messages=(), source="b")]
 
 
-def played(prompt: Prompt, *, version: int, segment: int = 0, reward: float = 1.0) -> Trajectory:
+def played(claim: Claim, *, version: int = 3, segment: int = 0, reward: float = 1.0) -> Trajectory:
     return make_trajectory(
-        [-1, version],
-        segment=segment,
-        prompt_id=prompt.prompt_id,
-        source=prompt.source,
-        claim_policy_version=version,
-        reward=reward,
+        [-1, version], claim=claim, segment=segment, reward=reward, claim_policy_version=version
+    )
+
+
+def make_evaluator(
+    prompts: list[Prompt] = PROMPTS,
+    *,
+    record: Any = None,
+    scoring: Scoring | None = None,
+    **section: Any,
+) -> Evaluator:
+    return Evaluator(
+        EvaluationSection(**section),
+        prompts,
+        scoring=scoring or Scoring(),
+        record_trajectories=record or (lambda step, found: None),
     )
 
 
@@ -39,18 +50,21 @@ class Actor:
         self.seen: list[Prompt] = []
 
     async def __call__(
-        self, prompts: list[Prompt], sampling: SamplingSection, time_limit_s: float
+        self, claims: list[Claim], sampling: SamplingSection, time_limit_s: float
     ) -> list[Trajectory]:
         if self.failures:
             self.failures -= 1
             raise EngineDead("lost")
-        self.seen += prompts
-        first = [played(p, version=self.version, reward=float(p.source == "a")) for p in prompts]
-        return [*first, *(played(p, version=self.version, segment=1) for p in prompts[:1])]
+        self.seen += [claim.prompt for claim in claims]
+        first = [
+            played(claim, version=self.version, reward=float(claim.prompt.source == "a"))
+            for claim in claims
+        ]
+        return [*first, *(played(claim, version=self.version, segment=1) for claim in claims[:1])]
 
 
 async def test_a_limit_takes_prompts_of_every_source() -> None:
-    evaluator = Evaluator(EvaluationSection(num_prompts=3), PROMPTS)
+    evaluator = make_evaluator(num_prompts=3)
     actor = Actor()
     record = await evaluator.evaluate(lambda: {"x": actor}, step=5, policy_version=3)
     assert Counter(p.source for p in actor.seen) == {"a": 2, "b": 1}
@@ -60,19 +74,13 @@ async def test_a_limit_takes_prompts_of_every_source() -> None:
 
 async def test_the_trajectories_of_an_evaluation_are_recorded() -> None:
     recorded: dict[int, int] = {}
-    evaluator = Evaluator(
-        EvaluationSection(),
-        PROMPTS,
-        record_trajectories=lambda step, found: recorded.update({step: len(found)}),
-    )
+    evaluator = make_evaluator(record=lambda step, found: recorded.update({step: len(found)}))
     await evaluator.evaluate(lambda: {"x": Actor()}, step=5, policy_version=3)
     assert recorded == {5: len(PROMPTS) + 1}
 
 
 async def test_segments_of_an_episode_count_its_reward_once() -> None:
-    record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
-        lambda: {"x": Actor()}, step=0, policy_version=3
-    )
+    record = await make_evaluator().evaluate(lambda: {"x": Actor()}, step=0, policy_version=3)
     assert record["num_prompts"] == len(PROMPTS)
     assert record["reward/mean"] == 6 / 7
     assert record["sampled_tokens/mean"] == 8 / 7
@@ -99,18 +107,18 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
     prompts = [Prompt(prompt_id=f"p{i}", messages=(), source="a") for i in range(len(rewards))]
 
     async def actor(
-        given: list[Prompt], sampling: SamplingSection, time_limit_s: float
+        given: list[Claim], sampling: SamplingSection, time_limit_s: float
     ) -> list[Trajectory]:
         segments: list[Trajectory] = []
-        for prompt in given:
-            reward = rewards[int(prompt.prompt_id[1:])]
-            whole = [played(prompt, version=3, segment=n, reward=reward or 0.0) for n in (0, 1)]
+        for claim in given:
+            reward = rewards[int(claim.prompt.prompt_id[1:])]
+            whole = [played(claim, segment=n, reward=reward or 0.0) for n in (0, 1)]
             segments += (
                 whole if reward is not None else [s.failed(ToolError("down")) for s in whole]
             )
         return segments
 
-    evaluator = Evaluator(EvaluationSection(), prompts, failed_reward=failed_reward)
+    evaluator = make_evaluator(prompts, scoring=Scoring(failed_reward=failed_reward))
     record = await evaluator.evaluate(lambda: {"x": actor}, step=5, policy_version=3)
     for prefix in ("", "a/"):
         assert record[f"{prefix}reward/mean"] == mean
@@ -122,7 +130,7 @@ async def test_episodes_that_fail_count_as_not_solved_and_are_shown(
 
 async def test_prompts_of_a_dead_engine_are_evaluated_by_the_other_actors() -> None:
     dead, first, second = Actor(failures=99), Actor(), Actor()
-    record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
+    record = await make_evaluator().evaluate(
         lambda: {"dead": dead, "a": first, "b": second}, step=0, policy_version=3
     )
     assert (record["num_prompts"], record["errors"]) == (len(PROMPTS), 0)
@@ -136,7 +144,7 @@ async def test_an_evaluation_waits_for_the_replacement_of_its_only_actor(
     monkeypatch.setattr(evaluation, "ACTORS_POLL_S", 0.01)
     replacement = Actor()
     looks = iter([{"r0": Actor(failures=9)}, {"r0": Actor(failures=9)}, {}, {"r1": replacement}])
-    record = await Evaluator(EvaluationSection(), PROMPTS).evaluate(
+    record = await make_evaluator().evaluate(
         lambda: next(looks), step=0, policy_version=3, wait_s=5
     )
     assert record["num_prompts"] == len(replacement.seen) == len(PROMPTS)
@@ -144,13 +152,11 @@ async def test_an_evaluation_waits_for_the_replacement_of_its_only_actor(
 
 async def test_an_evaluation_that_no_actor_survives_is_incomplete() -> None:
     with pytest.raises(EvaluationIncomplete, match="7 of 7"):
-        await Evaluator(EvaluationSection(), PROMPTS).evaluate(
-            lambda: {"r0": Actor(failures=9)}, step=0, policy_version=3
-        )
+        await make_evaluator().evaluate(lambda: {"r0": Actor(failures=9)}, step=0, policy_version=3)
 
 
 async def test_tokens_of_another_version_end_the_evaluation() -> None:
-    evaluator = Evaluator(EvaluationSection(), PROMPTS)
+    evaluator = make_evaluator()
     with pytest.raises(RaylearnerError, match=r"\[3, 4\]"):
         await evaluator.evaluate(
             lambda: {"x": Actor(), "y": Actor(version=4)}, step=0, policy_version=3
@@ -164,12 +170,12 @@ async def test_episodes_unfinished_at_the_time_limit_are_reported(
     monkeypatch.setattr(evaluations, "ANSWER_TIMEOUT_S", 0.05)
 
     async def actor(
-        given: list[Prompt], sampling: SamplingSection, time_limit_s: float
+        given: list[Claim], sampling: SamplingSection, time_limit_s: float
     ) -> list[Trajectory]:
         await asyncio.sleep(time_limit_s if answers else 3600)
-        return [played(prompt, version=3) for prompt in given if prompt.prompt_id in ("a0", "a1")]
+        return [played(claim) for claim in given if claim.prompt.prompt_id in ("a0", "a1")]
 
-    evaluator = Evaluator(EvaluationSection(time_limit_s=0.1), PROMPTS)
+    evaluator = make_evaluator(time_limit_s=0.1)
     async with asyncio.timeout(5):
         record = await evaluator.evaluate(lambda: {"x": actor}, step=5, policy_version=3)
     num_played = 2 if answers else 0
@@ -202,7 +208,7 @@ class Run:
             give_back=give_back,
         )
         self.evaluations = Evaluations(
-            Evaluator(EvaluationSection(), PROMPTS),
+            make_evaluator(),
             actors=run_actors,
             can_lend=True,
             record=self.records.append,
@@ -240,3 +246,31 @@ async def test_a_cancelled_evaluation_gives_nothing_back() -> None:
     await asyncio.sleep(0)
     await run.evaluations.cancel()
     assert run.events == ["publish", "lend r1"]
+
+
+async def test_every_prompt_is_played_several_times_and_its_samples_stay_together() -> None:
+    recorded: list[Trajectory] = []
+    evaluator = make_evaluator(
+        record=lambda step, found: recorded.extend(found), samples_per_prompt=4
+    )
+    actors = {"x": Actor(), "dead": Actor(failures=9), "y": Actor()}
+    record = await evaluator.evaluate(lambda: actors, step=5, policy_version=3)
+    assert (record["num_prompts"], record["samples_per_prompt"]) == (7, 4)
+    assert (record["a/pass@4"], record["b/pass@4"]) == (1.0, 0.0)
+    assert len({t.episode_key for t in recorded}) == 28
+    assert {t.sample_index for t in recorded if t.prompt_id == "b0"} == {0, 1, 2, 3}
+    assert len({p.prompt_id for p in actors["x"].seen[:9]}) <= 3
+
+
+async def test_a_limit_that_passes_while_actors_are_replaced_reports_what_was_played() -> None:
+    lost = Actor()
+
+    async def dies(claims: list[Claim], *_: Any) -> list[Trajectory]:
+        await asyncio.sleep(0.2)
+        raise EngineDead("lost")
+
+    evaluator = make_evaluator(time_limit_s=0.1)
+    record = await evaluator.evaluate(
+        lambda: {"x": lost, "y": dies}, step=5, policy_version=3, wait_s=5
+    )
+    assert (record["num_prompts"], record["unfinished"]) == (7, 4)

@@ -150,6 +150,20 @@ def test_evaluations_take_unset_keys_from_sampling_and_stay_greedy(
     assert load([base], ["evaluation=null"]).evaluation is None
 
 
+def test_several_samples_per_prompt_are_sampled_as_in_training(base: str) -> None:
+    several = ["sampling.temperature=0.8", "evaluation.samples_per_prompt=4"]
+    evaluation = load([base], several).evaluation
+    assert evaluation is not None
+    assert evaluation.sampling.temperature == 0.8
+    evaluation = load([base], [*several, "evaluation.sampling.temperature=0.5"]).evaluation
+    assert evaluation is not None
+    assert evaluation.sampling.temperature == 0.5
+    found = problems([base], [*several, "evaluation.sampling.temperature=0"])
+    assert len(found) == 1
+    assert "evaluation.sampling.temperature" in found[0]
+    assert "samples_per_prompt=4" in found[0]
+
+
 def test_another_kind_of_file_is_one_problem_that_says_what_to_do(
     base: str, tmp_path: Path
 ) -> None:

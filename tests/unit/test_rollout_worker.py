@@ -31,6 +31,13 @@ PROMPTS = [
 SHORT = {"vocab_size": 60, "max_tokens": 4}
 
 
+def claims(prompts: Sequence[Prompt]) -> list[Claim]:
+    return [
+        Claim(group_id=i, sample_index=0, attempt=0, prompt=prompt, policy_version=0, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
 class Hangs(RandomTokens):
     """Never answers its first `num` calls."""
 
@@ -183,7 +190,7 @@ async def test_failures_do_not_end_an_engine_while_an_earlier_request_runs(
             return await super().complete(token_ids, sampling)
 
     worker = make_worker(make_stage(tokenizer_folder, OneRuns(share=1.0, **SHORT)), Replay())
-    played = await worker.evaluate(PROMPTS[:20], Sampling(max_tokens=4), 60.0)
+    played = await worker.evaluate(claims(PROMPTS[:20]), Sampling(max_tokens=4), 60.0)
     assert [t.error_kind for t in played].count("engine") == 19
 
 
@@ -215,7 +222,7 @@ async def test_groups_closed_during_a_poll_are_scored(tokenizer_folder: Path) ->
 async def test_a_prompt_that_every_engine_rejects_ends_no_engine(tokenizer_folder: Path) -> None:
     worker = make_worker(make_stage(tokenizer_folder, Fails(share=1.0, **SHORT)), Replay())
     played = await worker.evaluate(
-        [PROMPTS[0]] * 3 * MAX_FAILED_IN_ROW, Sampling(max_tokens=4), 60.0
+        claims([PROMPTS[0]] * 3 * MAX_FAILED_IN_ROW), Sampling(max_tokens=4), 60.0
     )
     assert [t.error_kind for t in played] == ["engine"] * 3 * MAX_FAILED_IN_ROW
 
@@ -224,7 +231,7 @@ async def test_an_evaluation_on_a_dead_engine_has_no_episodes(tokenizer_folder: 
     worker = make_worker(make_stage(tokenizer_folder, Dies(num_calls=5, **SHORT)), Replay())
     for _ in range(2):
         with pytest.raises(EngineDead):
-            await worker.evaluate(PROMPTS[:12], Sampling(max_tokens=4), 60.0)
+            await worker.evaluate(claims(PROMPTS[:12]), Sampling(max_tokens=4), 60.0)
     with pytest.raises(EngineDead):
         await worker.run()
 
@@ -232,7 +239,7 @@ async def test_an_evaluation_on_a_dead_engine_has_no_episodes(tokenizer_folder: 
 async def test_an_evaluation_aborts_episodes_at_its_time_limit(tokenizer_folder: Path) -> None:
     script = Hangs(2)
     worker = make_worker(make_stage(tokenizer_folder, script), Replay())
-    played = await worker.evaluate(PROMPTS[:8], Sampling(max_tokens=4), 2.0)
+    played = await worker.evaluate(claims(PROMPTS[:8]), Sampling(max_tokens=4), 2.0)
     assert len({t.prompt_id for t in played}) == 6
     assert script.num_cancelled == 2
 
@@ -240,7 +247,7 @@ async def test_an_evaluation_aborts_episodes_at_its_time_limit(tokenizer_folder:
 async def test_an_abort_ends_the_evaluation(tokenizer_folder: Path) -> None:
     script = Hangs(99)
     worker = make_worker(make_stage(tokenizer_folder, script), Replay())
-    playing = asyncio.create_task(worker.evaluate(PROMPTS, Sampling(max_tokens=4), 60.0))
+    playing = asyncio.create_task(worker.evaluate(claims(PROMPTS), Sampling(max_tokens=4), 60.0))
     await until(lambda: script.num_begun == 4)
     worker.end_evaluations()
     await asyncio.wait([playing], timeout=10)
