@@ -44,7 +44,11 @@ def markdown() -> str:
 def _section(name: str, summary: str, command: Any) -> str:
     context = command.make_context(f"raylearner {name}", [], resilient_parsing=True)
     usage = " ".join([f"raylearner {name}", *command.collect_usage_pieces(context)])
-    arguments = [f"| `{argument}` | {meaning} |\n" for argument, meaning in ARGUMENTS.get(name, ())]
+    meanings: dict[str, str] = {}
+    for argument, meaning in ARGUMENTS.get(name, ()):
+        key = argument or list(meanings)[-1]  # without a name: the line above goes on
+        meanings[key] = f"{meanings.get(key, '')} {meaning}".strip()
+    arguments = [f"| `{argument}` | {meaning} |\n" for argument, meaning in meanings.items()]
     records = [
         parameter.get_help_record(context)
         for parameter in command.params
@@ -54,7 +58,7 @@ def _section(name: str, summary: str, command: Any) -> str:
     rows = "".join([*arguments, *options])
     table = f"\n| argument or option | meaning |\n|---|---|\n{rows}" if rows else ""
     examples = "\n".join(
-        f"# {meaning}\nraylearner {re.sub(r' +', ' ', line)}"
+        f"# {meaning}\n" * bool(meaning) + f"raylearner {re.sub(r' +', ' ', line)}"
         for meaning, line in ((m, e.replace("\\\n", "")) for m, e in EXAMPLES[name])
     )
     return (

@@ -21,9 +21,11 @@ def view(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="Step of the run to open, or to write.", show_default=False),
+        typer.Option(metavar="N", help="Step of the run to open, or to write.", show_default=False),
     ] = None,
-    port: Annotated[int, typer.Option(help="Local port of the page.", min=1, max=65535)] = 8266,
+    port: Annotated[
+        int, typer.Option(metavar="N", help="Local port of the page.", min=1, max=65535)
+    ] = 8266,
     output: Annotated[
         Path | None,
         typer.Option(

@@ -46,7 +46,8 @@ def environment(s: Settings, draft: Draft) -> None:
     draft.set("renderer.observation_role", "tool")
     turns_key = f"{MULTI}.max_assistant_turns"
     turns = s.whole(turns_key) - 1 if s.has(turns_key) else DEFAULT_TURNS
-    draft.set("environment.max_turns", max(turns, 1), s.where(turns_key))
+    origin = f"{turns_key}, less the last turn, which has no tools here" * s.has(turns_key)
+    draft.set("environment.max_turns", max(turns, 1), origin)
     if not s.has(turns_key):
         draft.decide("environment.max_turns", "verl has no limit by default.")
     key = f"{MULTI}.max_tool_response_length"

@@ -16,7 +16,7 @@ from raylearner.actors.episode import EpisodeKit, play_episode
 from raylearner.actors.proxy.agent import Agent, start_agent
 from raylearner.cleanup import clean_up
 from raylearner.config.environment import ToolUse
-from raylearner.config.rewards import RewardModel
+from raylearner.config.rewards import RewardModel, RewardSection
 from raylearner.config.schema import RunConfig
 from raylearner.environments.catalogue import EnvironmentFactory
 from raylearner.errors import ConfigError
@@ -48,7 +48,8 @@ def play_first_row(config: RunConfig, *, report: Callable[[str], None]) -> None:
         rewards = rewards.model_copy(update={"functions": functions})
     config = config.model_copy(update={"rewards": rewards})
     segments = asyncio.run(_play(config, prompt, renderer))
-    for line in _lines(segments):
+    report(f"play: prompt: {_shown(prompt.messages[-1].content)}")
+    for line in _lines(segments, config.rewards):
         report(line)
     failed = next((t for t in segments if t.stop_reason is StopReason.ERROR), None)
     if failed is not None:
@@ -162,7 +163,7 @@ def _text(name: str, question: str) -> str:
     return {"code": "print(1 + 1)", "expression": "1 + 1"}.get(name, question)
 
 
-def _lines(segments: Sequence[Trajectory]) -> list[str]:
+def _lines(segments: Sequence[Trajectory], rewards: RewardSection) -> list[str]:
     lines: list[str] = []
     for segment in segments:
         where = f"segment {segment.segment}, " if len(segments) > 1 else ""
@@ -174,7 +175,12 @@ def _lines(segments: Sequence[Trajectory]) -> list[str]:
                 lines.append(f"play: {where}{source}: {_shown(turn.reply)}")
     last = segments[-1]
     lines.append(f"play: ended with {last.stop_reason}")
-    lines += [f"play: reward {name}: {value}" for name, value in last.rewards.items()]
+    lines += [
+        f"play: logged {n}: {_shown(str(v))}" for n, v in (last.metrics | last.columns).items()
+    ]
+    for name, value in last.rewards.items():
+        weight = rewards.weights.get(name, 1.0)
+        lines.append(f"play: reward {name}: {value}{f', weight {weight}' * (weight != 1.0)}")
     if last.stop_reason is not StopReason.ERROR:
         lines.append(f"play: reward: {last.reward}")
     return lines

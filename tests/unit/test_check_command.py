@@ -37,7 +37,8 @@ class Riddle:
         pass
 
 
-def half(episode):
+def half(episode, log_extra):
+    log_extra("words", len(episode.turns[-1].content.split()))
     return 0.5 if "2" in episode.completion else 0.0
 
 
@@ -81,10 +82,13 @@ def test_an_episode_with_tools_is_shown_turn_by_turn(check: Any) -> None:
     )
     assert code == 0, output
     lines = [line for line in output.splitlines() if line.startswith("play: ")]
-    assert lines[0] == "play: turn 1: <calc>1 + 1</calc>"
-    assert lines[1].startswith("play: tool calculator: ")
-    assert "2" in lines[1]
-    assert lines[2] == "play: turn 2: <answer>2</answer>"
+    assert lines[0] == "play: prompt: 1+1?"
+    assert lines[1] == "play: turn 1: <calc>1 + 1</calc>"
+    assert lines[2].startswith("play: tool calculator: ")
+    assert "2" in lines[2]
+    assert lines[3] == "play: turn 2: <answer>2</answer>"
+    assert "play: logged words: 1" in lines
+    assert "play: reward half: 0.5, weight 2.0" in lines
     assert lines[-1] == "play: reward: 1.0"
 
 
