@@ -61,7 +61,12 @@ def evaluate(arguments: Arguments = None) -> None:
         given = [a for a in given if not a.startswith(CHECKPOINT)]
         checkpoint = Path(places[0]) if places else None
         saved = checkpoint.absolute().parents[1] / "config.yaml" if checkpoint else None
-        if saved is not None and saved.is_file() and all("=" in a for a in given):
+        if saved is not None and all("=" in a for a in given):
+            if not saved.is_file():
+                raise ConfigError(
+                    f"{CHECKPOINT}{places[0]}: no config.yaml of a run in {saved.parent}; name "
+                    "RUN_DIR/checkpoints/step_NNNNNN, or add a configuration file"
+                )
             given = [str(saved), *given]
         config = load_config(given, None, environment=os.environ)
         # A directory in a file is that of the training.

@@ -44,7 +44,11 @@ def load(
     )
     if not paths:
         problems.append(
-            Problem(Where(0, 0, "command line"), "", "has no configuration file; name one")
+            Problem(
+                Where(0, 0, "command line"),
+                "",
+                "has no configuration file; name one, such as configs/quickstart.yaml",
+            )
         )
     overlays = _collect(
         (_read_override(text, len(paths) + i) for i, text in enumerate(overrides)), problems

@@ -93,6 +93,12 @@ def test_eval_of_a_checkpoint_needs_no_files_and_writes_a_directory_of_its_own(
     assert second.dir == "elsewhere"
 
 
+def test_eval_of_a_checkpoint_without_a_run_names_the_missing_file(tmp_path: Path) -> None:
+    result = invoke("eval", f"checkpoint={tmp_path}/run/checkpoints/step_000002")
+    assert result.exit_code == 2
+    assert f"no config.yaml of a run in {tmp_path}/run" in result.output
+
+
 @pytest.mark.parametrize(
     ("command", "fragment"),
     [
