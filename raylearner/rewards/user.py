@@ -22,9 +22,9 @@ from raylearner.user_code import host
 
 LIST_NAMES = ("prompts", "completions", "completion_ids")
 """Parameters of which any one marks a function of TRL's form."""
-RESERVED_NAMES = frozenset(
-    {*LIST_NAMES, "trainer_state", "step", "policy_version", "log_extra", "log_metric"}
-)
+LOG_NAMES = ("log_extra", "log_metric")
+"""Parameters that functions of either form receive if they name them."""
+RESERVED_NAMES = frozenset({*LIST_NAMES, *LOG_NAMES, "trainer_state", "step", "policy_version"})
 """Names whose values a function of TRL's form always receives in place of the row's columns."""
 SHOWN_CHARACTERS = 200
 """Characters of a wrong value that an error quotes."""
@@ -112,10 +112,13 @@ def check_columns(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         for column in prompt.columns:
             rows.setdefault(column, prompt)
-    for name, section in zip(rewards.names, rewards.functions, strict=True):
+    for index, (name, section) in enumerate(zip(rewards.names, rewards.functions, strict=True)):
         if not isinstance(section, UserFunction):
             continue
-        parameters = _read_parameters(load_reference(section.kind), section)
+        try:
+            parameters = _read_parameters(load_reference(section.kind), section)
+        except ConfigError as error:
+            raise ConfigError(f"rewards.functions.{index}: {error}") from error
         if not any(given in parameters for given in LIST_NAMES):
             continue
         hidden = dict.fromkeys(RESERVED_NAMES, "an argument of every function")
@@ -194,7 +197,24 @@ def _read_parameters(
     unknown = sorted(set(section.arguments) - set(parameters))
     if unknown and not _takes_all(parameters):
         raise ConfigError(f"{section.kind!r} takes no {unknown[0]!r}; see `arguments`")
+    if not any(name in parameters for name in LIST_NAMES):
+        _require_known(parameters, section)
     return parameters
+
+
+def _require_known(parameters: Mapping[str, inspect.Parameter], section: UserFunction) -> None:
+    """Raises `ConfigError` for a parameter that a function of episodes would never receive."""
+    _, *others = parameters.values()
+    for parameter in others:
+        is_required = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if is_required and parameter.name not in {*LOG_NAMES, *section.arguments}:
+            raise ConfigError(
+                f"{section.kind!r} needs {parameter.name!r}, which it is not given: a function of "
+                f"episodes receives {' and '.join(LOG_NAMES)}; add others to `arguments`"
+            )
 
 
 def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:

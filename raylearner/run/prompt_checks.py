@@ -53,7 +53,11 @@ def load_rows(config: RunConfig, sources: Sequence[DataSource]) -> list[Prompt]:
 
 
 def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
-    """Check rows in files as `select_fitting` does, where a tokenizer is available offline."""
+    """Check reward functions, and rows in files as `select_fitting` does.
+
+    Rows are checked where a tokenizer is available offline.
+    """
+    check_rows(config.rewards, ())
     if not isinstance(config.model, TinyModel) and not Path(config.model.path).is_dir():
         return
     data = config.data

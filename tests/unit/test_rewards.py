@@ -326,6 +326,7 @@ async def test_a_column_that_a_function_asks_for_and_the_row_lacks_is_named(
         ({"kind": "math:no_such"}, "no_such"),
         ({"kind": "math:pi"}, "math:pi"),
         ({"kind": "user_rewards:logs", "arguments": {"fctor": 1}}, "'fctor'"),
+        ({"kind": "math:pow"}, "'y'"),
     ],
 )
 def test_a_function_that_cannot_be_taken_is_a_config_error(
@@ -333,6 +334,8 @@ def test_a_function_that_cannot_be_taken_is_a_config_error(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"rewards\.functions\.1: .*{words}"):
         make_scorer("exact_answer", function)
+    with pytest.raises(ConfigError, match=rf"rewards\.functions\.1: .*{words}"):
+        check_rows(make_section("exact_answer", function), ())
 
 
 def test_the_same_function_twice_keeps_two_names() -> None:
