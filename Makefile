@@ -31,7 +31,7 @@ types: ## Check types, strictly where pyproject.toml says so
 docs: ## Generate the references, then build the site into build/site
 	@[ -x $(PYTHON) ] || $(SETUP)
 	@$(PYTHON) -c "import furo, myst_parser, sphinx_copybutton" 2>/dev/null || \
-		$(PYTHON) -m pip install -q --no-build-isolation --editable '.[docs]'
+		$(PYTHON) -m pip install -q -r requirements-dev.txt
 	$(PYTHON) docs/generate.py
 	$(PYTHON) -m sphinx -b html -W --keep-going -q docs build/site
 	@echo "build/site/index.html is the first page"

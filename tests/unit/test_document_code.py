@@ -19,6 +19,7 @@ import typer
 
 from raylearner.cli import app
 from raylearner.config.loader import load
+from raylearner.jobs.sweep import plan
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "configs/quickstart.yaml"
@@ -118,7 +119,10 @@ def test_json_parses(document: Path, block: Block) -> None:
 @pytest.mark.parametrize(("document", "block"), blocks_in("yaml"))
 def test_yaml_loads_over_the_quickstart(document: Path, block: Block, files: Path) -> None:
     (files / "block.yaml").write_text(block.code)
-    load([QUICKSTART, "block.yaml"], [])
+    if re.search(r"^axes:", block.code, re.MULTILINE):
+        assert plan.read("block.yaml").trials
+    else:
+        load([QUICKSTART, "block.yaml"], [])
 
 
 @pytest.mark.parametrize(("document", "block"), blocks_in("bash"))
