@@ -17,6 +17,7 @@ from raylearner.errors import ConfigError
 from raylearner.observability.run_directory import FAILURES_FILE, LOCK_FILE
 from raylearner.observability.viewer.index import Index
 from raylearner.observability.viewer.series import Series
+from raylearner.text import dump_json
 
 MAX_DEPTH = 5
 MAX_RUNS = 5000
@@ -230,7 +231,7 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
             yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))  # pyright: ignore[reportUnknownArgumentType]
     else:
-        yield prefix, str(value)  # pyright: ignore[reportUnknownArgumentType]
+        yield prefix, value if isinstance(value, str) else dump_json(value)
 
 
 def _is_python(pid: int) -> bool:

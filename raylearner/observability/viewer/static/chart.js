@@ -6,7 +6,7 @@ const charts = new Set();
 const MARGIN = {left: 46, right: 12, top: 8, bottom: 20};
 
 // A series has a name, a colour, steps `xs` and values `ys`; `label` is its name in the legend if that
-// differs, `dots` draws its points, `band` is a pair of lists around `ys`.
+// differs, `isQuiet` leaves it out there, `dots` draws its points, `band` is a pair of lists around `ys`.
 export class Chart {
   constructor({title, unit = "", hint = "", height = 170, onpick = undefined, floor = undefined}) {
     this.options = {height, onpick, floor};
@@ -68,7 +68,7 @@ export class Chart {
   }
 
   showLegend(step = null) {
-    const shown = this.drawn ?? [];
+    const shown = (this.drawn ?? []).filter(one => !one.isQuiet);
     show(this.legend, ...(shown.length > 8 && step === null ? [h("span.dim", {}, `${shown.length} lines`)] : shown.slice(0, 12).map(one => {
       const at = step === null ? one.xs.length - 1 : nearestIndex(one.xs, step);
       return h("span.key", {title: one.name}, shown.length > 1 ? h("i", {style: {background: one.colour}}) : null,

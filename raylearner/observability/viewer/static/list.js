@@ -50,7 +50,7 @@ export async function listPage(main, {id, query, signal, setKeys}) {
     const {read, total} = found.files;
     show(note, read < total && !values.step ? h("div.notice", {}, `Reading ${number(read)} of ${number(total)} files; the list grows until all are read.`) : null,
       !total ? h("div.notice", {}, kind === "training" ? run.empty || "The run has no trajectories." : "The run has no evaluation transcripts: it has not evaluated yet, it was made by an older version, or observability.trajectories_every_steps is 0.") : null,
-      total && !found.total && read === total ? h("div.notice", {}, "No trajectory passes these filters. ", h("button", {type: "button", onclick: reset}, "Clear filters")) : null,
+      total && !found.total && (read === total || values.step !== "") ? h("div.notice", {}, "No trajectory passes these filters. ", h("button", {type: "button", onclick: reset}, "Clear filters")) : null,
       found.problems.length ? h("details.notice", {}, h("summary", {}, `${count(found.problems.length, "line")} could not be shown`), found.problems.map(text => h("div", {}, text))) : null);
     if (read < total && !values.step) setTimeout(() => !signal.aborted && load().catch(failed), 700);
   }

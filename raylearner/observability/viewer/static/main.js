@@ -59,9 +59,8 @@ const COMMON = {
 
 function showHelp() {
   const rows = Object.entries({...keys, ...COMMON}).map(([key, [meaning]]) => h("tr", {}, h("td", {}, h("kbd", {}, key)), h("td", {}, meaning)));
-  show(help, h("h2", {}, "Keys"), h("table.keys", {}, rows), h("h2", {}, "Terms"),
-    h("dl.terms", {}, Object.entries(TERMS).map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)])),
-    h("form", {method: "dialog"}, h("button", {}, "Close")));
+  show(help, h("div.bar", {}, h("h2", {}, "Keys"), h("span.push"), h("button", {type: "button", onclick: () => help.close()}, "Close")), h("table.keys", {}, rows), h("h2", {}, "Terms"),
+    h("dl.terms", {}, Object.entries(TERMS).map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)])));
   help.showModal();
 }
 

@@ -86,7 +86,7 @@ async function charts(box, runs, {query, signal, pick}) {
         return {name: runs.length > 1 ? id : labels?.[k] ?? key.split("/").slice(1).join("/"), label: runs.length > 1 ? "" : undefined, colour: line(runs.length > 1 ? r : k), xs, ys};
       }));
       if (evaluation) runs.forEach((id, r) => { const [xs, ys] = found.curves[id][evaluation];
-        series.push({name: runs.length > 1 ? `${id}, held-out` : "held-out", label: runs.length > 1 ? "held-out" : undefined,
+        series.push({name: runs.length > 1 ? `${id}, held-out` : "held-out", isQuiet: runs.length > 1,
           colour: runs.length > 1 ? line(r) : line(1), xs, ys, dots: true}); });
       made.update(series, {smoothing});
     }
