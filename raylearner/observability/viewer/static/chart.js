@@ -39,7 +39,7 @@ export class Chart {
     const values = drawn.flatMap(one => [...one.line, ...(this.smoothing ? quantiles(one.ys) : one.ys), ...(one.band?.flat() ?? [])]);
     const [low, high] = extent(values) ?? [0, 1];
     const {floor} = this.options, isFlat = values.every(value => value === floor);
-    const span = floor === undefined ? [low, high] : isFlat ? [floor, floor + 1] : [Math.min(floor, ...values), high];
+    const span = floor === undefined ? [low, high] : isFlat ? [floor, floor + 1] : [Math.min(floor, extent(values, 0)[0]), high];
     const steps = extent(drawn.flatMap(one => [one.xs[0], one.xs.at(-1)]), 0);
     const right = width - MARGIN.right, bottom = height - MARGIN.bottom;
     const x = linear(steps, [MARGIN.left, right]), y = linear(span, [bottom, MARGIN.top]);
