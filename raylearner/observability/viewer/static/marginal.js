@@ -6,7 +6,7 @@ import {isLog, trialTip} from "./parallel.js";
 import {extent, linear, logTicks, logarithmic, niceTicks} from "./scale.js";
 import {groupBy, meanOf, measured} from "./statistics.js";
 
-const HEIGHT = 230, MARGIN = {left: 48, right: 14, top: 10, bottom: 34};
+const HEIGHT = 255, MARGIN = {left: 48, right: 14, top: 10, bottom: 34};
 
 export class Marginal {
   constructor(axis) {
@@ -29,7 +29,7 @@ export class Marginal {
     if (!trials.length) return show(this.plot, h("div.empty-chart", {style: {height: HEIGHT + "px"}}, "no values yet"));
     const x = this.places(width), bottom = HEIGHT - MARGIN.bottom;
     const series = [...groupBy(trials, trial => split ? trial.values[split.key] ?? "not set" : "")];
-    const offset = i => axis.is_number ? 0 : (i - (series.length - 1) / 2) * Math.min(16, x.room * 0.6 / series.length);
+    const offset = i => axis.is_number ? (i - (series.length - 1) / 2) * 4 : (i - (series.length - 1) / 2) * Math.min(16, x.room * 0.6 / series.length);
     const points = series.map(([name, members], i) => [name, i, [...groupBy(members, trial => trial.values[axis.key])].map(([label, found]) => ({x: x.of(found[0], label) + offset(i), found, ...meanOf(measured(found))})).sort((a, b) => a.x - b.x)]);
     const span = extent([...trials.map(trial => trial.value), ...points.flatMap(([, , list]) => list.flatMap(one => one.half === null ? [] : [one.mean - one.half, one.mean + one.half]))]);
     const shown = [Math.max(span[0], Math.min(...trials.map(t => t.value)) - (span[1] - span[0])), span[1]], y = linear(shown, [bottom, MARGIN.top]);

@@ -17,7 +17,7 @@ export async function sweepPage(main, {id, query, signal}) {
   const open = trial => { if (trial.run) location.hash = link(["run", trial.run]); };
   const parallel = new Parallel({ontrial: open, onselect: found => { kept = found; draw(); drawCurves(); }});
   const marginals = sweep.axes.map(axis => new Marginal(axis));
-  const curves = new Chart({title: "learning curves", height: 260, hint: "Mean over the trials of a colour at each step, with its 95% interval."});
+  const curves = new Chart({title: "learning curves", height: 235, hint: "Mean over the trials of a colour at each step, with its 95% interval."});
   const legend = h("span.legend");
   show(split, h("option", {value: ""}, "nothing"), sweep.axes.map(axis => h("option", {value: axis.key}, axis.key)));
   split.value = query.get("colour") ?? sweep.axes[0]?.key ?? "";
