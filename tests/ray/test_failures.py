@@ -1,6 +1,7 @@
 """What goes wrong is told in one clear line, with the right exit code, and nothing is left behind."""
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -36,6 +37,9 @@ def test_too_many_failed_episodes_end_the_run_naming_the_cause(launcher: Launche
     output = launcher.run("run", change, code=1)
     assert "engine" in output
     assert "the scripted engine lost the request" in output
+    summary = output.rpartition(" failed at step ")[2]
+    assert "causes of failed ones: run/failures.jsonl" in summary
+    assert summary.splitlines()[-1].startswith("the run failed: ")
 
 
 def test_some_failed_episodes_are_counted_and_the_run_continues(launcher: Launcher) -> None:
@@ -49,6 +53,8 @@ def test_some_failed_episodes_are_counted_and_the_run_continues(launcher: Launch
     folder = launcher.folder / "run"
     metrics = rows(folder / "metrics.jsonl")
     assert metrics[-1]["rollout/errors/engine"] > 0
+    by_source = [v for k, v in metrics[-1].items() if re.fullmatch("rollout/source/.+/errors", k)]
+    assert by_source == [metrics[-1]["rollout/errors/engine"]]
     trained = [row for path in (folder / "trajectories").iterdir() for row in rows(path)]
     failed = [row for row in trained if row["stop_reason"] == "error"]
     assert failed
@@ -81,7 +87,9 @@ def test_an_interrupt_leaves_no_process_and_a_deadline_a_checkpoint(launcher: La
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 2, what="two steps")
     took_s = time.time() - began_s
     os.kill(process.pid, signal.SIGINT)
-    assert "interrupted" in finish(process, code=130)
+    output = finish(process, code=130)
+    assert f"interrupted at step {len(rows(metrics))} of" in output
+    assert output.splitlines()[-1] == "interrupted"
     pids = processes_of(launcher.folder / "interrupted" / "log.txt")
     assert len(pids) == 3
     wait_for(lambda: not any(map(is_alive, pids)), what="the processes to end")

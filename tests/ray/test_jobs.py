@@ -17,6 +17,7 @@ from cluster import Cluster
 from loop import ENVIRONMENT, ROOT, SCRIPTED, merged, pretrained, rows, run_cli, wait_for
 
 from raylearner.jobs import client as jobs_client
+from raylearner.observability.grafana import dashboard
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
@@ -80,10 +81,8 @@ def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
     metrics = project / "runs" / "a" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(rows(metrics)) >= 3, what="three steps")
     wait_for(
-        lambda: (
-            "ray_raylearner_rollout_reward_mean{" in scrape(cluster.metrics_port, run="watched")
-        ),
-        what="our metrics",
+        lambda: drawn() - exported(cluster.metrics_port, run="watched") <= NOT_IN_THIS_RUN,
+        what="the metrics of the dashboard's panels",
         pause_s=0.5,
     )
     client.stop_job(job)
@@ -106,11 +105,27 @@ def test_a_job_is_submitted_watched_scraped_stopped_and_gone_on_with(
     assert [row["step"] for row in rows(metrics)] == list(range(1, last + 3))
 
 
-def scrape(port: int, *, run: str) -> str:
-    """The lines of one run, as Prometheus would read them."""
+NOT_IN_THIS_RUN = {
+    f"ray_raylearner_{name}"
+    for name in (
+        *("evaluation", "learner_kl", "rollout_errors"),
+        *("tools_calls", "tools_errors", "tools_latency_s", "tools_retries"),
+    )
+}
+"""It has no evaluation, no reference policy, no failed episodes and no tools."""
+
+
+def drawn() -> set[str]:
+    """Names of the metrics on the Grafana dashboard."""
+    targets = [target for panel in dashboard()["panels"] for target in panel["targets"]]
+    return {target["expr"].partition("{")[0] for target in targets}
+
+
+def exported(port: int, *, run: str) -> set[str]:
+    """Names of one run's metrics, as Prometheus would read them."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return "\n".join(line for line in lines if f'run="{run}"' in line)
+    return {line.partition("{")[0] for line in lines if f'run="{run}"' in line}
 
 
 def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
