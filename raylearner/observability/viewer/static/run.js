@@ -48,7 +48,7 @@ async function charts(box, runs, {query, signal, pick}) {
   let known = await get("keys", {run: runs}, signal);
   let smoothing = Number(query.get("smoothing") ?? 0), text = query.get("metrics") ?? "";
   const slider = h("input", {type: "range", min: "0", max: "0.95", step: "0.05", value: smoothing, "aria-label": "Smoothing"});
-  const search = h("input.search", {type: "search", placeholder: "Metrics by name, such as clip", value: text, "aria-label": "Metrics by name"});
+  const search = h("input.search", {type: "search", placeholder: "Find a metric: clip", value: text, "aria-label": "Metrics by name"});
   const area = h("div"), more = h("div");
   box.append(h("div.bar", {}, search, h("label", {}, term("smoothing"), slider), pick ? h("span.dim", {}, "Click a chart to read the trajectories of that step.") : null), area, more);
   let drawn = [], stamp = "";
