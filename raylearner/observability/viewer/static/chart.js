@@ -47,7 +47,7 @@ export class Chart {
     const picture = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img"});
     for (const tick of niceTicks(...span)) append(picture, [
       svg("line.grid", {x1: MARGIN.left, x2: right, y1: y(tick), y2: y(tick)}),
-      svg("text.tick", {x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"}, number(tick, 3))]);
+      svg("text.tick", {x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"}, number(tick, 6))]);
     for (const tick of niceTicks(...steps, Math.max(2, width / 90)).filter(Number.isInteger)) append(picture, [
       svg("text.tick", {x: x(tick), y: height - 5, "text-anchor": "middle"}, number(tick))]);
     if (this.marked !== null) picture.append(svg("line.marked", {x1: x(this.marked), x2: x(this.marked), y1: MARGIN.top, y2: bottom}));

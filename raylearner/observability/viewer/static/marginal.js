@@ -34,7 +34,7 @@ export class Marginal {
     const span = extent([...trials.map(trial => trial.value), ...points.flatMap(([, , list]) => list.flatMap(one => one.half === null ? [] : [one.mean - one.half, one.mean + one.half]))]);
     const shown = [Math.max(span[0], Math.min(...trials.map(t => t.value)) - (span[1] - span[0])), span[1]], y = linear(shown, [bottom, MARGIN.top]);
     const picture = svg("svg", {width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`});
-    for (const tick of niceTicks(...shown)) append(picture, [svg("line.grid", {x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick)}), svg("text.tick", {x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"}, number(tick, 3))]);
+    for (const tick of niceTicks(...shown)) append(picture, [svg("line.grid", {x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick)}), svg("text.tick", {x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"}, number(tick, 6))]);
     for (const [place, label] of x.ticks) picture.append(svg("text.tick", {x: place, y: HEIGHT - 16, "text-anchor": "middle"}, label));
     for (const [name, i, list] of points) {
       const colour = split ? this.colours(name) : line(0);
