@@ -107,7 +107,7 @@ async def prepare_model(
     async for report in reports:
         progress = await report
         on_progress(progress)
-    logger.info("the model is made%s", f": {progress}" if progress else "")
+    logger.info("the model is ready%s", f": {progress}" if progress else "")
 
 
 # Both without a CPU of their own: actors that wait for the model may have reserved all of them.
