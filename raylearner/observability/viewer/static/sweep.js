@@ -47,7 +47,7 @@ export async function sweepPage(main, {id, query, signal}) {
 
   split.onchange = () => { setQuery({colour: split.value}); draw(); drawCurves(); };
   show(main, head, parallel.element, h("div.bar", {}, h("h2", {}, "The metric against each axis"), h("label", {}, "colour by ", split), legend, h("span.dim", {}, "Bars: ", term("95% interval"), " over trials.")),
-    h("div.charts.sweep-charts", {}, marginals.map(marginal => marginal.element), curves.element), h("h2", {}, "Settings, best first"), table);
+    h("div.charts.sweep-charts", {}, marginals.map(marginal => marginal.element), curves.element), h("h2", {}, "Combinations, best first"), table);
   draw();
   await drawCurves();
   text = JSON.stringify(sweep);
