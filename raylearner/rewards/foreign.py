@@ -66,6 +66,20 @@ def easyr1_score(
     return _reward(value[0] if is_batch else value, "overall", log_metric)
 
 
+FUNCTIONS = frozenset(f"{__name__}:{function.__name__}" for function in (verl_score, easyr1_score))
+
+
+def check_file(arguments: Mapping[str, Any]) -> None:
+    """Load the function that `arguments` name. Raises `ConfigError` where that fails."""
+    path, name = str(arguments.get("path")), str(arguments.get("name", "compute_score"))
+    try:
+        _load(path, name)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's file may raise anything while it is imported
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+
+
 def _ground_truth(episode: EpisodeView) -> object:
     """Return the answer of the row as it was written."""
     held: Any = episode.prompt.columns.get("reward_model")
@@ -90,10 +104,10 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     file = Path(path).expanduser()
     spec = importlib.util.spec_from_file_location(f"raylearner_reward_{file.stem}", file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise ConfigError(f"rewards: {path} is not a Python file; check the path")
+        raise ConfigError(f"{path} is not a Python file; check `arguments.path`")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"rewards: {path} has no function {name!r}")
+        raise ConfigError(f"{path} has no function {name!r}; check `arguments.name`")
     return function

@@ -16,6 +16,7 @@ from raylearner.config.rewards import RewardSection, UserFunction
 from raylearner.config.section import load_reference
 from raylearner.data.dialogue import wire
 from raylearner.errors import ConfigError, RewardError
+from raylearner.rewards import foreign
 from raylearner.rewards.functions import EpisodeView, RewardLog
 from raylearner.types import Prompt
 from raylearner.user_code import host
@@ -117,6 +118,8 @@ def check_columns(rewards: RewardSection, prompts: Sequence[Prompt]) -> None:
             continue
         try:
             parameters = _read_parameters(load_reference(section.kind), section)
+            if section.kind in foreign.FUNCTIONS:
+                foreign.check_file(section.arguments)
         except ConfigError as error:
             raise ConfigError(f"rewards.functions.{index}: {error}") from error
         if not any(given in parameters for given in LIST_NAMES):

@@ -8,7 +8,8 @@ import pytest
 from episodes import make_view
 
 from raylearner.config.rewards import RewardSection
-from raylearner.errors import RewardError
+from raylearner.errors import ConfigError, RewardError
+from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.functions import EpisodeView
 from raylearner.rewards.scorer import Scorer
 
@@ -64,3 +65,20 @@ async def test_a_file_or_function_that_is_missing_is_named(tmp_path: Path) -> No
     for place, name in ((tmp_path / "away.py", "away.py"), (path, "compute_score")):
         with pytest.raises(RewardError, match=name):
             await score("verl_score", view(**COLUMNS), path=str(place))
+
+
+def test_a_file_that_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_module_of_the_test")
+    (tmp_path / "empty.py").write_text("")
+    for name, words in (
+        ("missing.py", "is not a Python file"),
+        ("broken.py", "ModuleNotFoundError"),
+        ("empty.py", "has no function 'compute_score'"),
+    ):
+        function = {
+            "kind": "raylearner.rewards.foreign:verl_score",
+            "arguments": {"path": str(tmp_path / name)},
+        }
+        section = RewardSection.model_validate({"functions": [function]})
+        with pytest.raises(ConfigError, match=rf"rewards\.functions\.0: .*{name}.*{words}"):
+            check_rows(section, ())
