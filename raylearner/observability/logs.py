@@ -30,13 +30,22 @@ class VisibleFormatter(logging.Formatter):
         return mask(visible(super().format(record)))
 
 
+class ConsoleFormatter(VisibleFormatter):
+    """Marks warnings, which look like other lines on the console."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno == logging.WARNING:
+            record.message = f"warning: {record.message}"
+        return super().formatMessage(record)
+
+
 class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Writes to the current `sys.stderr`, which a live display replaces; on a terminal, long lines are
     folded between words."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(VisibleFormatter(CONSOLE_FORMAT, TIME_FORMAT))
+        self.setFormatter(ConsoleFormatter(CONSOLE_FORMAT, TIME_FORMAT))
 
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]

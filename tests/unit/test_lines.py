@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,20 @@ def test_only_a_terminal_gets_folded_lines_and_none_gets_escapes(
         assert len(text.rstrip("\n").split("\n")) == num_lines
         assert "\x1b" not in text
         assert "\\x1b[2J" in text
+
+
+def test_the_console_marks_warnings_and_the_log_file_has_levels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    file = logs.add_file(tmp_path / "log.txt")
+    for level in (logging.INFO, logging.WARNING):
+        record = logging.LogRecord("x", level, "", 0, "%d groups", (3,), None)
+        ConsoleHandler().emit(record)
+        file.emit(record)
+    logs.remove(file)
+    plain, marked = stream.getvalue().splitlines()
+    assert plain.endswith(" 3 groups")
+    assert "warning" not in plain
+    assert marked.endswith(" warning: 3 groups")
+    assert "warning:" not in (tmp_path / "log.txt").read_text()
