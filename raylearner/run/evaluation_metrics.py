@@ -100,7 +100,8 @@ def standard_error(values: Mapping[int, Sequence[float]]) -> float | None:
         return None
     mean = sum(sum(found) for found in clusters) / total
     squares = sum(sum(value - mean for value in found) ** 2 for found in clusters)
-    return math.sqrt(len(clusters) / (len(clusters) - 1) * squares) / total
+    error = math.sqrt(len(clusters) / (len(clusters) - 1) * squares) / total
+    return round(error, 12)  # equal values have an error of rounding alone
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

@@ -95,6 +95,7 @@ def test_the_standard_error_of_single_samples_is_the_ordinary_one() -> None:
     expected = np.std(values, ddof=1) / np.sqrt(5)
     assert standard_error({i: [v] for i, v in enumerate(values)}) == pytest.approx(expected)
     assert standard_error({0: [0.0, 1.0]}) is None
+    assert standard_error({i: [0.2 * 0.1] for i in range(7)}) == 0.0
 
 
 def test_repeated_samples_of_equal_outcome_add_no_certainty() -> None:
