@@ -238,6 +238,26 @@ def test_a_sweep_logs_missing_resources_and_errors_at_its_end(
     assert "disk full" in caplog.text
 
 
+def test_a_second_signal_does_not_interrupt_the_stop_of_trials(folder: Path) -> None:
+    def status(number: int, attempt: int) -> str:
+        if not cluster.stopped:
+            signal.raise_signal(signal.SIGTERM)
+        return "STOPPED"
+
+    cluster = Cluster(status)
+    stop = cluster.stop
+
+    def interrupted_stop(number: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        stop(number)
+
+    cluster.stop = interrupted_stop
+    with pytest.raises(RunStopped):
+        make_sweep(folder, cluster).run()
+    assert cluster.stopped == [0, 1]
+    assert standing(folder) == [("waiting", 0)] * 2
+
+
 def test_an_attempt_counts_once_it_has_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

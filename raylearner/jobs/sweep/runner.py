@@ -318,4 +318,6 @@ def _job(state: TrialState) -> str:
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    # Schedulers and `timeout` signal the process and its group: once is enough.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise RunStopped("the sweep was stopped; the same command resumes it")

@@ -28,7 +28,7 @@ export async function sweepPage(main, {id, query, signal}) {
   function draw() {
     const statuses = [...groupBy(sweep.trials, trial => trial.status)].map(([name, found]) => `${found.length} ${name}`);
     show(head, h("h1", {}, sweep.name), h("div.facts", {}, h("span", {}, "metric ", h("b", {}, h("code", {}, sweep.metric.key)), ` (${sweep.metric.goal === "min" ? "lower" : "higher"} is better)`),
-      h("span", {}, term("trial", count(sweep.trials.length, "trial")), ": ", h("b", {}, statuses.join(", "))), h("span", {}, h("b", {}, number(new Set(sweep.trials.map(t => t.seed)).size)), " seeds")));
+      h("span", {}, term("trial", count(sweep.trials.length, "trial")), ": ", h("b", {}, statuses.join(", "))), h("span", {}, count(new Set(sweep.trials.map(t => t.seed)).size, "seed"))));
     parallel.update(sweep, colourScale(sweep.trials));
     const axis = chosen();
     show(legend, axis ? axis.labels.map(name => h("span.key", {}, h("i", {style: {background: colours(name)}}), name)) : null);
@@ -70,7 +70,7 @@ function settingsTable(sweep, trials, open) {
 function trialLink(trial, open) {
   const kind = trial.status === "failed" ? "bad" : trial.status === "running" ? "call" : "";
   const copy = trial.command && h("button.copy", {type: "button", title: `Copy the command that repeats this trial:\n${trial.command}`, "aria-label": `Copy the command of trial ${trial.number}`,
-    onclick: event => { const button = event.currentTarget; navigator.clipboard.writeText(trial.command).then(() => { button.textContent = "✓"; setTimeout(() => { button.textContent = "⧉"; }, 1200); }); }}, "⧉");
+    onclick: event => { const button = event.currentTarget; navigator.clipboard.writeText(trial.command).then(() => { button.textContent = "✓"; setTimeout(() => { button.textContent = "copy"; }, 1200); }); }}, "copy");
   const name = h("a", {href: trial.run ? link(["run", trial.run]) : undefined, tip: () => h("div", {}, `seed ${trial.seed}: ${number(trial.value)}, ${trial.status} at step ${number(trial.step)}`, trial.error ? h("div.bad", {}, trial.error.slice(0, 300)) : null)}, String(trial.number).padStart(3, "0"));
   return h("span", {}, kind ? [name, " ", chip(trial.status, kind)] : name, copy);
 }
