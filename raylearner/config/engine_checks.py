@@ -145,10 +145,18 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
     findings = [*_check_supported("sampling", config.sampling, config)]
     yield from findings
     if config.evaluation is not None:
-        for finding in _check_supported("evaluation.sampling", config.evaluation.sampling, config):
-            inherited = Finding(finding.key.removeprefix("evaluation."), finding.text)
-            if inherited not in findings:
-                yield finding
+        sections = {"evaluation": config.evaluation.sampling}
+        sections |= {h.section_key: h.section.sampling for h in config.held_out}
+        for key, sampling in sections.items():
+            for finding in _check_supported(f"{key}.sampling", sampling, config):
+                # A key that is inherited is reported where it was set.
+                rest = finding.key.removeprefix(f"{key}.")
+                if all(
+                    Finding(f"{up}{rest}", finding.text) not in findings
+                    for up in ("", "evaluation.")
+                ):
+                    findings.append(finding)
+                    yield finding
     engine = config.actors.engine
     if isinstance(engine, VllmEngine):
         for name, problem in argument_problems(engine.extra_arguments):

@@ -34,27 +34,36 @@ def check_data(config: RunConfig) -> list[Finding]:
 
 def _evaluation(config: RunConfig) -> Iterator[Finding]:
     every = 0 if config.evaluation is None else config.evaluation.every_steps
-    if every > 0 and config.data.evaluation is None:
+    if every > 0 and not config.held_out:
         yield Finding(
             "evaluation.every_steps",
             f"must be 0 without data.evaluation, got {every}; add held-out prompts there",
         )
-    section = config.evaluation
-    if section is not None and section.samples_per_prompt > 1 and not section.sampling.temperature:
-        yield Finding(
-            "evaluation.sampling.temperature",
-            f"must be above 0 with evaluation.samples_per_prompt={section.samples_per_prompt}, since greedy"
-            " samples of a prompt are all the same",
-        )
+    taken = {source.source_name for source in config.data.evaluation or ()}
+    for held_out in config.held_out:
+        key, section = held_out.section_key, held_out.section
+        if section.samples_per_prompt > 1 and not section.sampling.temperature:
+            yield Finding(
+                f"{key}.sampling.temperature",
+                f"must be above 0 with {key}.samples_per_prompt={section.samples_per_prompt}, since greedy"
+                " samples of a prompt are all the same",
+            )
+        if held_out.name in taken:
+            yield Finding(
+                f"{key}.name",
+                f"{held_out.name!r} is already the name of another set or of a source of data.evaluation;"
+                " set another name",
+            )
+        taken.add(held_out.name)
 
 
 def _sources(config: RunConfig) -> Iterator[Finding]:
-    for part, sources in (("train", config.data.train), ("evaluation", config.data.evaluation)):
-        if sources == ():
-            yield Finding(f"data.{part}", "is an empty list; name a source")
-        counts = Counter(source.source_name for source in sources or ())
-        for index, source in enumerate(sources or ()):
-            key = f"data.{part}.{index}"
+    for part, sources in config.sources.items():
+        if not sources:
+            yield Finding(part, "is an empty list; name a source")
+        counts = Counter(source.source_name for source in sources)
+        for index, source in enumerate(sources):
+            key = f"{part}.{index}"
             if counts[source.source_name] > 1:
                 yield Finding(
                     f"{key}.source",

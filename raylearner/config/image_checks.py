@@ -94,10 +94,10 @@ def _is_text_only_checkpoint(folder: Path) -> bool:
 
 
 def _columns(config: RunConfig) -> Iterator[str]:
-    for part, sources in (("train", config.data.train), ("evaluation", config.data.evaluation)):
-        for index, source in enumerate(sources or ()):
+    for part, sources in config.sources.items():
+        for index, source in enumerate(sources):
             if isinstance(source, FileData | HubData) and source.image_column:
-                yield f"data.{part}.{index}.image_column"
+                yield f"{part}.{index}.image_column"
 
 
 def _pages(config: RunConfig) -> Iterator[str]:

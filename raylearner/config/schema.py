@@ -27,7 +27,7 @@ from raylearner.config.environment import (
     SingleTurn,
     ToolUse,
 )
-from raylearner.config.evaluation import EvaluationSection
+from raylearner.config.evaluation import EvaluationKeys, EvaluationSection, HeldOut
 from raylearner.config.learner import LearnerSection
 from raylearner.config.model import ModelSection, PretrainedModel, TinyModel, WarmStart
 from raylearner.config.rewards import RewardFunction, RewardSection
@@ -255,10 +255,12 @@ __all__ = [
     "DecoupledPpo",
     "EngineSection",
     "EnvironmentSection",
+    "EvaluationKeys",
     "EvaluationSection",
     "FileData",
     "Fraction",
     "GrpoAdvantage",
+    "HeldOut",
     "KlSection",
     "LearnerSection",
     "LossSection",
@@ -313,11 +315,24 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _inherit_sampling(self) -> Self:
-        """Take keys of `evaluation.sampling` that are not set from `sampling`."""
+        """Take keys of `evaluation` that are not set from elsewhere."""
         if self.evaluation is not None:
-            evaluation = self.evaluation.with_sampling(self.sampling)
+            evaluation = self.evaluation.resolved(self.sampling)
             object.__setattr__(self, "evaluation", evaluation)  # frozen
         return self
+
+    @property
+    def held_out(self) -> list[HeldOut]:
+        """All sets of held-out prompts, that of `data.evaluation` first; none with `evaluation: null`."""
+        return [] if self.evaluation is None else self.evaluation.held_out(self.data.evaluation)
+
+    @property
+    def sources(self) -> dict[str, tuple[DataSource, ...]]:
+        """All sources of prompts, by the key of their list."""
+        found = {"data.train": self.data.train}
+        if self.data.evaluation is not None:
+            found["data.evaluation"] = self.data.evaluation
+        return found | {held_out.data_key: held_out.sources for held_out in self.held_out}
 
     @property
     def recorded(self) -> ObservabilitySection:

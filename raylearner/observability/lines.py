@@ -119,8 +119,15 @@ def number_of(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def without_set(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of eval.jsonl with keys that do not start with the name of its set."""
+    start = f"{record['set']}/" if "set" in record else ""
+    return {key.removeprefix(start): value for key, value in record.items()}
+
+
 def evaluation_lines(record: Mapping[str, Any]) -> list[str]:
     """Return a line for an evaluation, and one for each data source where there are several."""
+    name, record = record.get("set"), without_set(record)
     sources = sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
     named = [("", "")] + [(s, f"{s}/") for s in sources if len(sources) > 1]
     lines: list[str] = []
@@ -143,7 +150,8 @@ def evaluation_lines(record: Mapping[str, Any]) -> list[str]:
             for key, word in (("errors", "failed"), ("unfinished", "unfinished"))
             if record.get(f"{prefix}{key}")
         ]
-        head = source or f"evaluation at step {record['step']}"
+        of = f" of {name}" if name else ""
+        head = source or f"evaluation{of} at step {record['step']}"
         lines.append(f"{head}: {', '.join([' '.join(parts[:2]), *parts[2:]])}")
     return lines
 

@@ -138,11 +138,13 @@ class Recorder:
 
     def _warn_of_other_prompts(self, record: Mapping[str, Any]) -> None:
         """Warn if the rows of held-out data were edited before a resume."""
-        earlier = self._evaluations.rows()[-1:]
+        rows = self._evaluations.rows()
+        earlier = [row for row in rows if row.get("set") == record.get("set")][-1:]
         if earlier and earlier[0].get("prompts_hash") != record.get("prompts_hash"):
             logger.warning(
-                "the evaluation at step %s has different prompts from the one at step %s, because "
+                "the evaluation %sat step %s has different prompts from the one at step %s, because "
                 "their rows changed; the two are not comparable",
+                f"of {record['set']} " if "set" in record else "",
                 *(record["step"], earlier[0]["step"]),
             )
 
@@ -179,13 +181,15 @@ class Recorder:
         samples = completions.samples(trajectories, policy_version=policy_version)
         self._write(StepRecord(step=step, scalars={}, samples=samples, texts=texts))
 
-    def evaluation_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def evaluation_trajectories(
+        self, step: int, trajectories: Sequence[Trajectory], *, name: str = ""
+    ) -> None:
         """Write the trajectories of one evaluation, unless trajectories are switched off.
 
-        May be called from another thread.
+        `name` is that of its set; all sets of a step are in one file. May be called from another thread.
         """
         if self._config.trajectories_every_steps:
-            transcripts.write(self._evaluated, step, trajectories)
+            transcripts.write(self._evaluated, step, trajectories, evaluation_set=name)
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Record spans drained from tracers, here or in actors."""

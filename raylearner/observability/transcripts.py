@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,21 +132,30 @@ def write(
     *,
     advantages: Advantages | None = None,
     learner_logprobs: Logprobs | None = None,
+    evaluation_set: str = "",
 ) -> Path:
     """Write one step's file atomically, with the learner's values of its trajectories.
+
+    Those of an `evaluation_set` are added to the file, and name it.
 
     Each image is written once, however often it is shown.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = step_file(folder, step)
     draft = path.with_suffix(".partial")
-    with naming(draft), draft.open("w", encoding="utf-8") as file:
+    if evaluation_set and path.exists():
+        shutil.copyfile(path, draft)
+    else:
+        draft.unlink(missing_ok=True)
+    with naming(draft), draft.open("a", encoding="utf-8") as file:
         for trajectory in trajectories:
             record = transcript(
                 trajectory,
                 advantage=(advantages or {}).get(trajectory.key),
                 learner_logprobs=(learner_logprobs or {}).get(trajectory.key),
             )
+            if evaluation_set:
+                record["evaluation_set"] = evaluation_set
             file.write(dumps(record) + "\n")
             _write_images(folder / IMAGES, trajectory)
     os.replace(draft, path)

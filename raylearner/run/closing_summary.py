@@ -15,7 +15,7 @@ from raylearner.config.schema import RunConfig
 from raylearner.errors import RunStopped
 from raylearner.learner.checkpoint.directory import Checkpoint, find_newest
 from raylearner.observability.jsonl import read_rows
-from raylearner.observability.lines import WIDTH, clock, fixed, number_of
+from raylearner.observability.lines import WIDTH, clock, fixed, number_of, without_set
 from raylearner.observability.run_directory import FAILURES_FILE, RESTART_OPTION
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,10 @@ def summary_lines(
     lines = [f"{outcome} at step {step} of {config.run.num_steps} after {clock(duration_s)}"]
     lines += _labelled("reward", _reward(metrics))
     if not is_short:
-        lines += _labelled("evaluation", _evaluation(evaluations))
+        for name in dict.fromkeys(row.get("set") for row in evaluations):
+            rows = [without_set(row) for row in evaluations if row.get("set") == name]
+            text = _evaluation(rows)
+            lines += _labelled("evaluation", f"{name}: {text}" if name and text else text)
     lines += _labelled("checkpoint", shown(latest.folder) if latest else "none yet")
     lines += _labelled("directory", shown(folder))
     if outcome == "failed":
@@ -72,7 +75,7 @@ def summary_lines(
     if (folder / "trajectories").is_dir() and not is_short:
         lines += _command("view", [*program, "view"], [shown(folder)])
     lines += _command("resume", [*program, "train"], _resume(config, folder, latest, outcome))
-    if latest is not None and not is_short and config.evaluation and config.data.evaluation:
+    if latest is not None and not is_short and config.held_out:
         lines += _command("evaluate", [*program, "eval"], [f"checkpoint={shown(latest.folder)}"])
     return lines
 

@@ -23,8 +23,7 @@ from raylearner.observability.lines import number_of
 from raylearner.observability.recorder import Recorder
 from raylearner.observability.spans import Tracer
 from raylearner.run.checkpointing import CheckpointWriter
-from raylearner.run.evaluation import Evaluations, Evaluator
-from raylearner.run.evaluation_metrics import Scoring
+from raylearner.run.evaluation import Evaluations, HeldOutPrompts, make_evaluators
 from raylearner.run.model import RunModel, model_path, prepare_model
 from raylearner.run.recovery import Recovery
 from raylearner.run.replay_process import asked
@@ -59,7 +58,7 @@ class Controller:
         config: RunConfig,
         folder: Path,
         recorder: Recorder,
-        held_out: list[Prompt],
+        held_out: list[HeldOutPrompts],
         *,
         actors: RunActors,
         tracer: Tracer,
@@ -103,20 +102,16 @@ class Controller:
             roles=[self._roles.learner, self._roles.replay],
             tracer=tracer,
         )
+        evaluators = make_evaluators(config, held_out, recorder.evaluation_trajectories)
         self._evaluations = (
             Evaluations(
-                Evaluator(
-                    config.evaluation,
-                    held_out,
-                    scoring=Scoring.of_run(config, config.evaluation),
-                    record_trajectories=recorder.evaluation_trajectories,
-                ),
+                evaluators,
                 actors=actors,
                 can_lend=not config.engines_sleep,
                 record=recorder.evaluation,
                 tracer=tracer,
             )
-            if held_out and config.evaluation is not None
+            if evaluators
             else None
         )
         self.step = 0
@@ -130,7 +125,7 @@ class Controller:
         folder: Path,
         recorder: Recorder,
         training: list[Prompt],
-        held_out: list[Prompt],
+        held_out: list[HeldOutPrompts],
         *,
         latest: Checkpoint | None,
         stop: asyncio.Event,
@@ -155,7 +150,7 @@ class Controller:
         folder: Path,
         recorder: Recorder,
         training: list[Prompt],
-        held_out: list[Prompt],
+        held_out: list[HeldOutPrompts],
         latest: Checkpoint | None,
         stop: asyncio.Event,
     ) -> "Controller":
@@ -337,11 +332,9 @@ class Controller:
             await self._checkpoints.start(self.step)
         if is_last:
             await self._checkpoints.complete(self.step)
-        section = self._config.evaluation
-        every = 0 if section is None else section.every_steps
         if is_last:
             await self._evaluate()
-        elif self._evaluations is not None and every and self.step % every == 0:
+        elif self._evaluations is not None and self._evaluations.is_due(self.step):
             await self._unless_stopped(self._evaluations.start(self.step))
 
     async def _evaluate(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ from raylearner.rewards.catalogue import check_rows
 from raylearner.rewards.judge import check_judges
 from raylearner.rewards.scorer import Scorer
 from raylearner.run import cluster, machine, prompt_checks
-from raylearner.run.evaluation import Evaluator
-from raylearner.run.evaluation_metrics import Scoring
+from raylearner.run.evaluation import HeldOutPrompts, make_evaluators
 from raylearner.run.evaluation_tables import make_tables
 from raylearner.run.fleet import RolloutFleet
 from raylearner.run.model import RunModel
 from raylearner.run.start_view import follow
 from raylearner.tokenization.template_checks import check_template
-from raylearner.types import PolicyVersion, Prompt
+from raylearner.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,13 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     Raises `ConfigError` for a configuration without held-out prompts and for a directory that is not a
     complete checkpoint, and the cause of a failure.
     """
-    if config.data.evaluation is None:
-        raise ConfigError("data.evaluation: required, since eval plays its prompts")
     if config.evaluation is None:
         raise ConfigError("evaluation: must not be null for eval")
+    if not config.held_out:
+        raise ConfigError("data.evaluation: required, since eval plays its prompts")
     logger.info("run directory: %s", config.run.dir)
-    prompts = prompt_checks.load_rows(config, config.data.evaluation)
+    held_out = [(part, prompt_checks.load_rows(config, part.sources)) for part in config.held_out]
+    prompts = [prompt for _, rows in held_out for prompt in rows]
     model, step, version = _model(config, checkpoint)
     Scorer(config.rewards)
     check_rows(config.rewards, prompts)
@@ -62,7 +63,10 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
     if renderer.vision is None:
         check_vision_support(config)
     check_template(renderer, config.environment, prompts)
-    prompts = prompt_checks.select_fitting(config, prompts, renderer, key="data.evaluation")
+    held_out = [
+        (part, prompt_checks.select_fitting(config, rows, renderer, key=part.data_key))
+        for part, rows in held_out
+    ]
     assert config.run.dir is not None, "the command line names a directory"
     folder = Path(config.run.dir).absolute()
     machine.check_socket_paths(config)
@@ -73,14 +77,15 @@ def evaluate(config: RunConfig, *, checkpoint: Path | None) -> None:
             cluster.connect(config.cluster, metadata=job_metadata(config))
             config = cluster.resolve(config)
             cluster.check_variables(config)
-            record = asyncio.run(
-                _evaluate(config, folder, prompts, model=model, step=step, version=version)
+            records = asyncio.run(
+                _evaluate(config, folder, held_out, model=model, step=step, version=version)
             )
         finally:
             cluster.disconnect()
     console = Console()
-    for table in make_tables(record):
-        console.print(table)
+    for record in records:
+        for table in make_tables(record):
+            console.print(table)
 
 
 def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, PolicyVersion]:
@@ -104,12 +109,13 @@ def _model(config: RunConfig, checkpoint: Path | None) -> tuple[str, int, Policy
 async def _evaluate(
     config: RunConfig,
     folder: Path,
-    prompts: list[Prompt],
+    held_out: Sequence[HeldOutPrompts],
     *,
     model: str,
     step: int,
     version: PolicyVersion,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
     started = RunModel(model)
     rewards = RewardActors(config.run.name, config.rewards)
     fleet = RolloutFleet(
@@ -133,21 +139,15 @@ async def _evaluate(
                     await asyncio.gather(rewards.start(), fleet.start())
                 finally:
                     following.cancel()
-            assert config.evaluation is not None, "checked above"
-            evaluator = Evaluator(
-                config.evaluation,
-                prompts,
-                scoring=Scoring.of_run(config, config.evaluation),
-                record_trajectories=recorder.evaluation_trajectories,
-            )
             # Engines start at version 0: they loaded these weights, and none are pushed.
-            with recorder.stage(f"evaluating {number_of(evaluator.num_prompts, 'prompt')}"):
-                record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
-            record["policy_version"] = version
-            recorder.evaluation(record)
+            for evaluator in make_evaluators(config, held_out, recorder.evaluation_trajectories):
+                with recorder.stage(f"evaluating {number_of(evaluator.num_prompts, 'prompt')}"):
+                    record = await evaluator.evaluate(fleet.evaluators, step=step, policy_version=0)
+                records.append(record | {"policy_version": version})
+                recorder.evaluation(records[-1])
         finally:
             await clean_up(sys.exception(), fleet.stop, rewards.close)
-    return record
+    return records
 
 
 async def _no_loss(actor_id: str, *, is_failure: bool) -> None:

@@ -10,11 +10,12 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 from raylearner.actors.rollout_worker import EvaluateCall
-from raylearner.config.schema import EvaluationSection
+from raylearner.config.schema import EvaluationKeys, HeldOut, RunConfig
 from raylearner.data.cells import HASH_CHARACTERS, content_hash
 from raylearner.errors import EvaluationIncomplete, RaylearnerError, summary
 from raylearner.observability.episodes import Episode, episodes_of
@@ -40,23 +41,30 @@ MIN_ACTORS_TO_LEND = 2
 """Minimum number of actors to lend one: evaluation must not take the only one."""
 
 
+HeldOutPrompts: TypeAlias = tuple[HeldOut, list[Prompt]]
+"""A set, and its prompts that fit."""
+
+
 class Evaluator:
     """Plays `num_prompts` held-out prompts, `samples_per_prompt` times each, spread over the actors."""
 
     def __init__(
         self,
-        config: EvaluationSection,
+        config: EvaluationKeys,
         prompts: Sequence[Prompt],
         *,
         scoring: Scoring,
+        name: str = "",
         record_trajectories: Callable[[int, Sequence[Trajectory]], None] = lambda *_: None,
     ) -> None:
-        """`scoring` says how episodes count.
+        """`scoring` says how episodes count, and `name` is that of a set, which its metrics start with.
 
         `record_trajectories` receives the step and all trajectories of an evaluation, in a thread.
         """
         self._record_trajectories = record_trajectories
         self._config = config
+        self._name = name
+        self._label = f"evaluation of {name}" if name else "evaluation"
         self._scoring = scoring
         self._prompts = _spread(prompts)[: config.num_prompts]
         hashes = "".join(content_hash(prompt) for prompt in self._prompts)
@@ -65,6 +73,10 @@ class Evaluator:
     @property
     def num_prompts(self) -> int:
         return len(self._prompts)
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is made after this step, unless that is the last."""
+        return bool(self._config.every_steps) and step % self._config.every_steps == 0
 
     async def evaluate(
         self,
@@ -100,7 +112,7 @@ class Evaluator:
                 await asyncio.to_thread(self._record_trajectories, step, played)
                 return record
         raise EvaluationIncomplete(
-            f"evaluation at step {step}: {len(remaining)} of {len(claims)} episodes were not"
+            f"{self._label} at step {step}: {len(remaining)} of {len(claims)} episodes were not"
             f" played, since every rollout actor that tried failed ({', '.join(sorted(failed))})"
         )
 
@@ -200,15 +212,17 @@ class Evaluator:
         record: dict[str, Any] = {
             "step": step,
             "policy_version": policy_version,
+            **({"set": self._name} if self._name else {}),
             "prompts_hash": self._prompts_hash,
-            **summarize(claims, episodes, scoring=self._scoring),
         }
+        start = f"{self._name}/" if self._name else ""
+        record |= summarize(claims, episodes, scoring=self._scoring, prefix=start)
         for source in sorted({claim.prompt.source for claim in claims}):
             record |= summarize(
                 [claim for claim in claims if claim.prompt.source == source],
                 [episode for episode in episodes if episode.first.source == source],
                 scoring=self._scoring,
-                prefix=f"{source}/",
+                prefix=f"{start}{source}/",
             )
         return record
 
@@ -220,9 +234,9 @@ class Evaluator:
         if unfinished:
             prompt_ids = list(dict.fromkeys(claim.prompt.prompt_id for claim in unfinished))
             logger.warning(
-                "evaluation at step %d: %d of %d episodes did not finish within evaluation.time_limit_s=%g;"
+                "%s at step %d: %d of %d episodes did not finish within evaluation.time_limit_s=%g;"
                 " they were aborted and count as not solved, for example prompts %s",
-                *(step, len(unfinished), len(claims), self._config.time_limit_s),
+                *(self._label, step, len(unfinished), len(claims), self._config.time_limit_s),
                 ", ".join(prompt_ids[:MAX_NAMED]),
             )
 
@@ -234,14 +248,14 @@ class Evaluator:
         kind = errors.most_common(1)[0][0]
         example = next(t.error for t in failed if t.error_kind == kind)
         logger.warning(
-            "evaluation at step %d: %d of %d episodes failed and count as not solved in reward/mean;"
+            "%s at step %d: %d of %d episodes failed and count as not solved in reward/mean;"
             " most often by %s, for example: %s",
-            *(step, errors.total(), len(episodes), kind, example),
+            *(self._label, step, errors.total(), len(episodes), kind, example),
         )
 
 
 class Evaluations:
-    """Owns the evaluations of a run: alone, or during training on one lent actor.
+    """Owns the evaluations of a run, one set after the other: alone, or during training on one lent actor.
 
     A lent actor also plays training episodes, as far as their staleness allows, and receives no
     weights; afterwards it gets the newest. If it dies, its evaluation is lost, which is logged.
@@ -249,7 +263,7 @@ class Evaluations:
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluators: Sequence[Evaluator],
         *,
         actors: RunActors,
         can_lend: bool,
@@ -257,7 +271,7 @@ class Evaluations:
         tracer: Tracer,
     ) -> None:
         """Without `can_lend` the run always waits, as where engines sleep during a step."""
-        self._evaluator = evaluator
+        self._evaluators = evaluators
         self._actors = actors
         self._can_lend = can_lend
         self._record = record
@@ -268,19 +282,30 @@ class Evaluations:
         """Evaluate on all actors, after the evaluation in flight."""
         await self.wait()
         await self._actors.publish()
-        with self._tracer.span("evaluate", step=step):
-            record = await self._evaluator.evaluate(
-                self._actors.fleet.evaluators,
-                step=step,
-                policy_version=self._actors.learner.policy_version,
-                wait_s=REPLACEMENT_WAIT_S,
-            )
-        self._record(record)
+        await self._run_alone(self._evaluators, step)
+
+    async def _run_alone(self, evaluators: Sequence[Evaluator], step: int) -> None:
+        for evaluator in evaluators:
+            with self._tracer.span("evaluate", step=step):
+                record = await evaluator.evaluate(
+                    self._actors.fleet.evaluators,
+                    step=step,
+                    policy_version=self._actors.learner.policy_version,
+                    wait_s=REPLACEMENT_WAIT_S,
+                )
+            self._record(record)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a set is evaluated after this step."""
+        return any(evaluator.is_due(step) for evaluator in self._evaluators)
 
     async def start(self, step: int) -> None:
-        """Start an evaluation after the one in flight; wait for it if no actor can be lent."""
+        """Start the evaluations that are due, after those in flight; wait for them if no actor can be lent."""
+        due = [evaluator for evaluator in self._evaluators if evaluator.is_due(step)]
         if not self._can_lend or len(self._actors.fleet.actors) < MIN_ACTORS_TO_LEND:
-            await self.run(step)
+            await self.wait()
+            await self._actors.publish()
+            await self._run_alone(due, step)
             return
         await self._actors.publish()
         version = self._actors.learner.policy_version
@@ -288,7 +313,7 @@ class Evaluations:
         actor_id = max(self._actors.fleet.evaluators())
         self._actors.lend(actor_id)
         self._running = asyncio.create_task(
-            self._run_beside(actor_id, step=step, policy_version=version), name="evaluation"
+            self._run_beside(due, actor_id, step=step, policy_version=version), name="evaluation"
         )
 
     async def wait(self) -> None:
@@ -306,19 +331,49 @@ class Evaluations:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _run_beside(self, actor_id: str, *, step: int, policy_version: PolicyVersion) -> None:
+    async def _run_beside(
+        self,
+        evaluators: Sequence[Evaluator],
+        actor_id: str,
+        *,
+        step: int,
+        policy_version: PolicyVersion,
+    ) -> None:
         def lent() -> dict[str, EvaluateCall]:
             calls = self._actors.fleet.evaluators()
             return {key: call for key, call in calls.items() if key == actor_id}
 
         try:
-            self._record(
-                await self._evaluator.evaluate(lent, step=step, policy_version=policy_version)
-            )
+            for evaluator in evaluators:
+                self._record(
+                    await evaluator.evaluate(lent, step=step, policy_version=policy_version)
+                )
         except EvaluationIncomplete as error:
             logger.warning("%s; it is lost", error)
         if lent():
             await self._actors.give_back(actor_id)
+
+
+def make_evaluators(
+    config: RunConfig,
+    held_out: Sequence[HeldOutPrompts],
+    record_trajectories: Callable[..., None],
+) -> list[Evaluator]:
+    """Return an evaluator for each set of held-out prompts.
+
+    `record_trajectories` receives step, trajectories and `name`, that of the set.
+    """
+    return [
+        Evaluator(
+            part.section,
+            prompts,
+            name=part.name,
+            scoring=Scoring.of_run(config, part.section),
+            record_trajectories=partial(record_trajectories, name=part.name),
+        )
+        for part, prompts in held_out
+        if prompts
+    ]
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:

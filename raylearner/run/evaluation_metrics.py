@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from raylearner.config.rewards import AnswerMatch, CheckedAnswer
-from raylearner.config.schema import EvaluationSection, RunConfig, ToolUse
+from raylearner.config.schema import EvaluationKeys, RunConfig, ToolUse
 from raylearner.observability.episodes import Episode, mean_reward
 from raylearner.rewards.built_in import normalize_words
 from raylearner.text import pairs
@@ -30,7 +30,7 @@ class Scoring:
     or else the whole turn."""
 
     @classmethod
-    def of_run(cls, config: RunConfig, section: EvaluationSection) -> Self:
+    def of_run(cls, config: RunConfig, section: EvaluationKeys) -> Self:
         """Return how episodes of a run count in the evaluations of a section."""
         judged = [f for f in config.rewards.functions if isinstance(f, AnswerMatch | CheckedAnswer)]
         tags = [function.answer_tag for function in judged]

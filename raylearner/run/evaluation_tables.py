@@ -8,6 +8,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from raylearner.observability.lines import without_set
+
 COLUMNS = {
     "reward/mean": "reward",
     "reward/standard_error": "±",
@@ -27,9 +29,10 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
     """Return a table with a row for all prompts and one for each source, then those that have something to say:
     pass@k and the majority vote where prompts were sampled several times, and several reward functions.
     """
+    title, record = _title(record), without_set(record)
     sources = sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
     rows = {"all": "", **{source: f"{source}/" for source in sources}}
-    tables = [_by_source(record, rows, COLUMNS, _title(record))]
+    tables = [_by_source(record, rows, COLUMNS, title)]
     passes = [key for key in record if re.fullmatch(r"pass@\d+", key)][-MAX_PASSES:]
     votes = [key for key in record if re.fullmatch(r"majority@\d+", key)]
     if passes:
@@ -45,7 +48,8 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
 
 
 def _title(record: Mapping[str, Any]) -> str:
-    return f"step {record['step']}, policy version {record['policy_version']}"
+    start = f"{record['set']}: " if "set" in record else ""
+    return f"{start}step {record['step']}, policy version {record['policy_version']}"
 
 
 def _by_source(

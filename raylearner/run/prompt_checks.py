@@ -60,8 +60,7 @@ def check(config: RunConfig, *, report: Callable[[str], None]) -> None:
     check_rows(config.rewards, ())
     if not isinstance(config.model, TinyModel) and not Path(config.model.path).is_dir():
         return
-    data = config.data
-    for key, sources in (("data.train", data.train), ("data.evaluation", data.evaluation or ())):
+    for key, sources in config.sources.items():
         files = [source for source in sources if isinstance(source, FileData)]
         renderer = make_renderer(config) if files else None
         if renderer is not None:

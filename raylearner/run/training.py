@@ -31,6 +31,7 @@ from raylearner.rewards.scorer import GroupScorer, Scorer
 from raylearner.run import checkpointing, cluster, machine, prompt_checks
 from raylearner.run.closing_summary import summarized
 from raylearner.run.controller import Controller
+from raylearner.run.evaluation import HeldOutPrompts
 from raylearner.run.stopping import StopRequest
 from raylearner.tokenization.template_checks import check_template
 from raylearner.types import Prompt
@@ -115,21 +116,25 @@ def _run(
         )
 
 
-def _prepare_data(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+def _prepare_data(config: RunConfig) -> tuple[list[Prompt], list[HeldOutPrompts]]:
     """Return the prompts for training and for evaluation that fit; raise what would fail with them."""
     training = prompt_checks.load_rows(config, config.data.train)
-    held_out = prompt_checks.load_rows(config, config.data.evaluation or ())
+    held_out = [(part, prompt_checks.load_rows(config, part.sources)) for part in config.held_out]
     Scorer(config.rewards)
     GroupScorer(config.rewards)
-    check_rows(config.rewards, [*training, *held_out])
+    everything = [*training, *(prompt for _, prompts in held_out for prompt in prompts)]
+    check_rows(config.rewards, everything)
     renderer = prompt_checks.make_renderer(config)
     if renderer is not None:
         if not isinstance(config.model, TinyModel):
             refuse = check_vision_support if renderer.vision is None else check_adapter_transport
             refuse(config)
-            check_template(renderer, config.environment, [*training, *held_out])
+            check_template(renderer, config.environment, everything)
         training = prompt_checks.select_fitting(config, training, renderer, key="data.train")
-        held_out = prompt_checks.select_fitting(config, held_out, renderer, key="data.evaluation")
+        held_out = [
+            (part, prompt_checks.select_fitting(config, prompts, renderer, key=part.data_key))
+            for part, prompts in held_out
+        ]
     make_sampler(config.data.sampler, training, seed=config.run.seed, weights=config.data.weights)
     return training, held_out
 
@@ -138,7 +143,7 @@ async def _train(
     config: RunConfig,
     folder: Path,
     training: list[Prompt],
-    held_out: list[Prompt],
+    held_out: list[HeldOutPrompts],
     *,
     latest: Checkpoint | None,
     stop: StopRequest,
@@ -162,7 +167,7 @@ async def _start(
     folder: Path,
     recorder: Recorder,
     training: list[Prompt],
-    held_out: list[Prompt],
+    held_out: list[HeldOutPrompts],
     latest: Checkpoint | None,
     stop: asyncio.Event,
 ) -> Controller:

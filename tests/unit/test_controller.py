@@ -58,7 +58,12 @@ CONFIG: Any = NAME(
     evaluation=NAME(before_first_step=True, every_steps=0),
 )
 STAGE = nullcontext(NAME(name="", wait_for=lambda _: None))
-RECORDER: Any = NAME(stage=lambda _: STAGE, waiting=lambda _: STAGE, spans=lambda _: None)
+RECORDER: Any = NAME(
+    stage=lambda _: STAGE,
+    waiting=lambda _: STAGE,
+    spans=lambda _: None,
+    evaluation_trajectories=lambda *_: None,
+)
 
 
 def make_controller(

@@ -180,7 +180,13 @@ def test_errors_are_reported_as_shown(
     assert f"{raised.value}\n" in (ROOT / document).read_text()
 
 
-LISTS = ("data.train.", "data.evaluation.", "environment.tools.", "rewards.functions.")
+LISTS = (
+    "data.train.",
+    "data.evaluation.",
+    "evaluation.sets.",
+    "environment.tools.",
+    "rewards.functions.",
+)
 """Sections in lists, whose keys have no dotted name."""
 OWN_NAMES = {"learner/gain", "run.holder"}
 """A metric of the example of a loss, and a file."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from episodes import make_trajectory
 
 from raylearner.config.schema import EvaluationSection, SamplingSection
 from raylearner.errors import EngineDead, EvaluationIncomplete, RaylearnerError, ToolError
+from raylearner.observability.lines import evaluation_lines
 from raylearner.observability.spans import Tracer
 from raylearner.run import evaluation
 from raylearner.run import evaluation as evaluations
@@ -33,12 +34,14 @@ def make_evaluator(
     *,
     record: Any = None,
     scoring: Scoring | None = None,
+    name: str = "",
     **section: Any,
 ) -> Evaluator:
     return Evaluator(
         EvaluationSection(**section),
         prompts,
         scoring=scoring or Scoring(),
+        name=name,
         record_trajectories=record or (lambda step, found: None),
     )
 
@@ -189,7 +192,7 @@ async def test_episodes_unfinished_at_the_time_limit_are_reported(
 class Run:
     """The actors of a run, with the evaluations made on them."""
 
-    def __init__(self, **actors: Actor) -> None:
+    def __init__(self, evaluators: Sequence[Evaluator] = (), **actors: Actor) -> None:
         self.events: list[str] = []
         self.records: list[Mapping[str, Any]] = []
         self.actors = actors
@@ -208,7 +211,7 @@ class Run:
             give_back=give_back,
         )
         self.evaluations = Evaluations(
-            make_evaluator(),
+            evaluators or [make_evaluator(every_steps=4)],
             actors=run_actors,
             can_lend=True,
             record=self.records.append,
@@ -274,3 +277,23 @@ async def test_a_limit_that_passes_while_actors_are_replaced_reports_what_was_pl
         lambda: {"x": lost, "y": dies}, step=5, policy_version=3, wait_s=5
     )
     assert (record["num_prompts"], record["unfinished"]) == (7, 4)
+
+
+async def test_sets_have_their_own_interval_and_metrics_by_name() -> None:
+    sets = [
+        make_evaluator(every_steps=4),
+        make_evaluator(PROMPTS[:2], name="hard", every_steps=8, samples_per_prompt=2),
+    ]
+    run = Run(sets, r0=Actor(), r1=Actor())
+    assert [step for step in range(1, 9) if run.evaluations.is_due(step)] == [4, 8]
+    for step in (4, 8):
+        await run.evaluations.start(step)
+    await run.evaluations.wait()
+    assert [(r["step"], r.get("set")) for r in run.records] == [(4, None), (8, None), (8, "hard")]
+    hard = run.records[-1]
+    assert (hard["hard/num_prompts"], hard["hard/pass@2"], hard["hard/a/reward/mean"]) == (2, 1, 1)
+    assert "reward/mean" not in hard
+    assert run.events.count("lend r1") == run.events.count("back r1") == 2
+    assert evaluation_lines(hard)[0].startswith("evaluation of hard at step 8: reward")
+    await run.evaluations.run(9)
+    assert [r["step"] for r in run.records][3:] == [9, 9]

@@ -152,6 +152,7 @@ def test_evaluations_take_unset_keys_from_sampling_and_stay_greedy(
 
 def test_several_samples_per_prompt_are_sampled_as_in_training(base: str) -> None:
     several = ["sampling.temperature=0.8", "evaluation.samples_per_prompt=4"]
+    several.append("data.evaluation={kind: calculator, split: evaluation}")
     evaluation = load([base], several).evaluation
     assert evaluation is not None
     assert evaluation.sampling.temperature == 0.8
@@ -162,6 +163,29 @@ def test_several_samples_per_prompt_are_sampled_as_in_training(base: str) -> Non
     assert len(found) == 1
     assert "evaluation.sampling.temperature" in found[0]
     assert "samples_per_prompt=4" in found[0]
+
+
+def test_evaluation_sets_take_unset_keys_from_the_evaluation(base: str, tmp_path: Path) -> None:
+    sets = """
+    evaluation:
+      every_steps: 10
+      sampling: {top_k: 5}
+      sets:
+        - {name: hard, data: {kind: calculator, seed: 2}, samples_per_prompt: 4}
+        - {name: easy, data: {kind: calculator}, every_steps: 2, sampling: {temperature: 0.5}}
+    """
+    config = load([base, write(tmp_path, sets, name="sets.yaml")], ["sampling.temperature=0.8"])
+    assert config.evaluation is not None
+    hard, easy = config.evaluation.sets
+    assert (hard.every_steps, easy.every_steps) == (10, 2)
+    assert (hard.sampling.temperature, easy.sampling.temperature) == (0.8, 0.5)
+    assert (hard.sampling.top_k, easy.samples_per_prompt) == (5, 1)
+    assert [part.name for part in config.held_out] == ["hard", "easy"]
+    saved = write(tmp_path, resolved_yaml(config), name="saved.yaml")
+    assert load([saved], []).evaluation == config.evaluation
+    found = problems([base, str(tmp_path / "sets.yaml")], ["evaluation.sets.1.name=hard"])
+    assert len(found) == 1
+    assert "evaluation.sets.1.name" in found[0]
 
 
 def test_another_kind_of_file_is_one_problem_that_says_what_to_do(

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from episodes import make_trajectory
 from run_directories import make_record, write_lines, write_run
 
+from raylearner.observability.transcripts import write
 from raylearner.observability.viewer.index import Index
 from raylearner.observability.viewer.query import Filters
 from raylearner.observability.viewer.series import Series
@@ -181,3 +183,17 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     series.refresh()
     assert series.points("a", 2) == ([500, 1000], [250.5, 750.5])
     assert len(series.points("a", 300)[0]) == 250
+
+
+def test_samples_of_a_prompt_are_a_group_within_their_evaluation_set(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluations"
+    samples = [make_trajectory(prompt_id="p", sample_index=i, reward=float(i)) for i in (0, 1)]
+    write(folder, 4, samples)
+    write(folder, 4, [make_trajectory(prompt_id="p", reward=0.5)], evaluation_set="hard")
+    index = Index(tmp_path, Series(tmp_path / "metrics.jsonl"))
+    index.refresh("evaluation", 4)
+    total, groups = index.groups(Filters(kind="evaluation"), **ALL)
+    means = {group["group_key"]: (group["mean"], len(group["members"])) for group in groups}
+    assert (total, means) == (2, {"p": (0.5, 2), "hard/p": (0.5, 1)})
+    assert {group["source"] for group in groups} == {"default", "hard/default"}
+    index.close()

@@ -286,10 +286,11 @@ def _fields(record: Record, kind: str, version: int | None) -> tuple[object, ...
     prompt, turns = str(record.get("prompt") or ""), record["turns"]
     text = str(record.get("text") or "")
     key = record.get("prompt_id") if kind == "evaluation" else record.get("group_id")
+    start = f"{record['evaluation_set']}/" if record.get("evaluation_set") else ""
     error = record.get("error")
     tools = sorted({str(turn["tool"]) for turn in turns if turn.get("tool")})
     return (
-        str(key),
+        f"{start}{key}",
         _integer(record.get("sample_index")),
         _integer(record.get("segment")),
         question(prompt)[:MAX_QUESTION_CHARACTERS],
@@ -302,7 +303,7 @@ def _fields(record: Record, kind: str, version: int | None) -> tuple[object, ...
         None if error is None else str(error),
         None if error is None else str(error).partition(":")[0][:80],
         _staleness(record, version),
-        str(record.get("source") or ""),
+        f"{start}{record.get('source') or ''}",
         ", ".join(tools),
         largest_gap(record),
         len(record.get("images") or ()),

@@ -11,7 +11,7 @@ import {MODES, MODE_TERMS, gapOf, isPlace, legend, tokens} from "./tokens.js";
 export async function trajectoryPage(main, {id, step, line, query, signal, setKeys}) {
   const kind = query.get("kind") === "evaluation" ? "evaluation" : "training";
   const t = await get("trajectory", {run: id, step, line, kind}, signal);
-  const group = await get("group", {run: id, step, kind, group: String(kind === "evaluation" ? t.prompt_id : t.group_id)}, signal);
+  const group = await get("group", {run: id, step, kind, group: String(kind === "evaluation" ? (t.evaluation_set ? `${t.evaluation_set}/` : "") + t.prompt_id : t.group_id)}, signal);
   t.run = id;
   t.kind = kind;
   t.largest_advantage = Math.max(...group.members.map(member => Math.abs(member.advantage ?? 0)), 1e-9);
