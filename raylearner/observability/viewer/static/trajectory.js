@@ -64,7 +64,7 @@ export function facts(t) {
   return h("section", {}, h("table.facts", {}, row("reward", h("b", {}, number(t.reward))), parts.map(([name, value]) => h("tr.inner", {}, h("th", {}, name), h("td", {}, number(value)))),
     row("advantage", number(t.advantage)), row("stop reason", t.stop_reason), row("answer", t.given_answer), row("reference", t.answer, "reference answer"), row("source", t.source), h("tr", {}, h("th", {}, "prompt"), h("td.wrap", {}, t.prompt_id)),
     row("policy version", t.min_policy_version === t.max_policy_version ? number(t.min_policy_version) : `${t.min_policy_version} to ${t.max_policy_version}`),
-    row("tokens", `${number(t.token_ids.length)}, ${number(t.loss_mask.filter(Boolean).length)} sampled, ${number(t.train_mask.filter(Boolean).length)} train`),
+    row("tokens", `${number(t.token_ids.length)}, ${number(t.loss_mask.filter(Boolean).length)} sampled${t.kind === "training" ? `, ${number(t.train_mask.filter(Boolean).length)} train` : ""}`),
     gaps.length ? row("gap", `mean ${number(gaps.reduce((a, b) => a + b, 0) / gaps.length, 3)}, largest ${number(gaps.reduce((a, b) => Math.max(a, b)), 3)}`) : null,
     row("duration", t.duration_s === undefined ? null : duration(t.duration_s)), t.segment ? row("segment", t.segment) : null, t.attempt ? row("attempt", t.attempt) : null, t.shown?.length ? row("pages shown", t.shown.join(", ")) : null,
     columns.map(([name, value]) => h("tr", {}, h("th", {}, name), h("td.wrap", {}, value ?? "–")))),
