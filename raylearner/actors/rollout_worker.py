@@ -132,10 +132,12 @@ class RolloutWorker:
         ends_at = asyncio.get_running_loop().time() + time_limit_s
 
         async def play_one(claim: Claim) -> Episode:
+            is_drawn = self._is_seeded and not sampling.is_greedy
+            own = replace(sampling, seed=claim.seed) if is_drawn else sampling
             limit = asyncio.timeout_at(ends_at)
             try:
                 async with limit, slots:
-                    return await play_episode(self._kit, claim, sampling)
+                    return await play_episode(self._kit, claim, own)
             except TimeoutError:
                 if not limit.expired():
                     raise

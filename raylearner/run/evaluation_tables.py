@@ -16,7 +16,7 @@ COLUMNS = {
     "reward/mean_without_failed": "without failed",
     "num_prompts": "prompts",
     "errors": "failed",
-    "unfinished": "unfinished",
+    "unfinished": "not ended",
     "turns/mean": "turns",
     "sampled_tokens/mean": "tokens",
 }
@@ -57,7 +57,7 @@ def _by_source(
 ) -> Table:
     table = _start(title, ("source", *columns.values()))
     for source, prefix in rows.items():
-        table.add_row(Text(source), *(_cell(record.get(f"{prefix}{key}")) for key in columns))
+        table.add_row(Text(source), *(_cell(record.get(f"{prefix}{key}"), key) for key in columns))
     return table
 
 
@@ -74,9 +74,10 @@ def _by_function(
 def _start(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
-        table.add_column(Text(name), justify="right" if index else "left")
+        table.add_column(Text(name), justify="right" if index else "left", overflow="fold")
     return table
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _cell(value: float | None, key: str = "") -> str:
+    digits = 2 if key.endswith("standard_error") else 4
+    return "-" if value is None else f"{value:.{digits}g}"

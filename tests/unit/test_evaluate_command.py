@@ -48,6 +48,7 @@ def make_record() -> dict[str, Any]:
         values = {"num_prompts": 4, "errors": 0, "turns/mean": 1.5, "sampled_tokens/mean": 7.0}
         record |= {f"{prefix}{key}": value for key, value in values.items()}
         record[f"{prefix}reward/mean"] = reward
+        record[f"{prefix}reward/standard_error"] = 0.0668153
     return record
 
 
@@ -66,7 +67,7 @@ def test_the_table_has_a_row_for_each_source() -> None:
     assert [row[0] for row in rows] == ["all", "code", "math"]
     assert [row[1] for row in rows] == ["0.5", "-", "0.25"]
     head = "\n".join(lines).split("all")[0]
-    assert all(name in head for name in ("reward", "without", "failed", "unfinished", "tokens"))
+    assert all(name in head for name in ("reward", "without", "failed", "ended", "tokens"))
 
 
 def test_several_samples_and_several_functions_have_tables() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,12 @@ def make_stage(folder: Path, script: Script) -> EpisodeKit:
 
 
 def make_worker(
-    kit: EpisodeKit, replay: Any, *, actor_id: str = "a", num_slots: int = 4
+    kit: EpisodeKit,
+    replay: Any,
+    *,
+    actor_id: str = "a",
+    num_slots: int = 4,
+    is_seeded: bool = False,
 ) -> RolloutWorker:
     return RolloutWorker(
         actor_id=actor_id,
@@ -101,6 +107,7 @@ def make_worker(
         max_concurrent_episodes=num_slots,
         claim=replay.claim,
         exchange=replay.exchange,
+        is_seeded=is_seeded,
     )
 
 
@@ -242,6 +249,19 @@ async def test_an_evaluation_aborts_episodes_at_its_time_limit(tokenizer_folder:
     played = await worker.evaluate(claims(PROMPTS[:8]), Sampling(max_tokens=4), 2.0)
     assert len({t.prompt_id for t in played}) == 6
     assert script.num_cancelled == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_samples_of_a_prompt_differ_unless_they_are_greedy(
+    tokenizer_folder: Path, temperature: float
+) -> None:
+    kit = make_stage(tokenizer_folder, RandomTokens(vocab_size=60, max_tokens=8))
+    worker = make_worker(kit, Replay(), is_seeded=True)
+    asked = [replace(claims(PROMPTS[:1])[0], sample_index=i, seed=i) for i in range(4)]
+    played = await worker.evaluate(asked, Sampling(max_tokens=8, temperature=temperature), 60.0)
+    assert {t.sample_index for t in played} == {0, 1, 2, 3}
+    num_texts = len({tuple(t.token_ids.tolist()) for t in played})
+    assert num_texts == 1 if temperature == 0 else num_texts > 1
 
 
 async def test_an_abort_ends_the_evaluation(tokenizer_folder: Path) -> None:
