@@ -31,7 +31,7 @@ ONE_ACTOR: dict[str, Any] = {
 def project(tmp_path: Path, model: Path) -> Path:
     """A user's working directory: the package and a configuration."""
     shutil.copytree(ROOT / "raylearner", tmp_path / "raylearner")
-    shutil.copy(ROOT / "tests" / "support" / "faults.py", tmp_path / "faults.py")
+    shutil.copy(ROOT / "benchmarks" / "faults" / "scripts.py", tmp_path / "faults.py")
     (tmp_path / "run.yaml").write_text(
         yaml.safe_dump(merged(SCRIPTED, ONE_ACTOR | {"model": pretrained(model)}))
     )
@@ -140,18 +140,18 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
                 "key": "actors.engine.script",
                 "values": [
                     "raylearner.actors.engines.scripted:RandomTokens",
-                    "benchmarks.faults.scripts:NeverStarts",
+                    "faults:NeverStarts",
                 ],
             },
             {"key": "learner.learning_rate", "values": [1e-3, 1e-2, 1e-1]},
         ],
         "exclude": [
             {
-                "actors.engine.script": "benchmarks.faults.scripts:NeverStarts",
+                "actors.engine.script": "faults:NeverStarts",
                 "learner.learning_rate": 1e-2,
             },
             {
-                "actors.engine.script": "benchmarks.faults.scripts:NeverStarts",
+                "actors.engine.script": "faults:NeverStarts",
                 "learner.learning_rate": 1e-1,
             },
         ],
@@ -165,7 +165,7 @@ def test_a_sweep_of_four_goes_on_without_the_one_that_fails(
         found = list(csv.DictReader(file))
     assert [row["status"] for row in found] == ["done", "done", "done", "failed"]
     assert [row["attempts"] for row in found] == ["1", "1", "1", "2"]
-    assert "benchmarks.faults.scripts:NeverStarts" in found[3]["error"]
+    assert "faults:NeverStarts" in found[3]["error"]
     assert all(0 <= float(row["value"]) <= 1 for row in found[:3])
     assert len(list((folder / "plots").glob("*.png"))) == 2
     states = json.loads((folder / "sweep.json").read_text())["trials"]
