@@ -100,7 +100,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         episode_advantages("grpo", torch.zeros(3), torch.zeros(4, dtype=torch.int64))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2)), min_size=1, max_size=12))
 def test_order_and_names_of_groups_do_not_matter(members: list[tuple[int, int]]) -> None:
     groups = torch.tensor([group for group, _ in members])

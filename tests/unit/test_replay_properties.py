@@ -367,7 +367,6 @@ TestReplay = ReplayMachine.TestCase
 TestReplay.settings = settings(
     max_examples=60,
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
