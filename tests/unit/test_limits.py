@@ -117,6 +117,7 @@ class Episode:
 
     stop_reason = StopReason.ANSWER
     error = None
+    source = "questions"
 
     def __init__(self, metrics: dict[str, float], error: str | None = None) -> None:
         self.metrics = metrics

@@ -24,7 +24,7 @@ from raylearner.run.processes import Finding
 from raylearner.run.watchdog import Role, Watchdog, describe_stall
 
 NAME = types.SimpleNamespace
-LIMIT_S = 0.1
+LIMIT_S = 0.25
 
 
 async def never(*_: object, **__: object) -> None:
@@ -258,6 +258,7 @@ class Run:
             waiting=lambda _: nullcontext(),
             spans=lambda _: None,
             rewind=lambda _: None,
+            evaluation_trajectories=lambda *_: None,
         )
         tracer: Any = NAME(span=lambda *_, **__: nullcontext(), drain=list)
         self.controller = Controller(
