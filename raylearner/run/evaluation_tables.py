@@ -21,6 +21,8 @@ COLUMNS = {
     "sampled_tokens/mean": "tokens",
 }
 """Numbers of an evaluation, and their names in the table."""
+WITHOUT_FAULTS = {"reward/mean_without_failed": "errors", "unfinished": "unfinished"}
+"""Columns that are left out where none of these episodes exist."""
 MAX_PASSES = 6
 """Maximum number of columns for pass@k, the largest k last."""
 
@@ -32,7 +34,9 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
     title, record = _title(record), without_set(record)
     sources = sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
     rows = {"all": "", **{source: f"{source}/" for source in sources}}
-    tables = [_by_source(record, rows, COLUMNS, title)]
+    left_out = [key for key, count in WITHOUT_FAULTS.items() if not record.get(count)]
+    columns = {key: name for key, name in COLUMNS.items() if key not in left_out}
+    tables = [_by_source(record, rows, columns, title)]
     passes = [key for key in record if re.fullmatch(r"pass@\d+", key)][-MAX_PASSES:]
     votes = [key for key in record if re.fullmatch(r"majority@\d+", key)]
     if passes:

@@ -67,7 +67,14 @@ def test_the_table_has_a_row_for_each_source() -> None:
     assert [row[0] for row in rows] == ["all", "code", "math"]
     assert [row[1] for row in rows] == ["0.5", "-", "0.25"]
     head = "\n".join(lines).split("all")[0]
-    assert all(name in head for name in ("reward", "without", "failed", "ended", "tokens"))
+    assert all(name in head for name in ("reward", "failed", "tokens"))
+    assert "without" not in head
+    assert "ended" not in head
+
+
+def test_the_table_tells_rewards_without_failed_episodes_where_some_failed() -> None:
+    head = "\n".join(printed(make_record() | {"errors": 1, "unfinished": 2})).split("all")[0]
+    assert all(name in head for name in ("without", "failed", "ended"))
 
 
 def test_several_samples_and_several_functions_have_tables() -> None:
