@@ -175,9 +175,8 @@ def _lines(segments: Sequence[Trajectory], rewards: RewardSection) -> list[str]:
                 lines.append(f"play: {where}{source}: {_shown(turn.reply)}")
     last = segments[-1]
     lines.append(f"play: ended with {last.stop_reason}")
-    lines += [
-        f"play: logged {n}: {_shown(str(v))}" for n, v in (last.metrics | last.columns).items()
-    ]
+    logged = {**last.metrics, **last.columns}
+    lines += [f"play: logged {name}: {_shown(str(value))}" for name, value in logged.items()]
     for name, value in last.rewards.items():
         weight = rewards.weights.get(name, 1.0)
         lines.append(f"play: reward {name}: {value}{f', weight {weight}' * (weight != 1.0)}")
