@@ -55,11 +55,14 @@ TOPICS = [
 ]
 
 
-def length_reward(episode: EpisodeView) -> float:
+def length_score(text: str, wanted: str | None) -> float:
     """1 at the number of words asked for, falling with the ratio between asked and written."""
-    wanted = float(episode.prompt.answer or 1)
-    written = max(1, len(episode.completion.split()))
-    return math.exp(-abs(math.log(written / wanted)))
+    written = max(1, len(text.split()))
+    return math.exp(-abs(math.log(written / float(wanted or 1))))
+
+
+def length_reward(episode: EpisodeView) -> float:
+    return length_score(episode.completion, episode.prompt.answer)
 
 
 def write_prompts(path: Path, *, num_prompts: int, shortest: int, longest: int) -> Path:

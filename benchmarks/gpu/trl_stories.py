@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu.common import ROOT, Result, end, environment, mean, parser, visible_gpus
-from benchmarks.stories import write_prompts
+from benchmarks.stories import length_score, write_prompts
 
 PER_STEP = 64
 GROUP = 8
@@ -36,8 +36,6 @@ def train(arguments: Any) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from benchmarks.stories import length_reward
-
     cpu = arguments.cpu
     ranks = int(os.environ["WORLD_SIZE"])
     longest = 64 if cpu else 1024
@@ -49,7 +47,7 @@ def train(arguments: Any) -> None:
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         return [
-            length_reward(_Episode(texts[0]["content"], wanted))  # type: ignore[arg-type]
+            length_score(texts[0]["content"], wanted)
             for texts, wanted in zip(completions, answer, strict=True)
         ]
 
@@ -110,15 +108,6 @@ def train(arguments: Any) -> None:
     trainer.train()
     if result is not None:
         result.done()
-
-
-class _Episode:
-    """What `length_reward` reads of an episode."""
-
-    def __init__(self, completion: str, answer: str) -> None:
-        self.completion = completion
-        self.prompt = self
-        self.answer = answer
 
 
 def numbers(logs: dict[str, Any]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The converted configuration: values by dotted key with their origin, written as YAML with comments."""
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class Draft:
     def set(self, key: str, value: Any, origin: str = "", *, decide: str = "") -> None:
         """Set a key; a later value replaces an earlier one."""
         self.entries[key] = Entry(value, origin, decide)
+
+    def copy(self, key: str, read: Callable[[str], Any], origin: str) -> None:
+        """Set a key to what `read` returns for the project's own key."""
+        self.set(key, read(origin), origin)
 
     def get(self, key: str, default: Any = None) -> Any:
         entry = self.entries.get(key)

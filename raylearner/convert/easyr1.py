@@ -36,16 +36,14 @@ def convert(s: Settings) -> Draft:
     draft.set("sampling.max_turn_tokens", response, "data.max_response_length")
     if s.whole(f"{ROLLOUT}.limit_images") > 0:
         key = f"{ROLLOUT}.limit_images"
-        draft.set("renderer.images.max_images", s.whole(key), key)
+        draft.copy("renderer.images.max_images", s.whole, key)
     _sampling(s, draft)
     _rewards(s, draft)
     _engine(s, draft)
     _objective(s, draft)
     _optimizer(s, draft)
     if "wandb" in s.listed("trainer.logger"):
-        draft.set(
-            "observability.wandb.project", s.text("trainer.project_name"), "trainer.project_name"
-        )
+        draft.copy("observability.wandb.project", s.text, "trainer.project_name")
     return draft
 
 
@@ -74,7 +72,7 @@ def _data(s: Settings, draft: Draft) -> None:
     draft.set("model.kind", "pretrained")
     key = f"{MODEL}.model_path"
     if s.has(key):
-        draft.set("model.path", s.text(key), key)
+        draft.copy("model.path", s.text, key)
     else:
         draft.set("model.path", "MODEL", decide="name the model: a directory or a hub id.")
     train = _sources(s, "data.train_files")
@@ -127,7 +125,7 @@ def _run(s: Settings, draft: Draft) -> None:
         "run.name", verl.run_name(s.text("trainer.experiment_name")), "trainer.experiment_name"
     )
     if s.has("trainer.max_steps"):
-        draft.set("run.num_steps", s.whole("trainer.max_steps"), "trainer.max_steps")
+        draft.copy("run.num_steps", s.whole, "trainer.max_steps")
     else:
         epochs = s.whole("trainer.total_epochs")
         verl.set_epochs(draft, epochs, _sources(s, "data.train_files"), "trainer.total_epochs")
@@ -135,11 +133,11 @@ def _run(s: Settings, draft: Draft) -> None:
         "run.checkpoint_every_steps", max(s.whole("trainer.save_freq"), 0), "trainer.save_freq"
     )
     if s.whole("trainer.save_limit") > 0:
-        draft.set("run.keep_last", s.whole("trainer.save_limit"), "trainer.save_limit")
+        draft.copy("run.keep_last", s.whole, "trainer.save_limit")
 
 
 def _sampling(s: Settings, draft: Draft) -> None:
-    draft.set("sampling.temperature", s.number(f"{ROLLOUT}.temperature"), f"{ROLLOUT}.temperature")
+    draft.copy("sampling.temperature", s.number, f"{ROLLOUT}.temperature")
     verl.set_truncation(s, draft, ROLLOUT, "sampling")
     if s.flag(f"{ROLLOUT}.ignore_eos"):
         draft.set("sampling.extra_arguments", {"ignore_eos": True}, f"{ROLLOUT}.ignore_eos")
@@ -151,7 +149,7 @@ def _sampling(s: Settings, draft: Draft) -> None:
         temperature = s.number(f"{ROLLOUT}.temperature")
     draft.set("evaluation.sampling.temperature", temperature, f"{key}.temperature")
     if s.has(f"{key}.top_p"):
-        draft.set("evaluation.sampling.top_p", s.number(f"{key}.top_p"), f"{key}.top_p")
+        draft.copy("evaluation.sampling.top_p", s.number, f"{key}.top_p")
     if s.has(f"{key}.top_k"):
         draft.set("evaluation.sampling.top_k", max(s.whole(f"{key}.top_k"), 0), f"{key}.top_k")
     verl.set_samples(s, draft, f"{key}.n", is_greedy=not temperature)
@@ -212,16 +210,16 @@ def _objective(s: Settings, draft: Draft) -> None:
     if kind in IN_GROUP and draft.get("replay.group_size") == 1:
         draft.set("learner.advantage.group_of_one", "raw")
     if kind in ("gae", "reinforce_plus_plus"):
-        draft.set("learner.advantage.gamma", s.number("algorithm.gamma"), "algorithm.gamma")
+        draft.copy("learner.advantage.gamma", s.number, "algorithm.gamma")
     if kind == "remax":
         draft.set("replay.play_greedy", True)
     if kind == "gae":
-        draft.set("learner.advantage.lam", s.number("algorithm.lam"), "algorithm.lam")
+        draft.copy("learner.advantage.lam", s.number, "algorithm.lam")
         _critic(s, draft)
     _loss(s, draft)
     mode = s.text(f"{ACTOR}.loss_avg_mode")
     draft.set("learner.aggregation", AGGREGATIONS.get(mode, "token_mean"), f"{ACTOR}.loss_avg_mode")
-    draft.set("learner.num_epochs", s.whole(f"{ACTOR}.ppo_epochs"), f"{ACTOR}.ppo_epochs")
+    draft.copy("learner.num_epochs", s.whole, f"{ACTOR}.ppo_epochs")
     if not s.flag("algorithm.disable_kl"):
         place = "loss" if s.flag("algorithm.use_kl_loss") else "reward"
         uses_lora = s.whole(f"{MODEL}.lora.rank") > 0
@@ -236,11 +234,7 @@ def _objective(s: Settings, draft: Draft) -> None:
         )
         if s.text("algorithm.kl_type") == "adaptive" and place == "reward" and coefficient:
             draft.set("learner.kl.controller.kind", "adaptive", "algorithm.kl_type")
-            draft.set(
-                "learner.kl.controller.target",
-                s.number("algorithm.kl_target"),
-                "algorithm.kl_target",
-            )
+            draft.copy("learner.kl.controller.target", s.number, "algorithm.kl_target")
             horizon = s.number("algorithm.kl_horizon")
             draft.set("learner.kl.controller.horizon", horizon, "algorithm.kl_horizon")
     if s.flag("algorithm.online_filtering"):
@@ -268,9 +262,7 @@ def _critic(s: Settings, draft: Draft) -> None:
     if path is not None and path != s.value(f"{MODEL}.model_path"):
         draft.set("learner.critic.path", str(path), "worker.critic.model.model_path")
     if s.whole("trainer.critic_warmup") > 0:
-        draft.set(
-            "learner.critic.warmup_steps", s.whole("trainer.critic_warmup"), "trainer.critic_warmup"
-        )
+        draft.copy("learner.critic.warmup_steps", s.whole, "trainer.critic_warmup")
 
 
 def _loss(s: Settings, draft: Draft) -> None:
@@ -289,27 +281,19 @@ def _loss(s: Settings, draft: Draft) -> None:
             )
             draft.set("learner.loss.ratio_max", round(1 + high, 9), f"1 + {ACTOR}.clip_ratio_high")
         case "sapo":
-            draft.set(
-                "learner.loss.tau_positive",
-                s.number(f"{ACTOR}.tau_positive"),
-                f"{ACTOR}.tau_positive",
-            )
-            draft.set(
-                "learner.loss.tau_negative",
-                s.number(f"{ACTOR}.tau_negative"),
-                f"{ACTOR}.tau_negative",
-            )
+            draft.copy("learner.loss.tau_positive", s.number, f"{ACTOR}.tau_positive")
+            draft.copy("learner.loss.tau_negative", s.number, f"{ACTOR}.tau_negative")
         case _:
             draft.set("learner.loss.clip_low", low, f"{ACTOR}.clip_ratio_low")
             draft.set("learner.loss.clip_high", high, f"{ACTOR}.clip_ratio_high")
     if kind in ("ppo", None):
         key = f"{ACTOR}.clip_ratio_dual"
-        draft.set("learner.loss.dual_clip", s.number(key), key)
+        draft.copy("learner.loss.dual_clip", s.number, key)
 
 
 def _optimizer(s: Settings, draft: Draft) -> None:
     optim = f"{ACTOR}.optim"
-    draft.set("learner.learning_rate", s.number(f"{optim}.lr"), f"{optim}.lr")
+    draft.copy("learner.learning_rate", s.number, f"{optim}.lr")
     updates = draft.get("learner.num_mini_batches") * s.whole(f"{ACTOR}.ppo_epochs")
     key = f"{optim}.lr_warmup_steps"
     steps = s.whole(key) if s.has(key) else 0
@@ -320,8 +304,8 @@ def _optimizer(s: Settings, draft: Draft) -> None:
         draft.set("learner.warmup_steps", steps * updates, f"{key}, in updates")
     if s.text(f"{optim}.lr_scheduler_type") == "cosine":
         draft.set("learner.schedule", "cosine", f"{optim}.lr_scheduler_type")
-    draft.set("learner.weight_decay", s.number(f"{optim}.weight_decay"), f"{optim}.weight_decay")
-    draft.set("learner.max_grad_norm", s.number(f"{ACTOR}.max_grad_norm"), f"{ACTOR}.max_grad_norm")
+    draft.copy("learner.weight_decay", s.number, f"{optim}.weight_decay")
+    draft.copy("learner.max_grad_norm", s.number, f"{ACTOR}.max_grad_norm")
     if s.flag(f"{MODEL}.enable_gradient_checkpointing"):
         key = f"{MODEL}.enable_gradient_checkpointing"
         draft.set("learner.activation_checkpointing", "full", key)
@@ -332,8 +316,8 @@ def _optimizer(s: Settings, draft: Draft) -> None:
     if s.flag(f"{MODEL}.freeze_vision_tower"):
         draft.set("learner.vision_tower", "frozen", f"{MODEL}.freeze_vision_tower")
     if s.whole(f"{MODEL}.lora.rank") > 0:
-        draft.set("learner.lora.rank", s.whole(f"{MODEL}.lora.rank"), f"{MODEL}.lora.rank")
-        draft.set("learner.lora.alpha", s.number(f"{MODEL}.lora.alpha"), f"{MODEL}.lora.alpha")
+        draft.copy("learner.lora.rank", s.whole, f"{MODEL}.lora.rank")
+        draft.copy("learner.lora.alpha", s.number, f"{MODEL}.lora.alpha")
         modules = s.text(f"{MODEL}.lora.target_modules")
         value = (
             modules if modules == "all-linear" else [part.strip() for part in modules.split(",")]

@@ -58,7 +58,7 @@ def _limits_of_data(s: Settings, draft: Draft) -> None:
         for source in draft.get("data.train"):
             source["max_prompts"] = s.whole("data.train_data_num")
     if s.has("data.val_data_num") and draft.get("data.evaluation"):
-        draft.set("evaluation.num_prompts", s.whole("data.val_data_num"), "data.val_data_num")
+        draft.copy("evaluation.num_prompts", s.whole, "data.val_data_num")
 
 
 def _environment(s: Settings, draft: Draft) -> None:

@@ -79,7 +79,7 @@ def _batches(s: Settings, draft: Draft, is_rloo: bool) -> None:
         draft.set("replay.partial_groups", "drop")
     origin = "steps_per_generation / gradient_accumulation_steps"
     verl.set_updates(draft, max(1, steps // max(accumulation, 1)), origin)
-    draft.set("learner.num_epochs", s.whole("num_iterations"), "num_iterations")
+    draft.copy("learner.num_epochs", s.whole, "num_iterations")
     draft.set("replay.max_staleness", 0, decide=verl.SYNCHRONOUS)
 
 
@@ -121,7 +121,7 @@ def _strategy(s: Settings) -> str:
 def _data(s: Settings, draft: Draft) -> None:
     draft.set("model.kind", "pretrained")
     if s.has("model_name_or_path"):
-        draft.set("model.path", s.text("model_name_or_path"), "model_name_or_path")
+        draft.copy("model.path", s.text, "model_name_or_path")
     else:
         draft.set("model.path", "MODEL", decide="name the model: a directory or a hub id.")
     train = _sources(s, s.text("dataset_train_split"))
@@ -140,7 +140,7 @@ def _data(s: Settings, draft: Draft) -> None:
             every = s.whole("eval_steps") if s.has("eval_steps") else 0
             draft.set("evaluation.every_steps", every // updates_per_step(draft), "eval_steps")
             if s.has("eval_on_start"):
-                draft.set("evaluation.before_first_step", s.flag("eval_on_start"), "eval_on_start")
+                draft.copy("evaluation.before_first_step", s.flag, "eval_on_start")
             if s.has("num_generations_eval"):
                 samples = s.whole("num_generations_eval")
                 draft.set("evaluation.samples_per_prompt", samples, "num_generations_eval")
@@ -179,7 +179,7 @@ def _run(s: Settings, draft: Draft) -> None:
         "run.checkpoint_every_steps", every // updates, s.where("save_steps", "save_strategy")
     )
     if s.has("save_total_limit"):
-        draft.set("run.keep_last", s.whole("save_total_limit"), "save_total_limit")
+        draft.copy("run.keep_last", s.whole, "save_total_limit")
 
 
 def _environment(s: Settings, draft: Draft) -> None:
@@ -233,15 +233,15 @@ def _sampling(s: Settings, draft: Draft) -> None:
     arguments = s.below("chat_template_kwargs")
     if arguments:
         draft.set("renderer.chat_template_arguments", arguments, "chat_template_kwargs")
-    draft.set("sampling.temperature", s.number("temperature"), "temperature")
+    draft.copy("sampling.temperature", s.number, "temperature")
     for key, off in (("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
         if s.has(key) and s.number(key) != off:
             draft.set(f"sampling.{key}", s.number(key), key)
     if s.has("top_k") and s.whole("top_k") > 0:
-        draft.set("sampling.top_k", s.whole("top_k"), "top_k")
+        draft.copy("sampling.top_k", s.whole, "top_k")
     for key in ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"):
         if s.has(key):
-            draft.set("sampling.regex", s.text(key), key)
+            draft.copy("sampling.regex", s.text, key)
     extra = s.below("generation_kwargs")
     if extra:
         draft.set("sampling.extra_arguments", extra, "generation_kwargs")
@@ -308,7 +308,7 @@ def _engine(s: Settings, draft: Draft) -> None:
 
 
 def _optimizer(s: Settings, draft: Draft) -> None:
-    draft.set("learner.learning_rate", s.number("learning_rate"), "learning_rate")
+    draft.copy("learner.learning_rate", s.number, "learning_rate")
     updates = updates_per_step(draft) * draft.get("run.num_steps")
     steps, ratio = s.number("warmup_steps"), s.number("warmup_ratio")
     if steps >= 1:
@@ -323,18 +323,18 @@ def _optimizer(s: Settings, draft: Draft) -> None:
             "learner.schedule", f"{schedule!r} is not here; constant, linear and cosine are."
         )
     if s.number("weight_decay"):
-        draft.set("learner.weight_decay", s.number("weight_decay"), "weight_decay")
+        draft.copy("learner.weight_decay", s.number, "weight_decay")
     if s.has("adam_beta1") or s.has("adam_beta2"):
         betas = [s.number("adam_beta1"), s.number("adam_beta2")]
         draft.set("learner.betas", betas, s.where("adam_beta1", "adam_beta2"))
-    draft.set("learner.max_grad_norm", s.number("max_grad_norm"), "max_grad_norm")
+    draft.copy("learner.max_grad_norm", s.number, "max_grad_norm")
     if s.flag("gradient_checkpointing"):
         draft.set("learner.activation_checkpointing", "full", "gradient_checkpointing")
     if s.has("bf16") and not s.flag("bf16"):
         draft.set("learner.compute_dtype", "float32", "bf16")
     if s.flag("use_peft"):
-        draft.set("learner.lora.rank", s.whole("lora_r"), "lora_r")
-        draft.set("learner.lora.alpha", s.number("lora_alpha"), "lora_alpha")
+        draft.copy("learner.lora.rank", s.whole, "lora_r")
+        draft.copy("learner.lora.alpha", s.number, "lora_alpha")
         modules = s.listed("lora_target_modules")
         if modules and modules != ["all-linear"]:
             draft.set("learner.lora.target_modules", modules, "lora_target_modules")

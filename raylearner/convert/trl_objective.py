@@ -35,7 +35,7 @@ def objective(s: Settings, draft: Draft, is_rloo: bool) -> None:
         _loss(s, draft)
         _corrections(s, draft)
         if s.number("entropy_coef"):
-            draft.set("learner.entropy_coefficient", s.number("entropy_coef"), "entropy_coef")
+            draft.copy("learner.entropy_coefficient", s.number, "entropy_coef")
     _kl(s, draft, is_rloo)
     if s.flag("mask_truncated_completions"):
         draft.set("learner.mask_truncated", True, "mask_truncated_completions")
@@ -43,7 +43,7 @@ def objective(s: Settings, draft: Draft, is_rloo: bool) -> None:
 
 def _rloo(s: Settings, draft: Draft) -> None:
     draft.set("learner.advantage.kind", "rloo")
-    draft.set("learner.advantage.normalize", s.flag("normalize_advantages"), "normalize_advantages")
+    draft.copy("learner.advantage.normalize", s.flag, "normalize_advantages")
     draft.set("learner.loss.kind", "sequence_ratio")
     _clips(s, draft)
     if s.has("reward_clip_range"):
@@ -86,16 +86,8 @@ def _loss(s: Settings, draft: Draft) -> None:
             draft.set("learner.loss.ratio_max", high, "epsilon_high")
         case "sapo":
             draft.set("learner.loss.kind", "sapo", "loss_type")
-            draft.set(
-                "learner.loss.tau_positive",
-                s.number("sapo_temperature_pos"),
-                "sapo_temperature_pos",
-            )
-            draft.set(
-                "learner.loss.tau_negative",
-                s.number("sapo_temperature_neg"),
-                "sapo_temperature_neg",
-            )
+            draft.copy("learner.loss.tau_positive", s.number, "sapo_temperature_pos")
+            draft.copy("learner.loss.tau_negative", s.number, "sapo_temperature_neg")
         case "vespo":
             draft.set("learner.loss.kind", "vespo", "loss_type")
             for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
@@ -112,7 +104,7 @@ def _loss(s: Settings, draft: Draft) -> None:
             _clips(s, draft)
             draft.set("learner.loss.dual_clip", None)
             if s.has("delta"):
-                draft.set("learner.loss.delta", s.number("delta"), "delta")
+                draft.copy("learner.loss.delta", s.number, "delta")
     if name == "dr_grpo":
         scale = draft.get("renderer.max_response_tokens")
         draft.set("learner.aggregation_scale", scale, "max_completion_length")
@@ -162,6 +154,4 @@ def _kl(s: Settings, draft: Draft, is_rloo: bool) -> None:
     steps = max(1, s.whole("ref_model_sync_steps") // updates)
     draft.set("learner.kl.reference.kind", "refreshed", "sync_ref_model")
     draft.set("learner.kl.reference.every_steps", steps, "ref_model_sync_steps, in updates")
-    draft.set(
-        "learner.kl.reference.mix", s.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha"
-    )
+    draft.copy("learner.kl.reference.mix", s.number, "ref_model_mixup_alpha")

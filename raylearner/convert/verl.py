@@ -162,11 +162,7 @@ def run(s: Settings, draft: Draft) -> None:
     save = s.whole("trainer.save_freq")
     draft.set("run.checkpoint_every_steps", max(save, 0) * every, "trainer.save_freq")
     if s.has("trainer.max_actor_ckpt_to_keep"):
-        draft.set(
-            "run.keep_last",
-            s.whole("trainer.max_actor_ckpt_to_keep"),
-            "trainer.max_actor_ckpt_to_keep",
-        )
+        draft.copy("run.keep_last", s.whole, "trainer.max_actor_ckpt_to_keep")
 
 
 def run_name(text: str) -> str:
@@ -182,9 +178,7 @@ def _length(s: Settings, draft: Draft) -> None:
         steps = s.whole("rollout.total_rollout_steps") // size
         draft.set("run.num_steps", max(steps, 1), "rollout.total_rollout_steps / groups_per_step")
     elif s.has("trainer.total_training_steps"):
-        draft.set(
-            "run.num_steps", s.whole("trainer.total_training_steps"), "trainer.total_training_steps"
-        )
+        draft.copy("run.num_steps", s.whole, "trainer.total_training_steps")
     else:
         set_epochs(draft, epochs, sources(s, "data.train_files"), "trainer.total_epochs")
 
@@ -277,7 +271,7 @@ def _evaluation(s: Settings, draft: Draft, has_data: bool) -> None:
     if not s.flag("trainer.val_before_train"):
         draft.set("evaluation.before_first_step", False, "trainer.val_before_train")
     if s.whole("data.val_max_samples") > 0:
-        draft.set("evaluation.num_prompts", s.whole("data.val_max_samples"), "data.val_max_samples")
+        draft.copy("evaluation.num_prompts", s.whole, "data.val_max_samples")
     else:
         rows = count_rows(sources(s, "data.val_files"))
         text = "all rows were evaluated; set the number that you need."
@@ -297,7 +291,7 @@ def lengths(s: Settings, draft: Draft) -> None:
 
 def sampling(s: Settings, draft: Draft) -> None:
     """Set temperature and truncation of the distribution, in training and evaluation."""
-    draft.set("sampling.temperature", s.number(f"{ROLLOUT}.temperature"), f"{ROLLOUT}.temperature")
+    draft.copy("sampling.temperature", s.number, f"{ROLLOUT}.temperature")
     set_truncation(s, draft, ROLLOUT, "sampling")
     if s.flag(f"{ROLLOUT}.ignore_eos"):
         draft.set("sampling.extra_arguments", {"ignore_eos": True}, f"{ROLLOUT}.ignore_eos")
@@ -305,9 +299,7 @@ def sampling(s: Settings, draft: Draft) -> None:
         return
     key = f"{ROLLOUT}.val_kwargs"
     if s.flag(f"{key}.do_sample"):
-        draft.set(
-            "evaluation.sampling.temperature", s.number(f"{key}.temperature"), f"{key}.temperature"
-        )
+        draft.copy("evaluation.sampling.temperature", s.number, f"{key}.temperature")
         set_truncation(s, draft, key, "evaluation.sampling", is_needed=True)
     set_samples(s, draft, f"{key}.n", is_greedy=not s.flag(f"{key}.do_sample"))
 
@@ -315,7 +307,7 @@ def sampling(s: Settings, draft: Draft) -> None:
 def set_samples(s: Settings, draft: Draft, key: str, *, is_greedy: bool) -> None:
     """Set the number of samples of each held-out prompt, of which greedy sampling needs only one."""
     if s.whole(key) > 1 and not is_greedy:
-        draft.set("evaluation.samples_per_prompt", s.whole(key), key)
+        draft.copy("evaluation.samples_per_prompt", s.whole, key)
 
 
 def set_truncation(
@@ -332,6 +324,4 @@ def set_truncation(
 def observability(s: Settings, draft: Draft) -> None:
     """Set trackers."""
     if s.has("trainer.logger") and "wandb" in s.listed("trainer.logger"):
-        draft.set(
-            "observability.wandb.project", s.text("trainer.project_name"), "trainer.project_name"
-        )
+        draft.copy("observability.wandb.project", s.text, "trainer.project_name")

@@ -37,7 +37,7 @@ def engine(s: Settings, draft: Draft) -> None:
     )
     length = s.whole(f"{ROLLOUT}.max_model_len") if s.has(f"{ROLLOUT}.max_model_len") else 0
     draft.set("actors.engine.kind", "vllm")
-    draft.set("actors.engine.dtype", s.text(f"{ROLLOUT}.dtype"), f"{ROLLOUT}.dtype")
+    draft.copy("actors.engine.dtype", s.text, f"{ROLLOUT}.dtype")
     draft.set(
         "actors.engine.max_model_tokens", max(length, prompt + response), f"{ROLLOUT}.max_model_len"
     )
@@ -84,7 +84,7 @@ def placement(s: Settings, draft: Draft) -> None:
         )
         memory = f"{ROLLOUT}.gpu_memory_utilization"
         if s.has(memory):
-            draft.set("actors.engine.memory_fraction", s.number(memory), memory)
+            draft.copy("actors.engine.memory_fraction", s.number, memory)
         return
     is_given = s.has(f"{ROLLOUT}.tensor_model_parallel_size")
     uses_lora = s.whole(f"{MODEL}.lora_rank") > 0
@@ -117,16 +117,16 @@ def place(draft: Draft, gpus: int, tensor: int, origin: str, *, needs_own: bool)
 def optimizer(s: Settings, draft: Draft) -> None:
     """Set optimizer, schedule, memory and adapters of the learner."""
     optim, fsdp = f"{ACTOR}.optim", f"{ACTOR}.fsdp_config"
-    draft.set("learner.learning_rate", s.number(f"{optim}.lr"), f"{optim}.lr")
+    draft.copy("learner.learning_rate", s.number, f"{optim}.lr")
     _warmup(s, draft, optim)
     for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style"):
         key = f"{optim}.{name}"
         if s.has(key) and s.text(key) in ("cosine", "linear"):
-            draft.set("learner.schedule", s.text(key), key)
-    draft.set("learner.weight_decay", s.number(f"{optim}.weight_decay"), f"{optim}.weight_decay")
+            draft.copy("learner.schedule", s.text, key)
+    draft.copy("learner.weight_decay", s.number, f"{optim}.weight_decay")
     if s.has(f"{optim}.betas"):
-        draft.set("learner.betas", s.value(f"{optim}.betas"), f"{optim}.betas")
-    draft.set("learner.max_grad_norm", s.number(f"{ACTOR}.grad_clip"), f"{ACTOR}.grad_clip")
+        draft.copy("learner.betas", s.value, f"{optim}.betas")
+    draft.copy("learner.max_grad_norm", s.number, f"{ACTOR}.grad_clip")
     if s.flag(f"{MODEL}.enable_gradient_checkpointing"):
         draft.set(
             "learner.activation_checkpointing", "full", f"{MODEL}.enable_gradient_checkpointing"
@@ -182,11 +182,9 @@ def _lora(s: Settings, draft: Draft) -> None:
     if s.whole(f"{MODEL}.lora_rank") <= 0:
         return
     if s.has(f"{MODEL}.lora_adapter_path"):
-        draft.set(
-            "learner.lora.path", s.text(f"{MODEL}.lora_adapter_path"), f"{MODEL}.lora_adapter_path"
-        )
+        draft.copy("learner.lora.path", s.text, f"{MODEL}.lora_adapter_path")
         return
-    draft.set("learner.lora.rank", s.whole(f"{MODEL}.lora_rank"), f"{MODEL}.lora_rank")
-    draft.set("learner.lora.alpha", s.number(f"{MODEL}.lora_alpha"), f"{MODEL}.lora_alpha")
+    draft.copy("learner.lora.rank", s.whole, f"{MODEL}.lora_rank")
+    draft.copy("learner.lora.alpha", s.number, f"{MODEL}.lora_alpha")
     modules = s.value(f"{MODEL}.target_modules")
     draft.set("learner.lora.target_modules", modules, f"{MODEL}.target_modules")

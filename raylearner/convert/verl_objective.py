@@ -69,10 +69,10 @@ def objective(s: Settings, draft: Draft) -> None:
     aggregation(s, draft)
     proximal(s, draft)
     kl(s, draft)
-    draft.set("learner.num_epochs", s.whole(f"{ACTOR}.ppo_epochs"), f"{ACTOR}.ppo_epochs")
+    draft.copy("learner.num_epochs", s.whole, f"{ACTOR}.ppo_epochs")
     if s.number(f"{ACTOR}.entropy_coeff"):
         key = f"{ACTOR}.entropy_coeff"
-        draft.set("learner.entropy_coefficient", s.number(key), key)
+        draft.copy("learner.entropy_coefficient", s.number, key)
     if s.flag(f"{ALGORITHM}.filter_groups.enable"):
         draft.set("replay.drop_zero_variance", True, f"{ALGORITHM}.filter_groups.enable")
         batches = s.whole(f"{ALGORITHM}.filter_groups.max_num_gen_batches")
@@ -105,7 +105,7 @@ def advantage(s: Settings, draft: Draft) -> None:
     if kind == "grpo" and not s.flag(f"{ALGORITHM}.norm_adv_by_std_in_grpo"):
         draft.set("learner.advantage.normalize", "none", f"{ALGORITHM}.norm_adv_by_std_in_grpo")
     if kind in ("gae", "reinforce_plus_plus"):
-        draft.set("learner.advantage.gamma", s.number(f"{ALGORITHM}.gamma"), f"{ALGORITHM}.gamma")
+        draft.copy("learner.advantage.gamma", s.number, f"{ALGORITHM}.gamma")
     if kind in IN_GROUP and draft.get("replay.group_size") == 1:
         draft.set("learner.advantage.group_of_one", "raw")
     if kind == "remax":
@@ -113,20 +113,16 @@ def advantage(s: Settings, draft: Draft) -> None:
     if kind == "gdpo" and len(draft.get("rewards.functions", [])) < 2:
         draft.decide("learner.advantage.kind", "needs two reward functions or more.")
     if kind == "gae":
-        draft.set("learner.advantage.lam", s.number(f"{ALGORITHM}.lam"), f"{ALGORITHM}.lam")
+        draft.copy("learner.advantage.lam", s.number, f"{ALGORITHM}.lam")
         critic(s, draft)
 
 
 def critic(s: Settings, draft: Draft) -> None:
     """Set the value function."""
-    draft.set("learner.critic.learning_rate", s.number("critic.optim.lr"), "critic.optim.lr")
-    draft.set(
-        "learner.critic.weight_decay",
-        s.number("critic.optim.weight_decay"),
-        "critic.optim.weight_decay",
-    )
-    draft.set("learner.critic.clip", s.number("critic.cliprange_value"), "critic.cliprange_value")
-    draft.set("learner.critic.max_grad_norm", s.number("critic.grad_clip"), "critic.grad_clip")
+    draft.copy("learner.critic.learning_rate", s.number, "critic.optim.lr")
+    draft.copy("learner.critic.weight_decay", s.number, "critic.optim.weight_decay")
+    draft.copy("learner.critic.clip", s.number, "critic.cliprange_value")
+    draft.copy("learner.critic.max_grad_norm", s.number, "critic.grad_clip")
     path = s.value("critic.model.path")
     if path is not None and path != s.value(f"{MODEL}.path"):
         draft.set("learner.critic.path", str(path), "critic.model.path")
@@ -172,41 +168,19 @@ def loss(s: Settings, draft: Draft) -> None:
         case "dppo_tv" | "dppo_kl":
             draft.set("learner.loss.divergence_low", low, low_key)
             draft.set("learner.loss.divergence_high", high, high_key)
-            draft.set(
-                "learner.loss.ratio_cap", s.number(f"{ACTOR}.clip_ratio_c"), f"{ACTOR}.clip_ratio_c"
-            )
+            draft.copy("learner.loss.ratio_cap", s.number, f"{ACTOR}.clip_ratio_c")
         case "sapo":
-            draft.set("learner.loss.tau_positive", s.number(f"{ACTOR}.tau_pos"), f"{ACTOR}.tau_pos")
-            draft.set("learner.loss.tau_negative", s.number(f"{ACTOR}.tau_neg"), f"{ACTOR}.tau_neg")
+            draft.copy("learner.loss.tau_positive", s.number, f"{ACTOR}.tau_pos")
+            draft.copy("learner.loss.tau_negative", s.number, f"{ACTOR}.tau_neg")
         case "kl_cov":
-            draft.set(
-                "learner.loss.top_ratio",
-                s.number(f"{policy}.kl_cov_ratio"),
-                f"{policy}.kl_cov_ratio",
-            )
-            draft.set(
-                "learner.loss.kl_coefficient",
-                s.number(f"{policy}.ppo_kl_coef"),
-                f"{policy}.ppo_kl_coef",
-            )
+            draft.copy("learner.loss.top_ratio", s.number, f"{policy}.kl_cov_ratio")
+            draft.copy("learner.loss.kl_coefficient", s.number, f"{policy}.ppo_kl_coef")
         case _:
             pass
     if kind == "clip_cov":
-        draft.set(
-            "learner.loss.drop_ratio",
-            s.number(f"{policy}.clip_cov_ratio"),
-            f"{policy}.clip_cov_ratio",
-        )
-        draft.set(
-            "learner.loss.covariance_low",
-            s.number(f"{policy}.clip_cov_lb"),
-            f"{policy}.clip_cov_lb",
-        )
-        draft.set(
-            "learner.loss.covariance_high",
-            s.number(f"{policy}.clip_cov_ub"),
-            f"{policy}.clip_cov_ub",
-        )
+        draft.copy("learner.loss.drop_ratio", s.number, f"{policy}.clip_cov_ratio")
+        draft.copy("learner.loss.covariance_low", s.number, f"{policy}.clip_cov_lb")
+        draft.copy("learner.loss.covariance_high", s.number, f"{policy}.clip_cov_ub")
     if kind == "ppo":
         dual = s.value(f"{ACTOR}.clip_ratio_c")
         value = None if dual is None else s.number(f"{ACTOR}.clip_ratio_c")

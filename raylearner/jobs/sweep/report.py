@@ -195,7 +195,9 @@ def _cell(text: str) -> str:
 
 def _trial_row(found: Results, trial: Result) -> dict[str, object]:
     state = trial.state
-    is_over = state.started_at_s is not None and state.finished_at_s is not None
+    seconds = ""
+    if state.started_at_s is not None and state.finished_at_s is not None:
+        seconds = f"{state.finished_at_s - state.started_at_s:.1f}"
     return {
         "trial": trial.number,
         **{key: format_value(trial.values.get(key, "")) for key in found.axes},
@@ -205,7 +207,7 @@ def _trial_row(found: Results, trial: Result) -> dict[str, object]:
         "step": state.step,
         "value": "" if state.value is None else repr(state.value),
         "failed_episodes": f"{state.failed_fraction:.4g}",
-        "seconds": f"{state.finished_at_s - state.started_at_s:.1f}" if is_over else "",  # type: ignore[operator]
+        "seconds": seconds,
         "run_dir": trial.run_dir,
         "job": state.submission_id or "",
         "error": visible(state.error or ""),
@@ -215,12 +217,14 @@ def _trial_row(found: Results, trial: Result) -> dict[str, object]:
 
 def _combination_row(found: Results, combination: Combination) -> dict[str, object]:
     mean, half = combination.mean, half_interval(combination.numbers)
-    has_interval = mean is not None and half is not None
+    low = high = ""
+    if mean is not None and half is not None:
+        low, high = repr(mean - half), repr(mean + half)
     return {
         **{key: format_value(combination.values.get(key, "")) for key in found.axes},
         "mean": "" if mean is None else repr(mean),
-        "low_95": repr(mean - half) if has_interval else "",  # type: ignore[operator]
-        "high_95": repr(mean + half) if has_interval else "",  # type: ignore[operator]
+        "low_95": low,
+        "high_95": high,
         "seeds": len(combination.measured),
         "failed_episodes": f"{combination.failed_fraction:.4g}",
         "trials": " ".join(f"{trial.number:03d}" for trial in combination.trials),
