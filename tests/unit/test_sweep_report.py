@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from minimal import MINIMAL
 from rows import write_jsonl
 from typer.testing import CliRunner
 
+import raylearner
 from raylearner import cli
 from raylearner.config.loader import load
 from raylearner.config.report import resolved_yaml
@@ -290,3 +292,11 @@ def test_a_sweep_without_results_and_one_of_another_version_are_refused(folder: 
     with pytest.raises(ConfigError, match="another version"):
         results.read(folder)
     assert len(results.read(make(folder).folder).trials) == len(state.trials)
+
+
+def test_page_and_report_have_the_same_quantiles() -> None:
+    page = Path(raylearner.__file__).parent / "observability/viewer/static/statistics.js"
+    found = re.search(r"const T_95 = \[(.*?)\], T_95_OF_MANY = (.*?);", page.read_text())
+    assert found is not None
+    assert tuple(float(number) for number in found[1].split(",")) == results.T_95
+    assert float(found[2]) == results.T_95_OF_MANY
