@@ -125,10 +125,15 @@ def without_set(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(start): value for key, value in record.items()}
 
 
+def sources_of(record: Mapping[str, Any]) -> list[str]:
+    """Return the data sources of a row of eval.jsonl, without the name of its set."""
+    return sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
+
+
 def evaluation_lines(record: Mapping[str, Any]) -> list[str]:
     """Return a line for an evaluation, and one for each data source where there are several."""
     name, record = record.get("set"), without_set(record)
-    sources = sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
+    sources = sources_of(record)
     named = [("", "")] + [(s, f"{s}/") for s in sources if len(sources) > 1]
     lines: list[str] = []
     for source, prefix in named:

@@ -164,15 +164,10 @@ class Evaluator:
         # Samples of a prompt stay together, so that their engine computes it once.
         bounds = [len(claims) * i // len(actors) for i in range(len(actors) + 1)]
         shares = [claims[start:end] for start, end in pairwise(bounds)]
-        results = await asyncio.gather(
-            *(
-                ask(call, share)
-                for call, share in zip(actors.values(), shares, strict=True)
-                if share
-            ),
-            return_exceptions=True,
-        )
         asked = [(actor_id, share) for actor_id, share in zip(actors, shares, strict=True) if share]
+        results = await asyncio.gather(
+            *(ask(actors[actor_id], share) for actor_id, share in asked), return_exceptions=True
+        )
         played: list[Trajectory] = []
         left: list[Claim] = []
         for (actor_id, share), result in zip(asked, results, strict=True):

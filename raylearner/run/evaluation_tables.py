@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from raylearner.observability.lines import without_set
+from raylearner.observability.lines import sources_of, without_set
 
 COLUMNS = {
     "reward/mean": "reward",
@@ -32,8 +32,7 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
     pass@k and the majority vote where prompts were sampled several times, and several reward functions.
     """
     title, record = _title(record), without_set(record)
-    sources = sorted(k.removesuffix("/num_prompts") for k in record if k.endswith("/num_prompts"))
-    rows = {"all": "", **{source: f"{source}/" for source in sources}}
+    rows = {"all": "", **{source: f"{source}/" for source in sources_of(record)}}
     left_out = [key for key, count in WITHOUT_FAULTS.items() if not record.get(count)]
     columns = {key: name for key, name in COLUMNS.items() if key not in left_out}
     tables = [_by_source(record, rows, columns, title)]
